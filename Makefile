@@ -1,0 +1,68 @@
+# `make demo` and `make test` need Python 3.11 or newer, pip and make; they set up the rest.
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+VENV := .venv
+BENCH := .venv-bench
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+RUN := $(VENV)/bin
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+# $(call usable,FOLDER): a shell test. An environment that was moved, or whose Python is gone, has to be made again.
+usable = grep -qsF "$(CURDIR)/$(1)" $(1)/bin/activate && \
+	$(1)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+# $(call if_unusable,FOLDER): FORCE where the stamp in FOLDER is not to be believed.
+if_unusable = $(shell { $(call usable,$(1)); } || echo FORCE)
+
+# $(call environment,FOLDER,REQUIREMENT). The constraints are given every time, and the build is not isolated, so that no
+# other torch is ever downloaded.
+define environment
+@$(PYTHON) -c 'import sys; sys.exit("dubito needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+@{ $(call usable,$(1)); } || { echo "Making $(1)"; $(PYTHON) -m venv --clear $(1); }
+@echo "Installing $(2) into $(1)"
+@$(1)/bin/python $(PIP_INSTALL) hatchling
+@$(1)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '$(2)'
+@touch $@
+endef
+
+.PHONY: setup demo test lint tests test-slow test-gpu bench format clean FORCE
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt $(call if_unusable,$(VENV))
+	$(call environment,$(VENV),.[dev])
+
+$(BENCH)/.stamp: pyproject.toml constraints.txt $(call if_unusable,$(BENCH))
+	$(call environment,$(BENCH),.)
+
+demo: setup
+	$(RUN)/dubito demo $(ARGS)
+
+test: lint tests
+
+lint: setup
+	$(RUN)/python -m ruff format --check .
+	$(RUN)/python -m ruff check .
+	$(RUN)/python -m pyright
+	$(RUN)/lint-imports
+
+tests: setup
+	$(RUN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-slow: setup
+	$(RUN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: setup
+	$(RUN)/python -m pytest -m gpu $(ARGS)
+
+# One at a time: they measure time.
+bench: $(BENCH)/.stamp
+	@for file in $(BENCHMARKS); do echo "== $$file"; $(BENCH)/bin/python $$file $(ARGS) || exit 1; done
+
+format: setup
+	$(RUN)/python -m ruff format .
+	$(RUN)/python -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) $(BENCH) build dist reports .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

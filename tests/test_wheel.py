@@ -1,0 +1,56 @@
+"""The package as a user gets it: built, installed on its own, imported, and light to import."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).parent.parent
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """The standard output of this Python with these arguments."""
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(command: str, *arguments: str) -> None:
+    """pip without an index: nothing can be downloaded."""
+    run("-m", "pip", command, "--quiet", "--no-deps", *arguments, PIP_NO_INDEX="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+
+
+def sources(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in (root / "dubito").rglob("*.py")}
+
+
+def test_the_built_wheel_works_on_its_own(tmp_path):
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(PROJECT))
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    pip("install", "--target", str(installed), str(wheel))
+    assert sources(installed) == sources(PROJECT / "src")
+    assert list(installed.glob("dubito-*.dist-info/licenses/LICENSE"))
+
+    code = "import dubito, json; print(json.dumps([dubito.__file__, dubito.__version__]))"
+    file, version = json.loads(run("-W", "error", "-c", code, PYTHONPATH=str(installed)))
+    assert Path(file) == installed / "dubito" / "__init__.py"
+    assert wheel.name.startswith(f"dubito-{version}-")
+
+
+def loaded(statement: str) -> set[str]:
+    """The packages from outside the standard library that a statement loads."""
+    code = f"{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    names = set(run("-W", "error", "-c", code, PYTHONPATH=str(PROJECT / "src")).split())
+    return {name for name in names if name not in sys.stdlib_module_names and not name.startswith("_")}
+
+
+def test_import_loads_torch_numpy_and_safetensors_only():
+    ours = loaded("import dubito")
+    # torch brings packages of its own along; what counts is what comes on top.
+    theirs = loaded("import torch, numpy, safetensors.torch")
+    assert ours - theirs == {"dubito"}
+    assert not ours & {"rich", "tyro", "matplotlib", "sklearn", "scipy", "torchmetrics", "PIL"}
