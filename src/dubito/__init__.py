@@ -1,0 +1,21 @@
+"""dubito: neural networks that know when they don't know."""
+
+from dubito import measures as measures
+from dubito import metrics as metrics
+from dubito import posteriors as posteriors
+from dubito import priors as priors
+from dubito.fit import fit as fit
+from dubito.io import load as load
+from dubito.io import save as save
+from dubito.likelihoods import Bernoulli as Bernoulli
+from dubito.likelihoods import Categorical as Categorical
+from dubito.likelihoods import Gaussian as Gaussian
+from dubito.likelihoods import HeteroscedasticCategorical as HeteroscedasticCategorical
+from dubito.likelihoods import HeteroscedasticGaussian as HeteroscedasticGaussian
+from dubito.likelihoods import MultiTask as MultiTask
+from dubito.methods import MAP as MAP
+from dubito.methods import Ensemble as Ensemble
+from dubito.methods import MCDropout as MCDropout
+from dubito.model import Model as Model
+
+__version__ = "0.1.0"

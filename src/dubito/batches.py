@@ -1,0 +1,146 @@
+"""What the user gives as data, as batches that can be gone through again and are counted right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+
+from dubito import tree
+from dubito.model import Model, batch_size
+from dubito.randomness import forked, seed_global
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Tensors held in memory, cut into batches; shuffled by the global generator, which the loop has seeded."""
+
+    x: Any
+    y: Any
+    size: int
+    shuffle: bool = True
+
+    def __len__(self) -> int:
+        return math.ceil(batch_size(self.y) / self.size)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        n = batch_size(self.y)
+        order = torch.randperm(n).to(next(iter(tree.leaves(self.y))).device) if self.shuffle else None
+        for start in range(0, n, self.size):
+            rows = slice(start, start + self.size) if order is None else order[start : start + self.size]
+            yield _rows(self.x, rows), _rows(self.y, rows)
+
+
+def _rows(value: Any, rows: slice | Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value[rows]
+    if isinstance(value, dict):
+        return {key: _rows(item, rows) for key, item in value.items()}
+    return tuple(_rows(item, rows) for item in value)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        return {key: _tensors(item) for key, item in value.items()}
+    return tuple(_tensors(item) for item in value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Re-iterable batches on the model's device, with the number of examples and of batches in one pass."""
+
+    source: Iterable[Any]
+    n_data: int
+    n_batches: int
+    device: torch.device
+    counted: bool  # whether n_data is our own count, which a pass must then confirm
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.source:
+            yield tree.move(batch, self.device)
+
+
+def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 128, shuffle: bool = True) -> Batches:
+    """Read `data`: a tuple (x, y) of tensors or arrays, a Dataset, a DataLoader, or any re-iterable of batches."""
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray | dict):
+        x, y = _tensors(data[0]), _tensors(data[1])
+        counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
+        if len(counts) != 1 or counts == {0}:
+            raise ValueError(f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
+        source = Arrays(tree.move(x, model.device), tree.move(y, model.device), size, shuffle)
+        return Batches(source, n_data or counts.pop(), len(source), model.device, n_data is None)
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=size, shuffle=shuffle)
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=size)
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data is a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
+    if iter(data) is data:
+        raise TypeError("data is an iterator that can be gone through only once: give a list of batches or a DataLoader")
+    counted = n_data is None
+    if counted:
+        n_data = _count(model, data)
+    return Batches(data, n_data, _length(model, data, n_data), model.device, counted)
+
+
+def _length(model: Model, data: Iterable[Any], n_data: int) -> int:
+    try:
+        return len(data)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        with forked():
+            first = next(iter(data), None)
+        if first is None:
+            raise ValueError("there is no data: the loader gave no batch") from None
+        return math.ceil(n_data / batch_size(model.split(first)[1]))
+
+
+def _count(model: Model, data: Iterable[Any]) -> int:
+    """Examples in one pass; what cannot be counted is refused, since the target would be scaled wrongly."""
+    if isinstance(data, DataLoader):
+        refused = "the number of examples in a pass cannot be counted for this loader: give n_data=..."
+        if isinstance(data.dataset, IterableDataset):
+            raise ValueError(f"a DataLoader over an IterableDataset has no length; {refused}")
+        sampler = data.batch_sampler
+        if type(sampler) is BatchSampler:
+            try:
+                n = len(sampler.sampler)  # pyright: ignore[reportArgumentType]
+            except (TypeError, NotImplementedError):
+                raise ValueError(refused) from None
+            return n // sampler.batch_size * sampler.batch_size if sampler.drop_last else n
+        if sampler is not None:
+            with lent(data), forked():
+                return sum(len(list(indices)) for indices in sampler)
+    elif not hasattr(data, "__len__"):
+        raise ValueError("data without a length: give n_data=..., the number of examples in one pass")
+    with forked():
+        return sum(batch_size(model.split(batch)[1]) for batch in data)
+
+
+@contextmanager
+def lent(data: Any) -> Iterator[list[torch.Generator]]:
+    """The generators of a DataLoader that are its owner's: lent to be seeded, given back as they were."""
+    owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
+    owners.append(getattr(owners[2], "sampler", None))
+    found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
+    before = [(g, g.get_state()) for g in found.values()]
+    try:
+        yield list(found.values())
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def reseed(generators: list[torch.Generator], seed: int) -> None:
+    """Seed the global generators and a loader's own, at the start of an epoch."""
+    seed_global(seed)
+    for generator in generators:
+        generator.manual_seed(seed)

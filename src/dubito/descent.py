@@ -1,0 +1,139 @@
+"""What methods that descend share: optimisers, schedules and the step.
+
+The loss is the negative log joint divided by the number of data, so learning rates mean what they mean elsewhere, and the prior is
+in its gradient exactly: weight decay theta / (N scale^2) inside the gradient, not decoupled from it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dubito import store, tree
+from dubito.fit import Info, Start
+from dubito.model import Target
+from dubito.posteriors import Posterior
+from dubito.tree import Buffers, Params
+
+
+@dataclass
+class DescentState:
+    params: Params
+    buffers: Buffers
+    optimizer: torch.optim.Optimizer
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Descent(ABC):
+    """Gradient descent on the negative log joint.
+
+    `schedule` is the course of the learning rate after `warmup` (a share of all steps, linear): cosine to zero, or constant. `clip`
+    bounds the norm of the gradient (of the loss per example).
+    """
+
+    epochs: int = field(default=100, kw_only=True)
+    learning_rate: float = field(default=1e-3, kw_only=True)
+    optimizer: Literal["adam", "sgd"] = field(default="adam", kw_only=True)
+    momentum: float = field(default=0.9, kw_only=True)
+    schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)
+    warmup: float = field(default=0.0, kw_only=True)
+    clip: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        if self.epochs < 0 or not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not 0 <= self.warmup < 1:
+            raise ValueError(
+                f"epochs >= 0, learning_rate > 0, 0 <= momentum < 1 and 0 <= warmup < 1 are needed; got epochs={self.epochs}, "
+                f"learning_rate={self.learning_rate}, momentum={self.momentum}, warmup={self.warmup}"
+            )
+        if self.optimizer not in ("adam", "sgd") or self.schedule not in ("cosine", "constant"):
+            raise ValueError(
+                f"optimizer is 'adam' or 'sgd' and schedule 'cosine' or 'constant'; got {self.optimizer!r}, {self.schedule!r}"
+            )
+
+    @property
+    def data(self) -> Literal["batches", "full"]:
+        return "batches"
+
+    @abstractmethod
+    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior: ...
+
+    def prepare(self, target: Target) -> Target:
+        """The target as this method trains on it."""
+        return target
+
+    def adjust(self, target: Target, params: Params, gradient: Params) -> Params:
+        """A method's own terms, added to the gradient of the log joint."""
+        return gradient
+
+    def steps(self, n_batches: int) -> int:
+        return self.epochs * n_batches
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> DescentState:
+        # Adam and momentum work element by element, so the leaves of stacked members need no optimiser of their own each.
+        leaves = list(start.params.values())
+        if self.optimizer == "adam":
+            optimizer = torch.optim.Adam(leaves, lr=self.learning_rate, fused=all(p.is_floating_point() for p in leaves))
+        else:
+            optimizer = torch.optim.SGD(leaves, lr=self.learning_rate, momentum=self.momentum, fused=True)
+        return DescentState(start.params, start.buffers, optimizer, 0, steps)
+
+    def step(
+        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[DescentState, Info]:
+        target = self.prepare(target)
+        evaluation = target.gradient(state.params, data, state.buffers, train=True)
+        gradient = self.adjust(target, state.params, evaluation.gradient)
+        slopes = torch._foreach_mul(list(gradient.values()), -target.temperature / target.n_data)
+        if self.clip is not None:
+            _clip(slopes, self.clip, stacked=target.members is not None)
+        for leaf, slope in zip(state.params.values(), slopes, strict=True):
+            leaf.grad = slope
+        state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.buffers, state.step = evaluation.buffers, state.step + 1
+        return state, {"log_likelihood": evaluation.log_likelihood}
+
+    def draw(self, state: DescentState) -> Params | None:
+        return None
+
+    def unstack(self, target: Target, state: DescentState) -> list[DescentState]:
+        """The states of the members of a stacked target, which were trained in one batched pass."""
+        assert target.members is not None
+        fixed = {name for name, _ in target.model.network.named_parameters()}  # not stacked where they are not Bayesian
+        shared = {name: leaf for name, leaf in state.buffers.items() if name in fixed}
+        stacked = {name: leaf for name, leaf in state.buffers.items() if name not in fixed}
+        return [
+            replace(
+                state,
+                params=tree.clone(tree.select(state.params, i)),
+                buffers={**shared, **tree.clone(tree.select(stacked, i))},
+            )
+            for i in range(target.members)
+        ]
+
+    def _share(self, step: int, steps: int) -> float:
+        """The learning rate at a step, as a share of its peak."""
+        warmup = math.ceil(self.warmup * steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.schedule == "constant":
+            return 1.0
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _clip(slopes: Sequence[Tensor], limit: float, *, stacked: bool) -> None:
+    """Scale the gradient (each member's own) down to a norm of at most `limit`."""
+    squares = [slope.flatten(1 if stacked else 0).pow(2).sum(-1) for slope in slopes]
+    norm = torch.stack(squares).sum(0).sqrt()  # [] or [S]
+    factor = (limit / norm.clamp_min(1e-12)).clamp(max=1.0)
+    for slope in slopes:
+        slope.mul_(factor.reshape(-1, *[1] * (slope.ndim - 1)) if stacked else factor)

@@ -1,0 +1,379 @@
+"""The one loop: every method is a fold over data, `init -> step -> posterior`, and this is where it is run.
+
+The loop owns what no method should have to think of: devices, seeds, progress, mixed precision, gradient accumulation, early
+stopping, draws, checkpoints and going on after a crash.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from dubito import randomness, store, tree
+from dubito.batches import Batches, batches, lent, reseed
+from dubito.model import Model, Target
+from dubito.posteriors import Posterior
+from dubito.progress import Progress
+from dubito.tree import Buffers, Params
+
+State = TypeVar("State")
+Info = Mapping[str, Any]  # what a diagnostic or a person wants to see of a step; tensors may stay on their device
+
+
+class Start(NamedTuple):
+    """Where a method begins: the Bayesian parameters, and all the rest of the network."""
+
+    params: Params
+    buffers: Buffers
+
+
+class Method(Protocol[State]):
+    """An inference method: a frozen dataclass of hyperparameters with these few functions.
+
+    A state is a dataclass of tensors, numbers, dicts, lists and optimisers; `step` consumes it and may change it in place. It holds
+    what the next step needs and never grows: draws are returned by `draw` and kept by the loop.
+    """
+
+    @property
+    def data(self) -> Literal["batches", "full"]:
+        """A mini-batch a step, or all data a step."""
+        ...
+
+    def steps(self, n_batches: int) -> int:
+        """How many steps to make, for so many batches in a pass over the data."""
+        ...
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> State: ...
+
+    def step(self, target: Target, state: State, data: Iterable[Any], generator: torch.Generator) -> tuple[State, Info]:
+        """One step on `data`, an iterable of batches (of one, unless gradients are accumulated or the method is full-batch)."""
+        ...
+
+    def draw(self, state: State) -> Params | None:
+        """A draw to keep, after a step, or None."""
+        ...
+
+    def posterior(self, target: Target, state: State, draws: store.Draws) -> Posterior: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a callback is told after every step."""
+
+    step: int
+    steps: int
+    epoch: int
+    info: Info
+    state: Any
+
+
+@dataclasses.dataclass
+class _Run:
+    """How far a run has come: what a checkpoint holds."""
+
+    state: Any
+    generator: torch.Generator
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # steps made in this epoch
+    draws: int = 0
+    best: float = math.inf
+    waited: int = 0
+    stopped: bool = False
+    best_state: Any = None
+    random: Any = None
+
+
+def fit(
+    model: Model,
+    method: Method,
+    data: Any,
+    *,
+    start: Params | Posterior | None = None,
+    n_data: int | None = None,
+    temperature: float = 1.0,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    batch_size: int = 128,
+    accumulate: int = 1,
+    precision: Literal["bfloat16"] | None = None,
+    validation: Any = None,
+    patience: int | None = None,
+    checkpoint: str | os.PathLike | None = None,
+    checkpoint_every: float = 60.0,
+    resume: bool = False,
+    progress: bool | None = None,
+    callbacks: Sequence[Callable[[Event], object]] = (),
+) -> Posterior:
+    """Give a model a posterior.
+
+    `data` is a tuple (x, y) of tensors or arrays (cut into batches of `batch_size`), a Dataset, a DataLoader or a list of batches.
+    `start` (weights, or an earlier posterior) defaults to the network's weights. `n_data` is needed only where examples cannot be
+    counted. `device` other than the network's own works on a copy of it. `precision="bfloat16"` runs the network in mixed precision.
+
+    `validation` data is scored after every epoch; with `patience` the fit stops after so many epochs without improvement, and the
+    best state counts. `checkpoint` is a folder written every `checkpoint_every` seconds and at the end; with `resume=True` a run
+    that was killed goes on from there, to the same result bit for bit. A callback that returns True stops the run.
+
+    The network, its gradients, buffers and mode, and the global random generators are as before when this returns or raises.
+
+    >>> import dubito
+    >>> net = torch.nn.Linear(1, 1)
+    >>> model = dubito.Model(net, dubito.Gaussian(scale=0.1))
+    >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
+    >>> posterior = fit(model, dubito.MAP(epochs=50, learning_rate=0.05), (x, 2 * x), batch_size=16)
+    >>> posterior.predict(torch.tensor([[0.5]])).mean.round(decimals=1)
+    tensor([[1.]])
+    """
+    _check_arguments(accumulate, patience, validation, precision, resume, checkpoint)
+    if device is not None and torch.device(device) != model.device:
+        model = dataclasses.replace(model, network=copy.deepcopy(model.network).to(device))
+    source = batches(model, data, n_data=n_data, size=batch_size, shuffle=method.data == "batches")
+    held_out = None if validation is None else batches(model, validation, size=max(batch_size, 256), n_data=1, shuffle=False)
+    target = Target(model, source.n_data, temperature, getattr(torch, precision) if precision else None)
+    with lent(source.source) as generators, lent(validation), randomness.forked():
+        reseed(generators, randomness.derive(seed, "start"))
+        first = next(iter(source), None)
+        if first is None:
+            raise ValueError("there is no data: the loader gave no batch")
+        begin = _start(model, start, model.split(first)[1])
+        model.check(begin.params, first, begin.buffers)
+        per_epoch = math.ceil(source.n_batches / accumulate) if method.data == "batches" else 1
+        steps = method.steps(per_epoch)
+        generator = randomness.generator(model.device, seed, "method")
+        run = _Run(method.init(target, begin, first, generator, steps=steps), generator)
+        del first, begin
+        keeper = _Keeper(checkpoint, checkpoint_every, _fingerprint(model, method, target, seed, accumulate, steps))
+        draws = store.Draws(keeper.folder)
+        if keeper.folder is not None:
+            run = keeper.open(run, draws, resume=resume, device=model.device)
+        loop = _Loop(target, method, source, held_out, accumulate, patience, seed, generators, callbacks, keeper)
+        with Progress(type(method).__name__, steps, show=progress) as bar:
+            run = loop(run, draws, steps, bar)
+        if run.best_state is not None:
+            run.state = store.unpack(run.best_state["description"], run.best_state["tensors"], run.state)
+        return method.posterior(target, run.state, draws)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    target: Target
+    method: Method
+    source: Batches
+    held_out: Batches | None
+    accumulate: int
+    patience: int | None
+    seed: int
+    generators: list[torch.Generator]
+    callbacks: Sequence[Callable[[Event], object]]
+    keeper: _Keeper
+
+    def __call__(self, run: _Run, draws: store.Draws, steps: int, bar: Progress) -> _Run:
+        info: Info = {}
+        resumed = run.random
+        while run.step < steps and not run.stopped:
+            seen, skip = 0, run.batch
+            if self.method.data == "batches" or run.epoch == 0:
+                reseed(self.generators, randomness.derive(self.seed, run.epoch))
+            groups = self._groups()
+            for _ in range(skip):  # a checkpoint fell into this epoch: take up the same order of the data where it was left
+                next(groups, None)
+            if resumed is not None:
+                randomness.set_global_state(resumed)
+                resumed = None
+            for size, group in groups:
+                run.state, info = self.method.step(self.target, run.state, group, run.generator)
+                run.step, run.batch, seen = run.step + 1, run.batch + 1, seen + size
+                if (draw := self.method.draw(run.state)) is not None:
+                    draws.append(draw)
+                if bar.update(run.step, info):
+                    _finite(info, run.step)
+                self.keeper.perhaps(run, draws)
+                answers = [callback(self._event(run, steps, info)) for callback in self.callbacks]
+                run.stopped = any(answer is True for answer in answers)
+                if run.step >= steps or run.stopped:
+                    break
+            else:
+                self._end_of_epoch(run, skip, seen, info)
+                info = {**info, **self._validate(run, draws)}
+        _finite(info, run.step)
+        if run.step >= steps and run.batch:
+            self._validate(run, draws)
+        self.keeper.write(run, draws)
+        return run
+
+    def _event(self, run: _Run, steps: int, info: Info) -> Event:
+        return Event(run.step, steps, run.epoch, info, run.state)
+
+    def _groups(self):
+        """(number of examples, batches) for every step of an epoch."""
+        if self.method.data == "full":
+            yield self.source.n_data, self.source
+            return
+        iterator = iter(self.source)
+        while group := list(islice(iterator, self.accumulate)):
+            yield sum(self.target._size(batch) for batch in group), group
+
+    def _end_of_epoch(self, run: _Run, skip: int, seen: int, info: Info) -> None:
+        if run.batch == 0:
+            raise ValueError("the data gave no batch in this pass; an iterable must give its batches again every time")
+        if self.source.counted and not skip and seen != self.source.n_data:
+            raise ValueError(
+                f"a pass over the data gave {seen} examples where {self.source.n_data} were counted, so the posterior would be scaled "
+                "wrongly: give n_data=..., the number of examples the posterior is to stand for"
+            )
+        _finite(info, run.step)
+        run.epoch, run.batch = run.epoch + 1, 0
+
+    def _validate(self, run: _Run, draws: store.Draws) -> Info:
+        """Score the held-out data and keep the best state; tells the loop to stop when patience has run out."""
+        if self.held_out is None:
+            return {}
+        if len(draws):
+            raise ValueError("early stopping picks one state and would bias a set of draws: leave out `validation` for samplers")
+        # scoring must not move the generators that training draws from
+        with randomness.forked():
+            posterior = self.method.posterior(self.target, run.state, draws)
+            pairs = (self.target.model.split(batch) for batch in self.held_out)
+            scores = [posterior.predict(x).log_prob(y) for x, y in pairs]
+        nll = float(-torch.cat(scores).double().mean())
+        if nll < run.best:
+            tensors: dict[str, Tensor] = {}
+            description = store.pack(run.state, tensors)
+            run.best, run.waited = nll, 0
+            run.best_state = {"description": description, "tensors": tree.clone(tensors)}
+        else:
+            run.waited += 1
+            run.stopped = self.patience is not None and run.waited >= self.patience
+        return {"validation_nll": nll}
+
+
+def _finite(info: Info, step: int) -> None:
+    value = info.get("log_likelihood")
+    if isinstance(value, Tensor) and not torch.isfinite(value).all():
+        raise FloatingPointError(
+            f"the log likelihood is not finite after step {step}: the steps are probably too large (lower learning_rate, or set clip), "
+            "or the data hold NaN"
+        )
+
+
+class _Keeper:
+    """Checkpoints: one file for the state, written whole, beside the shards of draws."""
+
+    def __init__(self, folder: str | os.PathLike | None, every: float, fingerprint: dict):
+        self.folder = None if folder is None else Path(folder)
+        self.every, self.fingerprint = every, fingerprint
+        self.due = time.monotonic() + every
+
+    @property
+    def path(self) -> Path:
+        assert self.folder is not None
+        return self.folder / "checkpoint.safetensors"
+
+    def open(self, run: _Run, draws: store.Draws, *, resume: bool, device: torch.device) -> _Run:
+        if not self.path.exists():
+            if not resume and list(self.path.parent.glob("draws-*")):
+                raise FileExistsError(f"{self.folder} holds draws of another run: give an empty folder")
+            if resume:
+                draws.keep(0)  # killed before its first checkpoint: what it left is made again
+            return run
+        if not resume:
+            raise FileExistsError(f"{self.folder} holds a run already: pass resume=True to go on with it, or another folder")
+        tensors, meta = store.read(self.path)
+        was = meta.get("fingerprint", {})
+        changed = [f"{key} (was {was.get(key)}, is {value})" for key, value in self.fingerprint.items() if was.get(key) != value]
+        if changed:
+            raise ValueError(f"{self.folder} belongs to another run; different: {'; '.join(changed)}")
+        best = meta["run"]["fields"].pop("best_state")
+        random = meta["run"]["fields"].pop("random")
+        filled = {name: store.unpack(item, tensors, getattr(run, name)) for name, item in meta["run"]["fields"].items()}
+        run = _Run(**filled, random=store.unpack(random, tensors))
+        if "value" not in best:  # a nested description of its own: {"description": ..., "tensors": ...}
+            run.best_state = {
+                "description": meta["best"],
+                "tensors": tree.move({n[5:]: t for n, t in tensors.items() if n.startswith("best:")}, device),
+            }
+        draws.keep(run.draws, device)
+        return run
+
+    def perhaps(self, run: _Run, draws: store.Draws) -> None:
+        if self.folder is not None and time.monotonic() > self.due:
+            self.write(run, draws)
+
+    def write(self, run: _Run, draws: store.Draws) -> None:
+        if self.folder is None:
+            return
+        draws.flush()  # before the checkpoint that counts them
+        run.draws = len(draws)
+        tensors: dict[str, Tensor] = {}
+        best, run.best_state = run.best_state, None
+        run.random = randomness.global_state()
+        description = store.pack(run, tensors)
+        run.random, run.best_state = None, best
+        meta = {"fingerprint": self.fingerprint, "run": description}
+        if best is not None:
+            description["fields"]["best_state"] = {"dict": []}
+            meta["best"] = best["description"]
+            tensors |= {f"best:{name}": tensor for name, tensor in best["tensors"].items()}
+        store.write(self.path, tensors, meta)
+        self.due = time.monotonic() + self.every
+
+
+def _fingerprint(model: Model, method: Method, target: Target, seed: int, accumulate: int, steps: int) -> dict:
+    shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
+    return {
+        "method": repr(method),
+        "likelihood": repr(model.likelihood),
+        "prior": repr(model.prior),
+        "only": model.only,
+        "network": f"{len(shapes)} parameters, {randomness.derive(repr(shapes)):x}",
+        "n_data": target.n_data,
+        "temperature": target.temperature,
+        "precision": str(target.precision),
+        "seed": seed,
+        "accumulate": accumulate,
+        "steps": steps,
+    }
+
+
+def _start(model: Model, start: Params | Posterior | None, y: Any) -> Start:
+    params, buffers = model.parameters(y), model.buffers()
+    if start is None:
+        return Start(params, buffers)
+    given, given_buffers = (
+        (start, {}) if isinstance(start, dict) else (getattr(start, "params", None), getattr(start, "buffers", {}))
+    )
+    if given is None or (isinstance(start, Posterior) and hasattr(start, "own_buffers")):
+        raise ValueError(f"a {type(start).__name__} posterior has no single setting to start from: give one as a dict of weights")
+    wrong = [name for name, leaf in given.items() if name in params and leaf.shape != params[name].shape]
+    missing = [name for name in params if ":" not in name and name not in given and name not in given_buffers]
+    if wrong or missing:
+        raise ValueError(f"start does not fit the network: {wrong or missing} {'have other shapes' if wrong else 'are missing'}")
+    known = {**given_buffers, **given}
+    return Start(
+        tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in params.items()}), model.device),
+        tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in buffers.items()}), model.device),
+    )
+
+
+def _check_arguments(
+    accumulate: int, patience: int | None, validation: Any, precision: Any, resume: bool, checkpoint: Any
+) -> None:
+    if accumulate < 1:
+        raise ValueError(f"accumulate counts the batches of a step and is at least 1; got {accumulate}")
+    if patience is not None and validation is None:
+        raise ValueError("patience needs validation data to watch: give validation=...")
+    if precision not in (None, "bfloat16"):
+        raise ValueError(f"precision is None or 'bfloat16'; got {precision!r} (float16 would need its losses scaled)")
+    if resume and checkpoint is None:
+        raise ValueError("resume=True needs to know from where: give checkpoint='folder'")

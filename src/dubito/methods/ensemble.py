@@ -1,0 +1,207 @@
+"""Deep ensembles (Lakshminarayanan et al. 2017), of any method."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dubito import store, tree
+from dubito.fit import Info, Method, Start
+from dubito.model import Target
+from dubito.posteriors import Mixture, Point, Posterior, Samples
+from dubito.randomness import derive, forked
+from dubito.tree import Params
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass
+class EnsembleState:
+    members: list[Any]  # one state each, or a single stacked one
+    low: Tensor | None  # smallest and largest input seen, element by element, for adversarial steps
+    high: Tensor | None
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Several members of any method, each from its own random start; the posterior is their mixture.
+
+    Members are re-initialised by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network), and see
+    the same batches. Where that is faster they are trained in one batched pass: `vectorize` forces or forbids it.
+
+    `bagging` weighs the examples of each member as a bootstrap would (how often an example counts is Poisson, and depends on nothing
+    but the example and the member, whatever the order of the data; examples that are augmented at random are not recognised).
+    `adversarial`, a share of each input's range such as 0.01, adds the fast gradient sign neighbour of each example to the loss.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=0.1))
+    >>> posterior = dubito.fit(model, Ensemble(dubito.MAP(epochs=5), 3), (torch.randn(16, 1), torch.randn(16, 1)))
+    >>> posterior.sample(4)["weight"].shape
+    torch.Size([4, 1, 1])
+    """
+
+    method: Method
+    size: int = 5
+    bagging: bool = field(default=False, kw_only=True)
+    adversarial: float | None = field(default=None, kw_only=True)
+    vectorize: bool | None = field(default=None, kw_only=True)
+    initialize: Callable[[nn.Module], object] | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"an ensemble has at least one member; got size={self.size}")
+        if self.adversarial is not None and not self.adversarial > 0:
+            raise ValueError(f"adversarial is a positive share of the inputs' range, such as 0.01; got {self.adversarial}")
+        if self.vectorize and not hasattr(self.method, "unstack"):
+            raise ValueError(f"{type(self.method).__name__} cannot run its members in one pass: leave out `vectorize`")
+
+    @property
+    def data(self) -> Literal["batches", "full"]:
+        return self.method.data
+
+    def steps(self, n_batches: int) -> int:
+        return self.method.steps(n_batches)
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> EnsembleState:
+        seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+        starts = [self._reset(target, start, derive(seed, i)) for i in range(self.size)]
+        if self._vectorized(target):
+            stacked = Start(tree.stack([s.params for s in starts]), _stacked_buffers(target, starts))
+            members = [self.method.init(self._stack(target), stacked, batch, generator, steps=steps)]
+        else:
+            members = [self.method.init(target, own, batch, generator, steps=steps) for own in starts]
+        if self.adversarial is not None and not isinstance(target.model.split(batch)[0], Tensor):
+            raise ValueError("adversarial training perturbs one input tensor; this model takes several or named inputs")
+        return EnsembleState(members, None, None)
+
+    def step(
+        self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[EnsembleState, Info]:
+        if self.bagging or self.adversarial is not None:
+            data = list(data)
+        if self.adversarial is not None:
+            x = torch.cat([target.model.split(batch)[0] for batch in data])
+            low, high = x.amin(0), x.amax(0)
+            state.low = low if state.low is None else torch.minimum(state.low, low)
+            state.high = high if state.high is None else torch.maximum(state.high, high)
+            target = replace(target, adversary=self.adversarial * (state.high - state.low))
+        bags = [self._bag(target, batch) for batch in data] if self.bagging else None  # [S, B] each
+        if self._vectorized(target):
+            weights = None if bags is None else tuple(bags)
+            members = [self.method.step(replace(self._stack(target), weights=weights), state.members[0], data, generator)]
+        else:
+            members = []
+            for i, member in enumerate(state.members):
+                weights = None if bags is None else tuple(bag[i] for bag in bags)
+                members.append(self.method.step(replace(target, weights=weights), member, data, generator))
+        state.members = [member for member, _ in members]
+        infos = [info for _, info in members]
+        return state, {key: torch.stack([torch.as_tensor(info[key]) for info in infos]) for key in infos[0]}
+
+    def draw(self, state: EnsembleState) -> Params | None:
+        """The members' draws side by side, leaves [size, ...]."""
+        drawn = [draw for member in state.members if (draw := self.method.draw(member)) is not None]
+        return tree.stack(drawn) if drawn else None
+
+    def posterior(self, target: Target, state: EnsembleState, draws: store.Draws) -> Posterior:
+        states = state.members
+        if self._vectorized(target):
+            states = self.method.unstack(self._stack(target), states[0])  # pyright: ignore[reportAttributeAccessIssue]
+        members = [self.method.posterior(target, own, draws.column(i)) for i, own in enumerate(states)]
+        points = [member for member in members if isinstance(member, Point)]
+        if len(points) < len(members):
+            return Mixture.equal(members)
+        # an equal mixture of points is a set of samples
+        fixed = {name for name, _ in target.model.network.named_parameters()}
+        shared = {name: leaf for name, leaf in points[0].buffers.items() if name in fixed}
+        apart = [{name: leaf for name, leaf in p.buffers.items() if name not in fixed} for p in points]
+        return Samples(target.model, tree.stack([p.params for p in points]), shared, tree.stack(apart) if apart[0] else {})
+
+    def _stack(self, target: Target) -> Target:
+        return replace(target, members=self.size)
+
+    def _vectorized(self, target: Target) -> bool:
+        """One batched pass pays where launching many small operations costs more than doing them: not for convolutions or
+        wide layers on a CPU, whose batched kernels are slower than one member after another."""
+        if self.vectorize is not None:
+            return self.vectorize
+        network = target.model.network
+        if not hasattr(self.method, "unstack") or any(isinstance(module, nn.RNNBase) for module in network.modules()):
+            return False
+        if target.model.device.type != "cpu":
+            return True
+        small = sum(p.numel() for p in network.parameters()) <= 100_000
+        return small and not any(isinstance(module, CONVOLUTIONS) for module in network.modules())
+
+    def _reset(self, target: Target, start: Start, seed: int) -> Start:
+        """A member's own start: a copy of the network with all layers initialised anew."""
+        network = copy.deepcopy(target.model.network)
+        with forked(seed), torch.no_grad():
+            if self.initialize is not None:
+                self.initialize(network)
+            else:
+                _reset_parameters(network, [name for name in start.params if ":" not in name])
+        fresh = dict(network.named_parameters())
+        params = {name: fresh[name].detach().clone() if name in fresh else leaf.clone() for name, leaf in start.params.items()}
+        return Start(params, tree.clone(start.buffers))
+
+    def _bag(self, target: Target, batch: Any) -> Tensor:
+        """How often each example counts for each member, [S, B]: Poisson(1), from a hash of the example's own bytes."""
+        x, y = target.model.split(batch)
+        keys = _keys([*tree.leaves(x), *tree.leaves(y)])
+        salts = torch.tensor([derive("bag", i) for i in range(self.size)], device=keys.device)
+        uniform = _mixed(keys ^ salts.unsqueeze(1)).double()
+        counts = torch.zeros_like(uniform)
+        cumulative = term = 0.36787944117144233  # e^-1
+        for k in range(1, 12):
+            counts += uniform >= cumulative
+            term /= k
+            cumulative += term
+        return counts.float()
+
+
+def _stacked_buffers(target: Target, starts: list[Start]) -> Params:
+    """Buffers for every member; parameters that are not Bayesian are the same for all and stay single."""
+    fixed = {name for name, _ in target.model.network.named_parameters()}
+    first = starts[0].buffers
+    return {name: leaf if name in fixed else torch.stack([s.buffers[name] for s in starts]) for name, leaf in first.items()}
+
+
+def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:
+    """Initialise every layer anew; a wanted parameter that no layer initialises is an error."""
+    reached: set[int] = set()
+    for module in reversed(list(network.modules())):  # parts before wholes, whose word is the last
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+            reached |= {id(p) for p in module.parameters()}
+    missed = [name for name, p in network.named_parameters() if name in wanted and id(p) not in reached]
+    if missed:
+        raise ValueError(
+            f"no reset_parameters() initialises {missed}, so all members would start alike there: define reset_parameters() in the "
+            "module that holds them, or give Ensemble(initialize=function) that initialises a network anew"
+        )
+
+
+def _mixed(keys: Tensor) -> Tensor:
+    """64-bit integers to uniform numbers in [0, 1)."""
+    keys = (keys ^ (keys >> 29)) * -4658895280553007687
+    keys = (keys ^ (keys >> 32)) * -7723592293110705685
+    return ((keys >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def _keys(leaves: list[Tensor]) -> Tensor:
+    """A hash of each row, [B], over all leaves of a batch."""
+    keys = torch.zeros(leaves[0].shape[0], dtype=torch.int64, device=leaves[0].device)
+    for leaf in leaves:
+        rows = leaf.detach().reshape(leaf.shape[0], -1)
+        bits = rows.double().view(torch.int64) if rows.is_floating_point() else rows.long()
+        position = torch.arange(1, bits.shape[1] + 1, device=bits.device) * -7046029254386353131
+        mixed = (bits ^ (bits >> 31)) * position + position
+        keys = keys * 31 + (mixed ^ (mixed >> 29)).sum(1)
+    return keys

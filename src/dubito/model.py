@@ -1,0 +1,289 @@
+r"""A Bayesian model is three parts, a network, a likelihood and a prior; a `Target` is the posterior they define on data.
+
+The network is never rewritten or patched: `torch.func.functional_call` runs it with other weights, and its mode is put back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from dubito import tree
+from dubito.likelihoods import Likelihood, own
+from dubito.priors import Normal, Prior
+from dubito.tree import Buffers, Params
+
+LABELS = ("labels", "label", "targets", "target", "y")
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """The default reading of a batch as (inputs, targets).
+
+    A pair is (x, y). A longer list or tuple is several inputs, then the targets. A dict, as Hugging Face collators make, has its
+    targets under "labels" (or label, targets, target, y), and the rest are the network's keyword arguments.
+
+    >>> split_batch({"input_ids": 1, "attention_mask": 2, "labels": 3})
+    ({'input_ids': 1, 'attention_mask': 2}, 3)
+    """
+    if hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
+        for name in LABELS:
+            if name in batch:
+                return {key: batch[key] for key in batch if key != name}, batch[name]
+        raise ValueError(f"a batch with the keys {list(batch)} has none of {LABELS}: give Model(split=...) that returns (x, y)")
+    if isinstance(batch, list | tuple) and len(batch) >= 2:
+        return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+    raise ValueError(f"a batch is (inputs, targets) or a dict with labels; got a {type(batch).__name__}: give Model(split=...)")
+
+
+def pick_output(out: Any) -> Tensor:
+    """The default reading of what a network returns: a tensor, or `.logits`, `["logits"]`, or the first of a tuple."""
+    if isinstance(out, Tensor):
+        return out
+    if hasattr(out, "logits"):
+        return out.logits
+    if isinstance(out, dict) and "logits" in out:
+        return out["logits"]
+    if isinstance(out, list | tuple) and out and isinstance(out[0], Tensor):
+        return out[0]
+    raise ValueError(f"the network returns a {type(out).__name__}: give Model(output=...) that picks the tensor of outputs")
+
+
+def batch_size(y: Any) -> int:
+    """Examples in a batch, from its targets."""
+    return next(iter(tree.leaves(y))).shape[0]
+
+
+@contextmanager
+def mode(network: nn.Module, train: bool) -> Iterator[None]:
+    """The network in train or eval mode for a while. `network.train` is called, so a module's own idea of it is respected."""
+    before = [(module, module.training) for module in network.modules()]
+    if all(training == train for _, training in before):
+        yield
+        return
+    try:
+        network.train(train)
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network, what its output means, and what is believed of its weights beforehand.
+
+    `only` picks the Bayesian parameters by `re.search` over their names; the rest stay as they start. `split` reads a batch as
+    (x, y); x is a tensor for `net(x)`, a tuple for `net(*x)` or a dict for `net(**x)`. `output` picks the tensor from what the
+    network returns.
+
+    >>> import dubito
+    >>> model = Model(nn.Linear(2, 1), dubito.Gaussian(scale=0.1), only="weight")
+    >>> list(model.parameters())
+    ['weight']
+    """
+
+    network: nn.Module
+    likelihood: Likelihood
+    prior: Prior = field(default_factory=Normal)
+    only: str = ""
+    split: Callable[[Any], tuple[Any, Any]] = field(default=split_batch, kw_only=True)
+    output: Callable[[Any], Tensor] = field(default=pick_output, kw_only=True)
+
+    def __post_init__(self):
+        if not isinstance(self.network, nn.Module):
+            raise TypeError(f"the network is a torch.nn.Module; got a {type(self.network).__name__}")
+        if not isinstance(self.likelihood, Likelihood):
+            given = self.likelihood.__name__ if isinstance(self.likelihood, type) else type(self.likelihood).__name__
+            raise TypeError(f"the likelihood is an object such as dubito.Categorical() or dubito.Gaussian(); got {given}")
+        names = [name for name, _ in self.network.named_parameters()]
+        if not any(re.search(self.only, name) for name in names):
+            raise ValueError(
+                f"only={self.only!r} matches no parameter of the network; it has {names[:8]}{'...' if names[8:] else ''}"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def parameters(self, y: Any = None) -> Params:
+        """Copies of the Bayesian parameters as they stand, and what the likelihood learns at its start."""
+        weights: Params = {name: p for name, p in self.network.named_parameters() if re.search(self.only, name)}
+        learned: Params = tree.move(self.likelihood.parameters(y), self.device)
+        return tree.clone({**weights, **learned})
+
+    def buffers(self) -> Buffers:
+        """Copies of all that is not Bayesian: the network's buffers, and the parameters that `only` leaves out."""
+        fixed = {name: p for name, p in self.network.named_parameters() if not re.search(self.only, name)}
+        return tree.clone({**dict(self.network.named_buffers()), **fixed})
+
+    def forward(self, params: Params, x: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
+        """f with C last, [B, *D, C], and the buffers after the pass. In train mode the buffers given may change in place."""
+        with mode(self.network, train):
+            return self.call(params, x, buffers)
+
+    def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+        """`forward` in the mode the network is in."""
+        weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
+        args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
+        f = self.output(functional_call(self.network, weights, args, kwargs))
+        f = f.unsqueeze(-1) if f.ndim == 1 else f.movedim(self.likelihood.dim, -1)
+        return f, {name: weights[name] for name in buffers}
+
+    def log_likelihood(self, params: Params, batch: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
+        """log p(y | x, theta) of every example, [B], and the buffers after the pass; dense outputs are summed over positions."""
+        x, y = self.split(batch)
+        f, buffers = self.forward(params, x, buffers, train=train)
+        return self.score(f, y, params), buffers
+
+    def score(self, f: Tensor, y: Any, params: Params) -> Tensor:
+        """log p(y | f) of every example, [B]."""
+        f = f.float() if f.dtype.itemsize < 4 else f  # a sum of log probabilities needs more than half precision
+        score = self.likelihood.log_prob(f, self.likelihood.target(y, f), own(params))  # [B, *D]
+        return score.flatten(1).sum(1) if score.ndim > 1 else score
+
+    def check(self, params: Params, batch: Any, buffers: Buffers) -> None:
+        """One pass over one batch that fails early and in words where the network, the likelihood and the data do not fit."""
+        x, y = self.split(batch)
+        with torch.no_grad():
+            f, _ = self.forward(params, x, tree.clone(buffers))
+        if f.shape[0] != batch_size(y):
+            raise ValueError(
+                f"the network gives {f.shape[0]} outputs for {batch_size(y)} targets: the first axis must be the batch"
+            )
+        self.likelihood.check(f, y)
+
+
+class Evaluation(NamedTuple):
+    """The gradient of the log joint at some weights, and what came along."""
+
+    gradient: Params
+    buffers: Buffers
+    log_likelihood: Tensor  # [] or [S]: mean per example
+
+
+@dataclass(frozen=True)
+class Target:
+    r"""What a method samples, maximises or approximates: :math:`(p(D \mid \theta)\, p(\theta))^{1/T}`.
+
+    The scaling of a batch to the whole data, N / B, and the temperature live here and nowhere else. `data` is an iterable of
+    batches: one for a mini-batch step, several to accumulate, all of them for a full-batch method, for which N / B is 1.
+
+    The other fields are for combinators, which change how a method sees the data without its knowing. `members`: leaves are stacked
+    [S, ...] and all S are evaluated in one batched pass. `around`: a context for every forward pass, given its weights. `weights`:
+    how often each example of each batch counts, [B] or [S, B]. `adversary`: a step for every input element; each example is
+    averaged with its adversarial neighbour x + step sign(d loss / dx) (fast gradient sign).
+    """
+
+    model: Model
+    n_data: int
+    temperature: float = 1.0
+    precision: torch.dtype | None = None
+    members: int | None = None
+    around: Callable[[Params], AbstractContextManager] | None = None
+    weights: tuple[Tensor, ...] | None = None
+    adversary: Tensor | None = None
+
+    def __post_init__(self):
+        if self.n_data < 1 or not self.temperature > 0:
+            raise ValueError(f"n_data must be at least 1 and the temperature positive; got {self.n_data} and {self.temperature}")
+
+    def log_prior(self, params: Params) -> Tensor:
+        """log p(theta), the prior of the weights and of what the likelihood learns; [S] for a stacked target."""
+
+        def one(params: Params) -> Tensor:
+            weights = {name: leaf for name, leaf in params.items() if ":" not in name}
+            return self.model.prior.log_prob(weights) + self.model.likelihood.log_prior(own(params)).to(self.model.device)
+
+        return one(params) if self.members is None else vmap(one)(params)
+
+    def log_joint(self, params: Params, data: Iterable[Any], buffers: Buffers | None = None) -> Tensor:
+        """(N/B sum log p(y | x, theta) + log p(theta)) / T, without gradients; [] or [S], in float64."""
+        buffers = self.model.buffers() if buffers is None else buffers
+        total, seen = torch.zeros((), dtype=torch.float64, device=self.model.device), 0
+        with torch.no_grad():
+            for i, batch in enumerate(data):
+                value, _ = self._summed(params, i, batch, buffers, train=False)
+                total, seen = total + value.double(), seen + self._size(batch)
+            return (self.n_data / seen * total + self.log_prior(params)) / self.temperature
+
+    def gradient(self, params: Params, data: Iterable[Any], buffers: Buffers, *, train: bool = False) -> Evaluation:
+        """Value and gradient of the log joint. The prior's gradient is analytic; autograd sees the likelihood only."""
+        names = list(params)
+        leaves = [params[name].detach().requires_grad_() for name in names]
+        live = dict(zip(names, leaves, strict=True))
+        sums: list[Tensor] = []
+        total, seen = torch.zeros(()), 0
+        for i, batch in enumerate(data):
+            with torch.enable_grad():
+                value, buffers = self._summed(live, i, batch, buffers, train=train)
+                grads = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
+            with torch.no_grad():
+                sums = list(torch._foreach_add(sums, grads)) if sums else list(grads)
+            total = value.detach() + (total if i else 0)
+            seen += self._size(batch)
+        if not seen:
+            raise ValueError("there is no data: the loader gave no batch")
+        with torch.no_grad():
+            sums = list(torch._foreach_mul(sums, self.n_data / (seen * self.temperature)))
+            slopes = self._prior_gradient(params)
+            known = [(g, slopes[name]) for name, g in zip(names, sums, strict=True) if name in slopes]
+            torch._foreach_add_([g for g, _ in known], [slope for _, slope in known], alpha=1 / self.temperature)
+        buffers = {name: leaf.detach() for name, leaf in buffers.items()}
+        return Evaluation(dict(zip(names, sums, strict=True)), buffers, total / seen)
+
+    def _size(self, batch: Any) -> int:
+        return batch_size(self.model.split(batch)[1])
+
+    def _prior_gradient(self, params: Params) -> Params:
+        slopes = self.model.prior.gradient({name: leaf for name, leaf in params.items() if ":" not in name})
+        learned = {name: leaf.detach().requires_grad_() for name, leaf in own(params).items()}
+        if learned:
+            with torch.enable_grad():
+                value = self.model.likelihood.log_prior(learned)
+                if value.requires_grad:
+                    slopes |= dict(zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True))
+        return slopes
+
+    def _summed(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
+        """Sum of log likelihoods over a batch, [] or [S], and the buffers after it."""
+        x, y = self.model.split(batch)
+        weights = None if self.weights is None else self.weights[index]
+
+        def score(params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+            with nullcontext() if self.around is None else self.around({**buffers, **params}):
+                f, buffers = self.model.call(params, x, buffers)
+            return self.model.score(f, y, params), buffers
+
+        def one(params: Params, buffers: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+            scores, after = score(params, x, buffers)
+            if self.adversary is not None:
+                # running statistics follow the real examples only
+                frozen = {name: leaf.detach() for name, leaf in params.items()}
+                slope = grad(lambda x: -score(frozen, x, {n: b.clone() for n, b in after.items()})[0].sum())(x)
+                near = x + self.adversary * slope.sign()
+                scores = 0.5 * (scores + score(params, near, {n: b.clone() for n, b in after.items()})[0])
+            return (scores if weights is None else scores * weights).sum(), after
+
+        kind = self.model.device.type
+        with mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
+            if self.members is None:
+                return one(params, buffers, weights)
+            # Parameters that are not Bayesian are the same for all members: they are neither stacked nor returned.
+            fixed = {name: leaf for name, leaf in self.model.network.named_parameters() if name in buffers}
+            shared = {name: leaf for name, leaf in buffers.items() if name in fixed}
+            stacked = {name: leaf for name, leaf in buffers.items() if name not in fixed}
+
+            def member(params: Params, stacked: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+                value, after = one(params, {**shared, **stacked}, weights)
+                return value, {name: after[name] for name in stacked}
+
+            in_dims = (0, 0, None if weights is None else 0)
+            value, after = vmap(member, in_dims=in_dims, randomness="different")(params, stacked, weights)
+            return value, {**shared, **after}

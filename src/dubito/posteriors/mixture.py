@@ -1,0 +1,42 @@
+"""Several posteriors, mixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dubito import tree
+from dubito.posteriors.posterior import Posterior
+from dubito.predictive import LatentMixture, mix
+from dubito.randomness import derive, fresh
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class Mixture(Posterior):
+    """A weighted mixture of posteriors of the same model: what an ensemble of Bayesian members gives."""
+
+    members: tuple[Posterior, ...]
+    weights: tuple[float, ...]
+
+    @staticmethod
+    def equal(members: list[Posterior]) -> Mixture:
+        """All members alike."""
+        return Mixture(members[0].model, tuple(members), tuple([1 / len(members)] * len(members)))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        source = generator or fresh(self.model.device)
+        which = torch.multinomial(torch.tensor(self.weights, device=source.device), n, replacement=True, generator=source)
+        counts = torch.bincount(which, minlength=len(self.members)).tolist()
+        drawn = [member.sample(k, source) for member, k in zip(self.members, counts, strict=True) if k]
+        return tree.select(tree.concatenate(drawn), torch.randperm(n, generator=source, device=source.device))
+
+    def predict(
+        self, x: Any, how: str = "sampled", *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+    ) -> LatentMixture:
+        """`draws` is shared out evenly among the members."""
+        each = None if draws is None else -(-draws // len(self.members))
+        parts = [member.predict(x, how, draws=each, memory=memory, seed=derive(seed, i)) for i, member in enumerate(self.members)]
+        return mix(parts, list(self.weights))

@@ -1,0 +1,31 @@
+"""A single setting of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dubito import tree
+from dubito.posteriors.posterior import Posterior
+from dubito.predict.sampled import sampled
+from dubito.predictive import LatentMixture
+from dubito.tree import Buffers, Params
+
+
+@dataclass(frozen=True)
+class Point(Posterior):
+    """All mass on one setting: what MAP gives. Its predictive has noise but no epistemic uncertainty."""
+
+    params: Params
+    buffers: Buffers
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        return tree.repeat(self.params, n)
+
+    def predict(
+        self, x: Any, how: str = "sampled", *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+    ) -> LatentMixture:
+        self._only(how, "sampled")
+        return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)

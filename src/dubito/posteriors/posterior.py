@@ -1,0 +1,93 @@
+"""What every posterior can do, whatever its form."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito import tree
+from dubito.model import Model
+from dubito.predictive import LatentMixture, concatenate
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class Posterior(ABC):
+    """A distribution over the weights of `model` (or over the functions it computes) given data."""
+
+    model: Model
+
+    @abstractmethod
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws of the weights, leaves [n, *shape]."""
+
+    @abstractmethod
+    def predict(
+        self, x: Any, how: str = "sampled", *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+    ) -> LatentMixture:
+        """The predictive at x (what the network takes: a tensor, a tuple or a dict).
+
+        `draws` is how many functions are averaged (None: the form's own choice), `memory` how many gigabytes they may take at a time;
+        the same `seed` gives the same functions for every x.
+        """
+
+    def predict_batches(
+        self,
+        loader: Iterable[Any],
+        how: str = "sampled",
+        *,
+        draws: int | None = None,
+        memory: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[tuple[LatentMixture, Any]]:
+        """Stream over a loader: the predictive and the targets (None if it has none) of every batch."""
+        for batch in loader:
+            x, y = inputs_of(self.model, batch)
+            yield self.predict(x, how, draws=draws, memory=memory, seed=seed), tree.move(y, self.model.device)
+
+    def predict_loader(
+        self,
+        loader: Iterable[Any],
+        how: str = "sampled",
+        *,
+        draws: int | None = None,
+        memory: float = 1.0,
+        seed: int = 0,
+    ) -> tuple[LatentMixture, Any]:
+        """One predictive and the targets of all that a loader gives; every batch is seen by the same functions.
+
+        It holds S x N x C numbers in the computer's memory; where that is too much, use `predict_batches`.
+        """
+        predictives, targets = [], []
+        for p, y in self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed):
+            predictives.append(p.to("cpu"))
+            targets.append(tree.move(y, "cpu"))
+        if not predictives:
+            raise ValueError("there is no data: the loader gave no batch")
+        return concatenate(predictives), _joined(targets)
+
+    def _only(self, how: str, *known: str) -> None:
+        if how not in known:
+            raise ValueError(f"a {type(self).__name__} posterior predicts how={' or '.join(map(repr, known))}; got {how!r}")
+
+
+def _joined(targets: list[Any]) -> Any:
+    if any(y is None for y in targets):
+        return None
+    if isinstance(targets[0], dict):
+        return {key: torch.cat([y[key] for y in targets]) for key in targets[0]}
+    return torch.cat(targets)
+
+
+def inputs_of(model: Model, batch: Any) -> tuple[Any, Any]:
+    """(x, y) of a batch, y None where a batch holds inputs only."""
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        return batch[0], None
+    return model.split(batch)

@@ -1,0 +1,55 @@
+"""A network that is random in itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dubito.posteriors.posterior import Posterior
+from dubito.predict.dropout import Dropout
+from dubito.predict.sampled import sampled
+from dubito.predictive import LatentMixture
+from dubito.randomness import fresh, generator
+from dubito.tree import Buffers, Params
+
+
+@dataclass(frozen=True)
+class Stochastic(Posterior):
+    """One setting of the weights and dropout that stays on: a distribution over functions, what MC dropout gives.
+
+    `consistent` masks make a draw one function over all inputs; independent ones are drawn anew for every input.
+    """
+
+    params: Params
+    buffers: Buffers
+    dropout: Dropout
+    draws: int = 50
+    consistent: bool = True
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws of functions: there are no draws of the weights, only seeds that fix all masks, under "dropout:seed", [n]."""
+        source = generator or fresh()
+        return {"dropout:seed": torch.randint(2**62, (n,), generator=source, device=source.device).to(self.model.device)}
+
+    def predict(
+        self,
+        x: Any,
+        how: str = "sampled",
+        *,
+        draws: int | None = None,
+        memory: float = 1.0,
+        seed: int = 0,
+        consistent: bool | None = None,
+    ) -> LatentMixture:
+        self._only(how, "sampled")
+        return sampled(
+            self.model,
+            x,
+            shared={**self.buffers, **self.params},
+            dropout=self.dropout,
+            seeds=self.sample(draws or self.draws, generator("cpu", seed, "masks"))["dropout:seed"],
+            consistent=self.consistent if consistent is None else consistent,
+            memory=memory,
+        )

@@ -1,0 +1,233 @@
+r"""Dropout that stays on, in any network, without touching the network.
+
+A `TorchFunctionMode` sees every torch call that a forward pass makes. It answers the calls of dropout (modules or functional,
+whatever the mode) with masks of ours, and puts masks on the inputs of the layers that were named, which it knows by their weights.
+
+Masks are *consistent* (one draw is one function: the same mask for all inputs, a hash of the draw's seed and the position, so the
+same on every device, batch and chunk) or *independent* (new ones for every input).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dubito.predict.recurrent import unrolled
+from dubito.randomness import derive
+from dubito.tree import Params
+
+PREFIX = "dropout:"
+RECURRENT = {getattr(torch._VF, kind): kind for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+WEIGHTED = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
+ELEMENTS = {F.dropout, F.alpha_dropout}
+CHANNELS = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3, F.feature_alpha_dropout: None}
+ALPHA = {F.alpha_dropout, F.feature_alpha_dropout}
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+PLACES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.RNNBase)
+SATURATION = -1.7580993408473766  # -scale * alpha of SELU: where alpha dropout sends what it drops
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def hashed_uniform(seed: Tensor, site: str, shape: tuple[int, ...]) -> Tensor:
+    """Uniform numbers in [0, 1) that depend on nothing but the seed, the site and the position (splitmix64)."""
+
+    def shifted(z: Tensor, by: int) -> Tensor:  # logical shift; torch's is arithmetic
+        return (z >> by) & ((1 << (64 - by)) - 1)
+
+    count = 1
+    for n in shape:
+        count *= n
+    z = torch.arange(1, count + 1, device=seed.device) * _signed(0x9E3779B97F4A7C15)
+    z = (seed ^ derive(site)) * _signed(0xD1342543DE82EF95) + z
+    z = (z ^ shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ shifted(z, 31)
+    return (shifted(z, 40).float() * 2.0**-24).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Where and how weights or activations are dropped.
+
+    `sites` maps the names of layers to the rate at which their inputs are dropped (embedding: whole word types; recurrent layer:
+    its input and its state, one mask for all time steps). The network's own dropout is always on. `recurrent="sequence"` draws one
+    mask a sequence, `"batch"` one a batch, which runs at full speed through the recurrent weights. `batch_first` says where time and
+    batch stand in a recurrent network (None: not recurrent), since there every mask is shared over time.
+    """
+
+    sites: Mapping[str, float] = field(default_factory=dict)
+    recurrent: Literal["sequence", "batch"] = "sequence"
+    batch_first: bool | None = None
+
+    @staticmethod
+    def find(network: nn.Module, at: str | None, rate: float, recurrent: Literal["sequence", "batch"] = "sequence") -> Dropout:
+        """The network's own dropout and, if `at` is given, new places: layers whose name it matches (`re.search`)."""
+        modules = dict(network.named_modules())
+        flags = {module.batch_first for module in modules.values() if isinstance(module, nn.RNNBase)}
+        if len(flags) > 1:
+            raise ValueError("the network mixes recurrent layers with and without batch_first: masks cannot be shared over time")
+        sites: dict[str, float] = {}
+        if at is not None:
+            named = {name: module for name, module in modules.items() if name and re.search(at, name)}
+            sites = {name: rate for name, module in named.items() if isinstance(module, PLACES)}
+            if not sites:
+                fit = [name for name, module in modules.items() if isinstance(module, PLACES)]
+                raise ValueError(
+                    f"at={at!r} names no layer whose input can be dropped (linear, convolution, embedding or recurrent); "
+                    f"this network has {fit}"
+                )
+        elif not any(_drops(module) for module in modules.values()):
+            fit = [name for name, module in modules.items() if isinstance(module, PLACES)]
+            raise ValueError(
+                "this network has no dropout to keep on. Either put nn.Dropout layers into it, or name the layers whose inputs are "
+                f"to be dropped, as MCDropout(at=..., rate=0.1): {fit} (a pattern such as at='{fit[-1] if fit else 'head'}'; '' is all)"
+            )
+        return Dropout(sites, recurrent, flags.pop() if flags else None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether training needs nothing but the network's own dropout in train mode."""
+        return not self.sites and self.batch_first is None
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, DROPOUTS):
+        return module.p > 0
+    rate = getattr(module, "dropout", 0.0)  # nn.LSTM and nn.MultiheadAttention keep their rate so
+    return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and isinstance(rate, float) and rate > 0
+
+
+class Masks(TorchFunctionMode):
+    """One forward pass with dropout on. `seed` (a scalar, maybe batched by vmap) makes masks consistent; None, independent."""
+
+    def __init__(self, dropout: Dropout, weights: Params, *, seed: Tensor | None = None, relax: float | None = None):
+        super().__init__()
+        self.dropout, self.seed, self.relax, self.calls = dropout, seed, relax, 0
+        self.logits = {site: weights.get(PREFIX + site) for site in dropout.sites}
+        names = {site: [f"{site}.weight", f"{site}.weight_ih_l0"] for site in dropout.sites}
+        self.by_weight = {id(weights[name]): site for site, tried in names.items() for name in tried if name in weights}
+
+    def mask(self, site: str, shape: tuple[int, ...], rate: float | Tensor, like: Tensor, batch_axis: int = 0) -> Tensor | None:
+        """Kept entries hold 1 / keep, dropped ones 0; the batch axis has length 1 if masks are consistent."""
+        if not isinstance(rate, Tensor) and rate == 0:
+            return None
+        if self.seed is not None:
+            shape = (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])
+            uniform = hashed_uniform(self.seed, site, shape)
+        else:
+            uniform = torch.rand(shape, device=like.device)
+        if isinstance(rate, Tensor) and self.relax is not None:  # concrete dropout: a smooth mask that lets the rate learn
+            uniform = uniform.clamp(1e-6, 1 - 1e-6)
+            drop = torch.sigmoid((torch.logit(rate) + torch.logit(uniform)) / self.relax)
+            return ((1 - drop) / (1 - rate)).to(like.dtype)
+        if not isinstance(rate, Tensor) and rate >= 1:
+            return torch.zeros_like(uniform, dtype=like.dtype)
+        return ((uniform >= rate) / (1 - rate)).to(like.dtype)
+
+    def _rate(self, site: str) -> float | Tensor:
+        logit = self.logits[site]
+        return self.dropout.sites[site] if logit is None else torch.sigmoid(logit.squeeze(-1))
+
+    def _tied(self, shape: torch.Size) -> tuple[tuple[int, ...], int]:
+        """The shape of a mask for an activation, and its batch axis: in recurrent nets the time axis is shared."""
+        batch_first = self.dropout.batch_first
+        if batch_first is None or len(shape) != 3:
+            return tuple(shape), 0
+        return ((shape[0], 1, shape[2]), 0) if batch_first else ((1, shape[1], shape[2]), 1)
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in ELEMENTS or func in CHANNELS:
+            return self._own(func, *args, **kwargs)
+        if func in WEIGHTED and len(args) > 1 and id(args[1]) in self.by_weight:
+            return self._placed(func, args, kwargs)
+        if func is F.embedding and len(args) > 1 and id(args[1]) in self.by_weight:
+            return self._word_types(func(*args, **kwargs), args[0], args[1])
+        if func in RECURRENT:
+            return self._recurrent(func, args)
+        if func is F.multi_head_attention_forward and len(args) > 10 and args[10] > 0:
+            # torch drops attention weights inside this call, independently for every input even if masks are consistent
+            wanted = kwargs.get("need_weights", True)
+            out, weights = func(*args, **{**kwargs, "training": True, "need_weights": True})
+            return out, weights if wanted else None
+        return func(*args, **kwargs)
+
+    def _own(self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        site = f"#{self.calls}"
+        self.calls += 1
+        shape, batch_axis = self._tied(input.shape)
+        if func in CHANNELS:  # whole channels: every axis after them is shared
+            spatial = CHANNELS[func]
+            channel = input.ndim - 1 - spatial if spatial is not None else 1
+            shape, batch_axis = (*input.shape[: channel + 1], *[1] * (input.ndim - channel - 1)), 0
+        mask = self.mask(site, shape, p, input, batch_axis)
+        if mask is None:
+            return input
+        if func not in ALPHA:
+            return input * mask
+        keep = (mask > 0).to(input.dtype)
+        a = ((1 - p) * (1 + p * SATURATION**2)) ** -0.5
+        return a * (input * keep + SATURATION * (1 - keep)) - a * SATURATION * p
+
+    def _placed(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """Drop what enters a layer: features of a linear one, channels of a convolution, so that a mask is a draw of weights."""
+        x, site = args[0], self.by_weight[id(args[1])]
+        batch_axis = 0
+        if func is not F.linear:
+            shape = (x.shape[0], x.shape[1], *[1] * (x.ndim - 2))
+        elif self.seed is not None:
+            shape = (*[1] * (x.ndim - 1), x.shape[-1])
+        else:
+            shape, batch_axis = self._tied(x.shape)
+        mask = self.mask(site, shape, self._rate(site), x, batch_axis)
+        return func(x if mask is None else x * mask, *args[1:], **kwargs)
+
+    def _word_types(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+        """Drop words, not positions: every occurrence of a word in a sequence shares its fate."""
+        site, batch_axis = self.by_weight[id(table)], 1 if self.dropout.batch_first is False else 0
+        mask = self.mask(site, (ids.shape[batch_axis], table.shape[0]), self._rate(site), out)
+        if mask is None:
+            return out
+        first = ids.movedim(batch_axis, 0)  # [B, *T]
+        kept = mask.expand(first.shape[0], -1).gather(1, first.flatten(1)).reshape(first.shape)
+        return out * kept.movedim(0, batch_axis).unsqueeze(-1)
+
+    def _recurrent(self, func: Callable, args: tuple) -> Any:
+        """One mask for all time steps, on the input and the state of every layer of an nn.LSTM, nn.GRU or nn.RNN."""
+        where = 2 if isinstance(args[2], list) else 3  # packed sequences have one more argument before the weights
+        flat, between, bidirectional = args[where], args[where + 3], args[where + 5]
+        site = self.by_weight.get(id(flat[0]))
+        name = site or f"#{self.calls}"
+        self.calls += 1
+        placed = 0.0 if site is None else self._rate(site)
+
+        def mask(part: str, shape: tuple[int, ...]) -> Tensor | None:
+            own = between if part.startswith("input") and part != "input0" else 0.0
+            shape = (1, *shape[1:]) if self.dropout.recurrent == "batch" else shape
+            return self.mask(f"{name}/{part}", shape, own or placed, flat[0])
+
+        without = (*args[: where + 3], 0.0, *args[where + 4 :])
+        if self.seed is None and self.dropout.recurrent == "sequence":
+            return unrolled(RECURRENT[func], without, mask)
+        # a mask shared by the batch is a mask on the columns of the weights, and torch's own kernel can run
+        directions = ["", ".reverse"] if bidirectional else [""]
+        step = len(flat) // (args[where + 2] * len(directions))
+        masked = list(flat)
+        for layer in range(args[where + 2]):
+            inputs = mask(f"input{layer}", (1, flat[layer * len(directions) * step].shape[1]))
+            for d, direction in enumerate(directions):
+                first = (layer * len(directions) + d) * step
+                state = mask(f"hidden{layer}{direction}", (1, flat[first + 1].shape[1]))
+                masked[first] = flat[first] if inputs is None else flat[first] * inputs
+                masked[first + 1] = flat[first + 1] if state is None else flat[first + 1] * state
+        return func(*without[:where], masked, *without[where + 1 :])

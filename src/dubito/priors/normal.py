@@ -1,0 +1,72 @@
+"""Independent Gaussian priors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dubito.priors.prior import Prior
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class Normal(Prior):
+    r"""Every weight on its own: :math:`\theta_i \sim N(0, \mathrm{scale}_i^2)`.
+
+    `Normal(scale=0.5)`: one standard deviation for all weights. `Normal(scale={"weight": 0.1, "bias": 1.0})`: the first pattern found
+    (`re.search`) in a parameter's name counts; `""` matches every name and serves as the rest. Without `scale` it starts at 1 and
+    is left to methods that learn it from the evidence; methods that cannot, such as MAP, leave it at 1.
+
+    Weight decay follows: with n data and a loss averaged over them, the gradient of the prior is theta / (n scale^2).
+
+    >>> Normal(scale=2.0).log_prob({"w": torch.zeros(1)})
+    tensor(-1.6121)
+    """
+
+    scale: float | Mapping[str, float] | None = None
+
+    def __post_init__(self):
+        scales = self.scale.values() if isinstance(self.scale, Mapping) else [1.0 if self.scale is None else self.scale]
+        if not scales or not all(isinstance(s, int | float) and s > 0 and math.isfinite(s) for s in scales):
+            raise ValueError(f"a prior scale is a positive standard deviation; got {self.scale}")
+
+    def scale_of(self, name: str) -> float:
+        """The standard deviation of one parameter's weights."""
+        if self.scale is None:
+            return 1.0
+        if not isinstance(self.scale, Mapping):
+            return float(self.scale)
+        for pattern, scale in self.scale.items():
+            if re.search(pattern, name):
+                return float(scale)
+        raise ValueError(
+            f"no pattern of the prior, {list(self.scale)}, matches the parameter {name!r}: add one, or '' for the rest"
+        )
+
+    def precision(self, params: Params) -> Params:
+        """1 / scale^2 for every weight, in the shapes of `params`."""
+        return {name: torch.full_like(leaf, self.scale_of(name) ** -2) for name, leaf in params.items()}
+
+    def log_prob(self, params: Params) -> Tensor:
+        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        for name, leaf in params.items():
+            scale = self.scale_of(name)
+            total = total - 0.5 * (leaf.float() if leaf.dtype.itemsize < 4 else leaf).pow(2).sum() / scale**2
+            total = total - leaf.numel() * (math.log(scale) + 0.5 * math.log(2 * math.pi))
+        return total
+
+    def gradient(self, params: Params) -> Params:
+        if not params:
+            return {}
+        slopes = [-(self.scale_of(name) ** -2) for name in params]
+        return dict(zip(params, torch._foreach_mul([leaf.detach() for leaf in params.values()], slopes), strict=True))
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        return {
+            name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=generator) for name, leaf in like.items()
+        }

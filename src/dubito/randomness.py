@@ -1,0 +1,84 @@
+"""Global random number generators, borrowed and given back.
+
+Our own code draws from explicit `torch.Generator`s. Where torch or a user's data set insists on the global generators (dropout,
+DataLoader, NumPy augmentations), `forked` lends them out: seeded by us inside, exactly as they were afterwards, also on error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def derive(*parts: int | str) -> int:
+    """A 63-bit seed from any number of parts, so that (seed, epoch) and (seed, draw) never collide by simple addition.
+
+    >>> derive(0, 1) == derive(0, 1), derive(0, 1) == derive(1, 0)
+    (True, False)
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(device: torch.device | str = "cpu", *parts: int | str) -> torch.Generator:
+    """A torch generator seeded from parts."""
+    return torch.Generator(device=device).manual_seed(derive(*parts))
+
+
+def fresh(device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator seeded by the operating system, for those who give none; the global one is left alone."""
+    made = torch.Generator(device=device)
+    made.seed()
+    return made
+
+
+def seed_global(seed: int) -> None:
+    """Seed torch (all devices), NumPy and Python. Only to be called inside `forked`."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (users' data sets draw from the legacy generator)
+    random.seed(seed)
+
+
+def global_state() -> dict:
+    """The state of all global generators as tensors and plain values, ready for the store."""
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [],
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "rest": [int(position), int(has_gauss), float(cached)],
+        },
+        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+    }
+
+
+def set_global_state(state: dict) -> None:
+    """The inverse of `global_state`."""
+    torch.set_rng_state(state["torch"].cpu())
+    for device, cuda in enumerate(state["cuda"]):
+        torch.cuda.set_rng_state(cuda.cpu(), device)
+    numpy = state["numpy"]
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+
+
+@contextmanager
+def forked(seed: int | None = None) -> Iterator[None]:
+    """Give the global generators back exactly as they were; seed them first if a seed is given."""
+    before = global_state()
+    try:
+        if seed is not None:
+            seed_global(seed)
+        yield
+    finally:
+        set_global_state(before)

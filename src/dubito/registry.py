@@ -1,0 +1,17 @@
+"""Names of methods, measures and metrics, for the command line, the report and the contract tests.
+
+A method enters here when its contract tests are green and a figure on real data is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dubito.fit import Method
+from dubito.methods import MAP, Ensemble, MCDropout
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "map": MAP,
+    "mc_dropout": MCDropout,
+    "ensemble": Ensemble,
+}

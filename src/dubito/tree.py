@@ -1,0 +1,111 @@
+"""Arithmetic on `Params`, the dictionaries of tensors that everything else passes around.
+
+A tree maps names to tensors: `{"0.weight": [50, 13], "0.bias": [50], "likelihood:log_scale": [1]}`. A *stacked* tree holds S
+trees at once, every leaf with a leading axis `[S, ...]`. This is the only place that flattens one to a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+Buffers = dict[str, Tensor]
+
+
+def apply(function: Callable[..., Tensor], *trees: Params) -> Params:
+    """Leaf by leaf: `{name: function(a[name], b[name], ...)}`.
+
+    >>> apply(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    {'w': tensor([2., 2.])}
+    """
+    return {name: function(leaf, *(other[name] for other in trees[1:])) for name, leaf in trees[0].items()}
+
+
+def clone(tree: Params) -> Params:
+    """A copy that shares no memory and no gradient history with the original."""
+    return {name: leaf.detach().clone() for name, leaf in tree.items()}
+
+
+def size(tree: Params) -> int:
+    """Number of scalars P in an unstacked tree."""
+    return sum(leaf.numel() for leaf in tree.values())
+
+
+def stack(trees: Sequence[Params]) -> Params:
+    """S trees as one stacked tree.
+
+    >>> stack([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])["w"].shape
+    torch.Size([2, 3])
+    """
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def concatenate(trees: Sequence[Params]) -> Params:
+    """Stacked trees one after another: leaves `[S1 + S2 + ..., *shape]`."""
+    return {name: torch.cat([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def select(tree: Params, index: int | slice | Tensor) -> Params:
+    """Some of a stacked tree: an integer gives an unstacked tree, a slice or an index tensor a stacked one."""
+    return {name: leaf[index] for name, leaf in tree.items()}
+
+
+def repeat(tree: Params, n: int) -> Params:
+    """The same tree n times, as a stacked tree with memory of its own."""
+    return {name: leaf.detach().expand(n, *leaf.shape).clone() for name, leaf in tree.items()}
+
+
+def count(tree: Params) -> int:
+    """S of a stacked tree."""
+    return next(iter(tree.values())).shape[0]
+
+
+def flatten(tree: Params, *, stacked: bool = False) -> Tensor:
+    """All leaves in one vector [P], or [S, P] for a stacked tree, in the order of the names.
+
+    >>> flatten({"a": torch.zeros(2, 2), "b": torch.ones(1)})
+    tensor([0., 0., 0., 0., 1.])
+    """
+    start = 1 if stacked else 0
+    return torch.cat([leaf.flatten(start) for leaf in tree.values()], dim=-1)
+
+
+def unflatten(vector: Tensor, like: Params) -> Params:
+    """The inverse of `flatten`: a vector [P] or [S, P] in the shapes of the (unstacked) tree `like`.
+
+    >>> unflatten(torch.arange(3.0), {"a": torch.zeros(2), "b": torch.zeros(1)})
+    {'a': tensor([0., 1.]), 'b': tensor([2.])}
+    """
+    pieces = vector.split([leaf.numel() for leaf in like.values()], dim=-1)
+    return {
+        name: piece.reshape(*vector.shape[:-1], *leaf.shape) for (name, leaf), piece in zip(like.items(), pieces, strict=True)
+    }
+
+
+def move(value: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Tensors anywhere inside nested dicts, lists and tuples to a device; floating ones to a dtype. The rest is kept."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return type(value)({key: move(item, device, dtype) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(item, device, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(move(item, device, dtype) for item in value)
+    return value
+
+
+def leaves(value: Any) -> Iterable[Tensor]:
+    """Every tensor inside nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
