@@ -1,0 +1,247 @@
+"""A user's own data: a CSV file with a header, or an NPZ file with the arrays x and y.
+
+Whatever is wrong with a file is a ValueError of one line that says where, so that the command line can show it as is.
+"""
+
+import csv
+import difflib
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was read. Give `features` and `classes` of a training table to `table` to read another file the same way."""
+
+    x: Tensor  # [N, F] float32; from an NPZ file also [N, ...]
+    y: Tensor | None  # [N, C] float32, or [N] int64 positions in `classes`; None where no target was asked for
+    features: tuple[str, ...]  # names of the F columns; empty where x is not a table
+    targets: tuple[str, ...]
+    classes: tuple[str, ...]  # empty for regression
+
+
+def table(
+    path: str | Path,
+    target: str | Sequence[str] = "y",
+    *,
+    kind: Literal["regression", "classification"] = "regression",
+    features: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+) -> Table:
+    """Read a CSV or NPZ file.
+
+    Args:
+        path: a `.csv` file (commas, a header line) or a `.npz` file (inputs in the array x).
+        target: the column(s) to predict, or the array of an NPZ file; `()` reads the inputs alone.
+        kind: "classification" takes one target of strings or whole numbers and encodes it.
+        features: the input columns in order; all but the targets by default.
+        classes: the known class names in order; by default those found, sorted, of which there must be at least two.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "fruit.csv")
+    ...     _ = path.write_text("weight,width,fruit\\n150,7.1,apple\\n120,6.5,pear\\n160,7.3,apple\\n")
+    ...     fruit = table(path, "fruit", kind="classification")
+    >>> fruit.features, fruit.classes, fruit.y
+    (('weight', 'width'), ('apple', 'pear'), tensor([0, 1, 0]))
+    """
+    path = Path(path)
+    targets = (target,) if isinstance(target, str) else tuple(target)
+    if kind not in ("regression", "classification"):
+        raise ValueError(f'kind is "regression" or "classification", not {kind!r}')
+    if kind == "classification" and len(targets) > 1:
+        raise ValueError(f"classification takes one target, not {len(targets)}: {', '.join(targets)}")
+    readers = {".csv": _read_csv, ".npz": _read_npz}
+    if path.suffix.lower() not in readers:
+        raise ValueError(f"{path}: only .csv and .npz files can be read")
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    known = None if classes is None else tuple(classes)
+    return readers[path.suffix.lower()](path, targets, kind == "classification", features, known)
+
+
+def _read_csv(
+    path: Path, targets: tuple[str, ...], classify: bool, features: Sequence[str] | None, known: tuple[str, ...] | None
+) -> Table:
+    columns, lines = _cells(path)
+    inputs = tuple(name for name in columns if name not in targets) if features is None else tuple(features)
+    for name in (*targets, *inputs):
+        _require(path, name, columns, "column")
+    if not inputs:
+        raise ValueError(f"{path}: no column is left for the inputs")
+
+    def where(row: int) -> str:
+        return f"row {row + 1} (line {lines[row]})"
+
+    def numbers(name: str) -> np.ndarray:  # [N] float32
+        cells = columns[name]
+        try:
+            values = _float32(np.array(cells, dtype=np.float64))
+        except ValueError:  # the slow way, to find the cell
+            values = _float32(np.array([_number(cell) for cell in cells]))
+        for row in np.flatnonzero(~np.isfinite(values))[:1]:
+            _refuse_number(f"{path}, {where(row)}, column {name!r}", cells[row])
+        return values
+
+    x = torch.from_numpy(np.stack([numbers(name) for name in inputs], axis=1))
+    if not targets:
+        return Table(x, None, inputs, targets, ())
+    if not classify:
+        return Table(x, torch.from_numpy(np.stack([numbers(name) for name in targets], axis=1)), inputs, targets, ())
+    y, names = _encode(f"{path}, column {targets[0]!r}", columns[targets[0]], where, known)
+    return Table(x, y, inputs, targets, names)
+
+
+def _cells(path: Path) -> tuple[dict[str, list[str]], list[int]]:
+    """The stripped cells by column name, and the line in the file of each row."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
+            reader = csv.reader(file, strict=True)
+            rows = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
+            numbered = [(line, row) for line, row in rows if row not in ([], [""])]  # blank lines are no rows
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as CSV in UTF-8: {_first_line(error)}") from error
+    if not numbered:
+        raise ValueError(f"{path}: the file is empty")
+    header = numbered[0][1]
+    if not any(math.isnan(_number(cell)) for cell in header):
+        raise ValueError(f"{path}: the first line holds numbers, but a header with the names of the columns is needed")
+    if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
+        raise ValueError(f"{path}: the header is one column, {header[0]!r}: separate the columns by commas")
+    for position, name in enumerate(header):
+        if not name:  # most often a row number that pandas wrote, which must not become an input
+            raise ValueError(f"{path}: column {position + 1} has no name; name it, or write the file without it")
+        if name in header[:position]:
+            raise ValueError(f"{path}: two columns are called {name!r}")
+    if len(numbered) == 1:
+        raise ValueError(f"{path}: there is a header but no row")
+    for row, (line, cells) in enumerate(numbered[1:]):
+        if len(cells) != len(header):
+            raise ValueError(f"{path}, row {row + 1} (line {line}): {len(cells)} cells, the header has {len(header)}")
+    columns = zip(*(cells for _, cells in numbered[1:]), strict=True)
+    return dict(zip(header, map(list, columns), strict=True)), [line for line, _ in numbered[1:]]
+
+
+def _read_npz(
+    path: Path, targets: tuple[str, ...], classify: bool, features: Sequence[str] | None, known: tuple[str, ...] | None
+) -> Table:
+    if len(targets) > 1:
+        raise ValueError(f"{path}: an NPZ file has one target array, of shape [N] or [N, C], not {len(targets)}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: not an NPZ file")
+    wanted = ("x", *targets)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            there = list(file.files)
+            arrays = {name: file[name] for name in wanted if name in there}
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as arrays of numbers or text: {_first_line(error)}") from error
+    for name in wanted:
+        _require(path, name, there, "array")
+
+    def numbers(name: str) -> Tensor:
+        array = arrays[name]
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{path}: {name} holds {array.dtype}, not numbers")
+        values = _float32(array)
+        for at in np.argwhere(~np.isfinite(values))[:1].tolist():
+            _refuse_number(f"{path}, {name}[{', '.join(map(str, at))}]", str(array[tuple(at)]))
+        return torch.from_numpy(values)
+
+    if arrays["x"].ndim < 2 or not arrays["x"].size:
+        raise ValueError(f"{path}: x must be [N, F] or [N, ...] with something in it, its shape is {arrays['x'].shape}")
+    x = numbers("x")
+    names = tuple(f"x{i}" for i in range(x.shape[1])) if x.ndim == 2 else ()
+    if features is not None and len(features) != len(names):
+        raise ValueError(f"{path}: x has the shape {tuple(x.shape)}, where [N, {len(features)}] is needed")
+    inputs = names if features is None else tuple(features)
+    if not targets:
+        return Table(x, None, inputs, targets, ())
+    y = arrays[targets[0]]
+    if y.shape[:1] != x.shape[:1]:
+        raise ValueError(f"{path}: x has {len(x)} rows, but {targets[0]} has the shape {y.shape}")
+    if not classify:
+        values = numbers(targets[0])
+        return Table(x, values.unsqueeze(1) if y.ndim == 1 else values, inputs, targets, ())
+    if y.ndim != 1:
+        raise ValueError(f"{path}: the classes in {targets[0]} must be [N], their shape is {y.shape}")
+    labels = [str(label).strip() for label in y.tolist()]
+    encoded, found = _encode(f"{path}, {targets[0]}", labels, lambda row: f"row {row + 1}", known)
+    return Table(x, encoded, inputs, targets, found)
+
+
+def _encode(
+    place: str, labels: list[str], where: Callable[[int], str], known: tuple[str, ...] | None
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The labels as positions [N] in the class names: `known`, or else those found, numbers first."""
+    values = [_number(label) for label in labels]
+    for row, (label, value) in enumerate(zip(labels, values, strict=True)):
+        if not label or label.lower() == "nan":
+            raise ValueError(f"{place}, {where(row)}: the class is missing")
+        if not math.isnan(value) and not value.is_integer():
+            raise ValueError(f"{place}, {where(row)}: {label} is a number, not a class; is this a regression?")
+    # 1, 1.0 and 01 are one class, whichever way a file writes it.
+    labels = [label if math.isnan(value) else str(int(value)) for label, value in zip(labels, values, strict=True)]
+    if known is None:
+        known = tuple(sorted(set(labels), key=_order))
+        if len(known) == 1:
+            raise ValueError(f"{place}: every row is of the one class {known[0]!r}; at least two are needed")
+    position = {name: i for i, name in enumerate(known)}
+    for row, label in enumerate(labels):
+        if label not in position:
+            raise ValueError(f"{place}, {where(row)}: {label!r} is not one of the known classes, {_listed(known)}")
+    return torch.tensor([position[label] for label in labels]), known
+
+
+def _require(path: Path, name: str, there: Sequence[str] | dict[str, list[str]], what: str) -> None:
+    if name in there:
+        return
+    near = difflib.get_close_matches(name, there, n=1)
+    advice = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"{path}: no {what} is called {name!r}; {advice}there are {_listed(tuple(there))}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:20])
+    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"
+
+
+def _number(cell: str) -> float:
+    """NaN for what is no number."""
+    try:
+        return float(cell)
+    except ValueError:
+        return math.nan
+
+
+def _order(name: str) -> tuple[bool, float, str]:
+    value = _number(name)
+    return (True, 0.0, name) if math.isnan(value) else (False, value, name)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # too large becomes infinite, and is then refused by name
+        return values.astype(np.float32)
+
+
+def _refuse_number(place: str, cell: str) -> NoReturn:
+    if not cell:
+        raise ValueError(f"{place}: the cell is empty")
+    if cell.lower() in ("nan", "na", "n/a", "null", "none", "?"):
+        raise ValueError(f"{place}: {cell} stands for a missing value; fill it in or leave the row out")
+    if math.isnan(_number(cell)):
+        raise ValueError(f"{place}: {cell!r} is not a number")
+    raise ValueError(f"{place}: {cell} is too large or infinite")

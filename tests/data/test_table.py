@@ -1,0 +1,202 @@
+import numpy as np
+import pytest
+import torch
+
+from dubito.data import table
+
+
+@pytest.fixture
+def csv(tmp_path):
+    def write(text, name="t.csv", encoding="utf-8"):
+        path = tmp_path / name
+        path.write_bytes(text.encode(encoding))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def npz(tmp_path):
+    def write(**arrays):
+        path = tmp_path / "t.npz"
+        np.savez(path, **arrays)
+        return path
+
+    return write
+
+
+def refused(message, path, *args, **options):
+    with pytest.raises(ValueError, match=message) as caught:
+        table(path, *args, **options)
+    assert "\n" not in str(caught.value)
+    assert path.name in str(caught.value)
+
+
+def test_csv_regression(csv):
+    t = table(csv("a, y ,b\n1,10,2\n\n3,20,4e0\n"))
+    assert t.x.tolist() == [[1, 2], [3, 4]]
+    assert t.y is not None
+    assert t.y.tolist() == [[10], [20]]
+    assert (t.features, t.targets, t.classes) == (("a", "b"), ("y",), ())
+    assert t.x.dtype == t.y.dtype == torch.float32
+
+
+def test_csv_several_targets_and_chosen_features(csv):
+    t = table(csv("a,b,c,d\n1,2,3,4\n"), ("d", "a"), features=("c",))
+    assert t.x.tolist() == [[3]]
+    assert t.y is not None
+    assert t.y.tolist() == [[4, 1]]
+
+
+def test_csv_without_a_target(csv):
+    t = table(csv("id,a,b\nx17,1,2\n"), (), features=("b", "a"))
+    assert t.y is None
+    assert t.x.tolist() == [[2, 1]]
+
+
+def test_csv_from_a_spreadsheet(csv):
+    t = table(csv('"the input","y"\r\n"1","2"\r\n', encoding="utf-8-sig"))
+    assert t.features == ("the input",)
+
+
+def test_csv_string_classes(csv):
+    t = table(csv("a,kind\n1,dog\n2,cat\n3,dog\n"), "kind", kind="classification")
+    assert t.classes == ("cat", "dog")
+    assert t.y is not None
+    assert t.y.tolist() == [1, 0, 1]
+    assert t.y.dtype == torch.int64
+
+
+def test_csv_number_classes(csv):
+    t = table(csv("a,y\n1,10\n2,9\n3,9.0\n"), kind="classification")
+    assert t.classes == ("9", "10")
+    assert t.y is not None
+    assert t.y.tolist() == [1, 0, 0]
+
+
+def test_known_classes(csv):
+    path = csv("a,y\n1,dog\n2,dog\n")
+    t = table(path, kind="classification", classes=("bee", "cat", "dog"))
+    assert t.y is not None
+    assert t.y.tolist() == [2, 2]
+    refused(
+        "row 1 \\(line 2\\): 'dog' is not one of the known classes, bee, cat",
+        path,
+        kind="classification",
+        classes=("bee", "cat"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("a,y\n", "a header but no row"),
+        ("1,2\n3,4\n", "header with the names of the columns is needed"),
+        ("a,b\n1,2\n", "no column is called 'y'; there are a, b$"),
+        ("a,yy\n1,2\n", "no column is called 'y'; did you mean 'yy'\\? there are a, yy$"),
+        ("y\n1\n", "no column is left for the inputs"),
+        ("a,a,y\n1,2,3\n", "two columns are called 'a'"),
+        (",a,y\n0,1,2\n", "column 1 has no name"),
+        ("a;y\n1;2\n", "separate the columns by commas"),
+        ("a,y\n1,2\n3\n", "row 2 \\(line 3\\): 1 cells, the header has 2"),
+        ("a,y\n1,2\n\n3,4,5\n", "row 2 \\(line 4\\): 3 cells, the header has 2"),
+        ("a,y\n1,2\n,\n", "row 2 \\(line 3\\), column 'a': the cell is empty"),
+        ("a,y\n1,2\n,4\n", "row 2 \\(line 3\\), column 'a': the cell is empty"),
+        ("a,y\n1,2\nNaN,4\n", "row 2 \\(line 3\\), column 'a': NaN stands for a missing value"),
+        ("a,y\n1,2\n3,NA\n", "row 2 \\(line 3\\), column 'y': NA stands for a missing value"),
+        ("a,y\n1,2\nred,4\n", "row 2 \\(line 3\\), column 'a': 'red' is not a number"),
+        ("a,y\ninf,2\n", "row 1 \\(line 2\\), column 'a': inf is too large or infinite"),
+        ("a,y\n1,1e39\n", "row 1 \\(line 2\\), column 'y': 1e39 is too large or infinite"),
+        ('a,y\n"1,2\n', "cannot be read as CSV"),
+    ],
+)
+def test_bad_csv(text, message, csv):
+    refused(message, csv(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,y\n1,dog\n2,dog\n", "column 'y': every row is of the one class 'dog'"),
+        ("a,y\n1,dog\n2,\n", "column 'y', row 2 \\(line 3\\): the class is missing"),
+        ("a,y\n1,0.5\n2,1\n", "column 'y', row 1 \\(line 2\\): 0.5 is a number, not a class"),
+    ],
+)
+def test_bad_classes(text, message, csv):
+    refused(message, csv(text), kind="classification")
+
+
+def test_not_text(csv):
+    refused("cannot be read as CSV in UTF-8", csv("à,y\n1,2\n", encoding="latin-1"))
+
+
+def test_no_such_file(tmp_path):
+    refused("there is no such file", tmp_path / "none.csv")
+
+
+def test_unknown_ending(csv):
+    refused("only .csv and .npz files", csv("a,y\n1,2\n", name="t.xlsx"))
+
+
+def test_bad_arguments(csv):
+    path = csv("a,y\n1,2\n")
+    with pytest.raises(ValueError, match='"regression" or "classification", not \'ranking\''):
+        table(path, kind="ranking")
+    with pytest.raises(ValueError, match="one target, not 2: a, y"):
+        table(path, ("a", "y"), kind="classification")
+
+
+def test_npz_regression(npz):
+    t = table(npz(x=np.arange(6).reshape(3, 2), y=np.arange(3.0)))
+    assert t.x.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert t.y is not None
+    assert t.y.tolist() == [[0], [1], [2]]
+    assert t.features == ("x0", "x1")
+    assert t.x.dtype == t.y.dtype == torch.float32
+
+
+def test_npz_images_and_text_classes(npz):
+    t = table(npz(x=np.zeros((3, 1, 4, 4)), label=np.array(["b", "a", "b"])), "label", kind="classification")
+    assert t.x.shape == (3, 1, 4, 4)
+    assert (t.features, t.classes) == ((), ("a", "b"))
+    assert t.y is not None
+    assert t.y.tolist() == [1, 0, 1]
+
+
+def test_npz_without_a_target(npz):
+    t = table(npz(x=np.ones((2, 2))), (), features=("width", "height"))
+    assert (t.y, t.features) == (None, ("width", "height"))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"X": np.ones((2, 2)), "y": np.ones(2)}, "no array is called 'x'; there are X, y$"),
+        ({"x": np.ones((2, 2)), "yy": np.ones(2)}, "no array is called 'y'; did you mean 'yy'"),
+        ({"x": np.ones(2), "y": np.ones(2)}, "its shape is \\(2,\\)"),
+        ({"x": np.ones((0, 2)), "y": np.ones(0)}, "its shape is \\(0, 2\\)"),
+        ({"x": np.ones((2, 2)), "y": np.ones(3)}, "x has 2 rows, but y has the shape \\(3,\\)"),
+        ({"x": np.array([[1.0, 2.0], [np.nan, 3.0]]), "y": np.ones(2)}, "x\\[1, 0\\]: nan stands for a missing value"),
+        ({"x": np.array([["a"], ["b"]]), "y": np.ones(2)}, "x holds <U1, not numbers"),
+        ({"x": np.array([[1.0, None]], dtype=object), "y": np.ones(1)}, "cannot be read as arrays.*allow_pickle=False"),
+    ],
+)
+def test_bad_npz(arrays, message, npz):
+    refused(message, npz(**arrays))
+
+
+def test_npz_one_class_and_wrong_width(npz):
+    path = npz(x=np.ones((2, 3)), y=np.array([4, 4]))
+    refused("every row is of the one class '4'", path, kind="classification")
+    refused("x has the shape \\(2, 3\\), where \\[N, 2\\] is needed", path, features=("a", "b"))
+    refused("one target array", path, ("y", "z"))
+
+
+def test_broken_npz(npz, csv):
+    refused("not an NPZ file", csv("a,y\n1,2\n", name="t.npz"))
+    path = npz(x=np.ones((50, 2)), y=np.ones(50))
+    content = bytearray(path.read_bytes())
+    content[200:220] = bytes(20)
+    path.write_bytes(content)
+    refused("cannot be read as arrays", path)
