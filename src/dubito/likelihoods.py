@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -57,10 +58,16 @@ def entropy(probs: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-@torch.inference_mode(False)  # kept for later calls, some of which need gradients
 def _unit_nodes(n: int, width: int) -> Tensor:
     if n < 2 or n % 2:
         raise ValueError(f"the nodes come in pairs: their number is even and at least 2; got {n}")
+    # They outlive this call, so they are made in a thread of their own: torch.func transforms, inference mode and the like,
+    # which may surround the first call, do not reach there.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_make_nodes, n, width).result()
+
+
+def _make_nodes(n: int, width: int) -> Tensor:
     half = torch.quasirandom.SobolEngine(width, scramble=True, seed=0).draw(n // 2, dtype=torch.float64)
     nodes = math.sqrt(2) * torch.erfinv(2 * half.clamp(1e-9, 1 - 1e-9) - 1)
     nodes = torch.cat([nodes, -nodes])  # antithetic: all odd moments vanish
@@ -542,7 +549,7 @@ class MultiTask(Likelihood):
     def parameters(self, y: Tensor | dict[str, Tensor] | None = None) -> Params:
         learned = {}
         for name, (likelihood, _) in self.tasks.items():
-            inner = likelihood.parameters(y[name] if isinstance(y, dict) else None)
+            inner = likelihood.parameters(y.get(name) if isinstance(y, dict) else None)
             learned |= {f"{PREFIX}{name}.{key[len(PREFIX) :]}": leaf for key, leaf in inner.items()}
         return learned
 

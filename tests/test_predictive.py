@@ -1,0 +1,303 @@
+"""The mixture predictive against Monte Carlo over f, against scipy, and as a proper density."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kstest, norm
+
+from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask
+from dubito.likelihoods import align
+from dubito.predictive import LatentMixture, concatenate, mix
+
+DOUBLE = torch.float64
+COVARIANCES = ["none", "diagonal", "dense"]
+LEARNED = {"likelihood:log_scale": torch.tensor([[-0.7], [0.0], [0.3]], dtype=DOUBLE)}  # one for each of three draws
+REGRESSIONS = {
+    "fixed": (Gaussian(scale=(0.4, 0.8)), None),
+    "learned": (Gaussian(), LEARNED),
+    "heteroscedastic": (HeteroscedasticGaussian(), None),
+}
+CLASSES = {
+    "categorical": (Categorical(), None),
+    "learned": (Categorical(scale=None), LEARNED),
+    "heteroscedastic": (HeteroscedasticCategorical(samples=32), None),
+    "bernoulli": (Bernoulli(), None),
+}
+
+
+def predictive(likelihood, params=None, covariance="none", *, inputs=3, width=2, spread=0.6, dtype=DOUBLE, dense=()):
+    """Three components with weights of their own, for targets (or classes) of this width."""
+    generator = torch.Generator().manual_seed(0)
+    heteroscedastic = isinstance(likelihood, HeteroscedasticGaussian | HeteroscedasticCategorical)
+    shape = (3, inputs, *dense, 2 * width if heteroscedastic else width)
+    means = torch.randn(shape, dtype=dtype, generator=generator)
+    root = spread * torch.randn(*shape, shape[-1], dtype=dtype, generator=generator)
+    cov = {"none": None, "diagonal": root[..., 0] ** 2, "dense": root @ root.mT}[covariance]
+    weights = torch.tensor([0.5, 0.2, 0.3], dtype=dtype)
+    params = {name: leaf.to(dtype) for name, leaf in (params or {}).items()}
+    return LatentMixture(likelihood, means, cov, weights, params, quadrature=512)
+
+
+def draws_of_f(p: LatentMixture, n: int):
+    """n draws of f, [n, B, C], from the definition of the mixture, and the likelihood's parameters that go with them."""
+    generator = torch.Generator().manual_seed(1)
+    which = torch.multinomial(p.weights, n, replacement=True, generator=generator)
+    f = p.means[which]
+    if p.cov is not None:
+        cov = p.cov if p.cov.ndim > p.means.ndim else torch.diag_embed(p.cov)
+        factor = torch.linalg.cholesky(cov + 1e-12 * torch.eye(cov.shape[-1]))
+        unit = torch.randn(f.shape, dtype=f.dtype, generator=generator)
+        f = f + torch.einsum("nbcd,nbd->nbc", factor[which], unit)
+    params = {name: leaf[which] for name, leaf in p.params.items()}
+    return f, align(params, f)
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize(("likelihood", "params"), [*REGRESSIONS.values(), *CLASSES.values()])
+def test_against_monte_carlo(likelihood, params, covariance):
+    p = predictive(likelihood, params, covariance)
+    n = 10_000 if isinstance(likelihood, HeteroscedasticCategorical) else 50_000
+    f, inner = draws_of_f(p, n)
+    close = dict(rtol=0.03, atol=0.02)
+    torch.testing.assert_close(p.f_mean, f.mean(0), **close)
+    torch.testing.assert_close(p.f_var, f.var(0), **close)
+    torch.testing.assert_close(p.mean, likelihood.mean(f, inner).mean(0), **close)
+    split = likelihood.uncertainty(f, torch.full((len(f),), 1 / len(f), dtype=DOUBLE), inner)
+    torch.testing.assert_close(p.uncertainty.total, split.total, **close)
+    torch.testing.assert_close(p.uncertainty.aleatoric, split.aleatoric, **close)
+    torch.testing.assert_close(p.uncertainty.epistemic, split.epistemic, **close)
+    y = torch.tensor([0, 1, 1]) if likelihood.discrete else torch.tensor([[0.3, -0.5], [1.0, 0.2], [-0.7, 0.0]])
+    y = torch.nn.functional.one_hot(y) if isinstance(likelihood, Bernoulli) else y
+    scores = likelihood.log_prob(f, likelihood.target(y, p.means[0]), inner)
+    torch.testing.assert_close(p.log_prob(y).exp(), scores.exp().mean(0), **close)
+    sample = p.sample(n, torch.Generator().manual_seed(2))
+    if isinstance(likelihood, Categorical | HeteroscedasticCategorical):
+        sample = torch.nn.functional.one_hot(sample, 2).double()
+    torch.testing.assert_close(sample.mean(0), p.mean, **close)
+    if not likelihood.discrete:
+        torch.testing.assert_close(sample.var(0), p.uncertainty.total, **close)
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_the_density_integrates_to_one(name, covariance):
+    likelihood, params = REGRESSIONS[name]
+    p = predictive(likelihood, params, covariance, inputs=1)
+    line = torch.linspace(-12, 12, 97, dtype=DOUBLE)
+    y = torch.cartesian_prod(line, line)  # [n, 2]: the one input, asked about n targets
+    cov = None if p.cov is None else p.cov.expand(3, len(y), *p.cov.shape[2:])
+    same = replace(p, means=p.means.expand(3, len(y), -1), cov=cov, quadrature=16)
+    density = same.log_prob(y).exp().reshape(97, 97)
+    mass = torch.trapezoid(torch.trapezoid(density, line), line)
+    assert mass.item() == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_quantiles_against_sampling(name, covariance):
+    likelihood, params = REGRESSIONS[name]
+    p = predictive(likelihood, params, covariance)
+    y = p.sample(50_000, torch.Generator().manual_seed(0))
+    for level in (0.05, 0.5, 0.9):
+        q = p.quantile(level)
+        torch.testing.assert_close((y <= q).double().mean(0), torch.full((3, 2), level, dtype=DOUBLE), rtol=0, atol=0.01)
+        torch.testing.assert_close(p.cdf(q), torch.full((3, 2), level, dtype=DOUBLE), rtol=0, atol=1e-9)
+    lower, upper = p.interval(0.8)
+    assert ((lower <= y) & (y <= upper)).double().mean().item() == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_one_gaussian_against_scipy(dtype, covariance):
+    p = predictive(Gaussian(scale=0.4), covariance=covariance, dtype=dtype)
+    p = replace(p, means=p.means[:1], cov=None if p.cov is None else p.cov[:1], weights=None)
+    variance = torch.zeros(3, 2) if p.cov is None else p.cov[0] if p.cov.ndim == 3 else p.cov[0].diagonal(dim1=1, dim2=2)
+    law = norm(p.means[0].numpy(), (variance + 0.4**2).sqrt().numpy())
+    close = dict(rtol=1e-5, atol=1e-5)
+    for level in (0.001, 0.3, 0.99):
+        torch.testing.assert_close(p.quantile(level), torch.tensor(law.ppf(level), dtype=dtype), **close)
+    y = torch.randn(3, 2, dtype=dtype)
+    torch.testing.assert_close(p.cdf(y), torch.tensor(law.cdf(y.numpy()), dtype=dtype), **close)
+    torch.testing.assert_close(p.uncertainty.total, torch.tensor(law.var(), dtype=dtype), **close)
+    torch.testing.assert_close(p.uncertainty.epistemic, variance.to(dtype), **close)
+    if covariance != "dense":
+        torch.testing.assert_close(p.log_prob(y), torch.tensor(law.logpdf(y.numpy()).sum(-1), dtype=dtype), **close)
+
+
+def test_draws_have_no_gaps_where_the_noise_is_small():
+    p = LatentMixture(Gaussian(scale=1e-3), torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    y = p.sample(20_000, torch.Generator().manual_seed(0)).flatten()
+    assert kstest(y.numpy(), norm(0, 1).cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize("given_generator", [False, True])
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize("likelihood", [Gaussian(scale=0.4), Categorical(), Bernoulli()])
+def test_sampling_and_its_generator(likelihood, covariance, given_generator):
+    p = predictive(likelihood, covariance=covariance, width=4)
+    before = torch.get_rng_state()
+    first, again, other = (p.sample(50, torch.Generator().manual_seed(s) if given_generator else None) for s in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert first.shape == ((50, 3) if isinstance(likelihood, Categorical) else (50, 3, 4))
+    assert torch.equal(first, again) == given_generator
+    assert not torch.equal(first, other)
+    generator = torch.Generator().manual_seed(0)
+    assert torch.equal(p.sample(50, generator), first) == given_generator
+    assert not torch.equal(p.sample(50, generator), first)  # the generator has moved on
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_dense_outputs_are_positions_on_their_own(name, covariance):
+    likelihood, params = CLASSES[name]
+    image = predictive(likelihood, params, covariance, inputs=2, dense=(4, 5), width=3)
+    image = replace(image, quadrature=16)
+    cov = None if image.cov is None else image.cov.flatten(1, 3)
+    flat = replace(image, means=image.means.flatten(1, 3), cov=cov)
+    y = torch.randint(2, (2, 4, 5, 3) if name == "bernoulli" else (2, 4, 5))
+    score = flat.log_prob(y.flatten(0, 2)).reshape(2, 20).sum(1)
+    torch.testing.assert_close(image.log_prob(y), score)
+    torch.testing.assert_close(image.mean.flatten(0, 2), flat.mean)
+    torch.testing.assert_close(image.uncertainty.epistemic.flatten(), flat.uncertainty.epistemic)
+    assert image.sample(6).shape == (6, *y.shape)
+
+
+@given(
+    st.sampled_from([*REGRESSIONS.values(), *CLASSES.values()]),
+    st.sampled_from(COVARIANCES),
+    st.sampled_from([torch.float32, DOUBLE]),
+    st.lists(st.integers(1, 3), max_size=2),
+    st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_shapes_and_dtypes(case, covariance, dtype, dense, inputs):
+    likelihood, params = case
+    p = predictive(likelihood, params, covariance, dtype=dtype, dense=tuple(dense), inputs=inputs)
+    p = replace(p, quadrature=8)
+    shape = (inputs, *dense)
+    uncertain = shape if likelihood.discrete else (*shape, 2)
+    for value, expected in (
+        (p.mean, (*shape, 2)),
+        (p.f_mean, p.means.shape[1:]),
+        (p.f_var, p.means.shape[1:]),
+        (p.uncertainty.total, uncertain),
+        (p.uncertainty.aleatoric, uncertain),
+        (p.uncertainty.epistemic, uncertain),
+    ):
+        assert value.shape == expected
+        assert value.dtype == dtype
+        assert torch.isfinite(value).all()
+    split = p.uncertainty
+    torch.testing.assert_close(split.total, split.aleatoric + split.epistemic)
+    assert (split.aleatoric >= 0).all()
+    assert (split.epistemic >= 0).all()
+    y = p.sample(1)[0]
+    score = p.log_prob(y)
+    assert score.shape == (inputs,)
+    assert score.dtype == dtype
+    assert torch.isfinite(score).all()
+
+
+# --- putting predictives together ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", COVARIANCES)
+@pytest.mark.parametrize("second", COVARIANCES)
+def test_mixing(first, second):
+    a = predictive(Gaussian(), LEARNED, first)
+    b = predictive(Gaussian(), {"likelihood:log_scale": torch.tensor([0.2], dtype=DOUBLE)}, second)
+    b = replace(b, means=b.means + 1)
+    p, y = mix([a, b], [0.25, 0.75]), torch.randn(3, 2, dtype=DOUBLE)
+    torch.testing.assert_close(p.mean, 0.25 * a.mean + 0.75 * b.mean)
+    torch.testing.assert_close(p.cdf(y), 0.25 * a.cdf(y) + 0.75 * b.cdf(y))
+    expected = torch.log(0.25 * a.log_prob(y).exp() + 0.75 * b.log_prob(y).exp())
+    torch.testing.assert_close(p.log_prob(y), expected)
+    noise = 0.25 * a.uncertainty.aleatoric + 0.75 * b.uncertainty.aleatoric
+    torch.testing.assert_close(p.uncertainty.aleatoric, noise)
+    between = 0.25 * 0.75 * (a.mean - b.mean) ** 2
+    torch.testing.assert_close(p.uncertainty.total, 0.25 * a.uncertainty.total + 0.75 * b.uncertainty.total + between)
+    assert p.quadrature == 512
+
+
+def test_mixing_classes():
+    a, b = predictive(Categorical(), covariance="dense", width=3), predictive(Categorical(), width=3)
+    p = mix([a, replace(b, means=-b.means)], [0.5, 0.5])
+    torch.testing.assert_close(p.mean, 0.5 * a.mean + 0.5 * replace(b, means=-b.means).mean)
+    assert p.weights.sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+def test_concatenating_batches(covariance):
+    whole = predictive(Gaussian(), LEARNED, covariance, inputs=5)
+    parts = [
+        replace(whole, means=whole.means[:, at], cov=None if whole.cov is None else whole.cov[:, at])
+        for at in (slice(0, 2), slice(2, 3), slice(3, 5))
+    ]
+    p, y = concatenate(parts), torch.randn(5, 2, dtype=DOUBLE)
+    assert torch.equal(p.log_prob(y), whole.log_prob(y))
+    assert torch.equal(p.uncertainty.total, whole.uncertainty.total)
+    assert concatenate(parts[:1]) is parts[0]
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+def test_one_of_several_tasks(covariance):
+    tasks = MultiTask({"depth": (Gaussian(), 1), "label": (Categorical(), 3)})
+    params = {"likelihood:depth.log_scale": LEARNED["likelihood:log_scale"]}
+    p = replace(predictive(tasks, params, covariance, width=4), quadrature=4096)
+    depth, label = torch.randn(3, 1, dtype=DOUBLE), torch.tensor([0, 2, 1])
+    f, inner = draws_of_f(p, 100_000)
+    both = tasks.log_prob(f, tasks.target({"depth": depth, "label": label}, p.means[0]), inner).exp().mean(0)
+    torch.testing.assert_close(p.log_prob({"depth": depth, "label": label}).exp(), both, rtol=0.05, atol=0.01)
+    alone, cov = p.task("depth"), p.cov
+    if cov is not None:  # exact, not by nodes
+        cov = cov[..., :1] if covariance == "diagonal" else cov[..., :1, :1]
+    exact = LatentMixture(Gaussian(), p.means[..., :1], cov, p.weights, LEARNED)
+    assert torch.equal(alone.log_prob(depth), exact.log_prob(depth))
+    probs = f[..., 1:].softmax(-1).mean(0)
+    torch.testing.assert_close(p.task("label").mean, probs, rtol=0, atol=0.01)
+    torch.testing.assert_close(p.mean[:, 1:], probs, rtol=0, atol=0.01)
+    assert p.sample(5).shape == (5, 3, 2)
+
+
+# --- small print -----------------------------------------------------------------------------------------------------
+
+
+def test_equal_weights_add_up_in_double_precision():
+    f = torch.randn(3, 4, 2, dtype=DOUBLE)
+    torch.testing.assert_close(LatentMixture(Gaussian(scale=1.0), f).mean, f.mean(0), rtol=0, atol=1e-15)
+    assert LatentMixture(Gaussian(scale=1.0), f).draw_weights.dtype == DOUBLE
+
+
+def test_a_singular_covariance_is_no_error():
+    root = torch.randn(2, 3, 4, 1, dtype=DOUBLE)
+    p = LatentMixture(Categorical(), torch.zeros(2, 3, 4, dtype=DOUBLE), root @ root.mT)
+    assert torch.isfinite(p.mean).all()
+    assert torch.isfinite(p.log_prob(torch.tensor([0, 1, 3]))).all()
+
+
+def test_ignored_targets_score_zero():
+    p = predictive(Categorical(), width=3)
+    assert p.log_prob(torch.tensor([-100, 0, 1]))[0].item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: predictive(Categorical()).interval(0.9), "for regression; Categorical has classes"),
+        (lambda: predictive(Bernoulli()).quantile(0.5), "for regression; Bernoulli"),
+        (lambda: predictive(Gaussian(scale=1.0)).quantile(0.0), "between 0 and 1; got 0.0"),
+        (lambda: predictive(Gaussian(scale=1.0)).interval(1.0), "between 0 and 1"),
+        (lambda: predictive(Gaussian(scale=1.0)).task("a"), "only a MultiTask predictive has tasks"),
+        (
+            lambda: predictive(MultiTask({"a": (Gaussian(scale=1.0), 2)})).task("b"),
+            r"no task 'b'; the tasks are \['a'\]",
+        ),
+        (lambda: predictive(Gaussian(scale=1.0)).log_prob(torch.zeros(3)), r"expects \[3, 2\]"),
+    ],
+)
+def test_errors_in_words(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,99 @@
+"""Priors over the weights: densities, slopes, draws and patterns."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dubito.priors import Normal, Prior
+
+PARAMS = {"0.weight": torch.randn(4, 3), "0.bias": torch.randn(4), "head.weight": torch.randn(2, 4)}
+PATTERNS = {"head": 0.5, "weight$": 0.1, "": 3.0}
+SCALES = {"0.weight": 0.1, "0.bias": 3.0, "head.weight": 0.5}  # what the first pattern found gives
+
+priors = pytest.mark.parametrize(
+    ("prior", "scales"),
+    [
+        (Normal(), dict.fromkeys(PARAMS, 1.0)),
+        (Normal(scale=2), dict.fromkeys(PARAMS, 2.0)),
+        (Normal(scale=PATTERNS), SCALES),
+    ],
+)
+
+
+@priors
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_density_and_slope(prior, scales, dtype):
+    params = {name: leaf.to(dtype) for name, leaf in PARAMS.items()}
+    expected = sum(torch.distributions.Normal(0.0, scales[name]).log_prob(leaf).sum() for name, leaf in params.items())
+    value = prior.log_prob(params)
+    torch.testing.assert_close(value, expected)
+    assert value.dtype == dtype
+    closed, autograd = prior.gradient(params), Prior.gradient(prior, params)
+    assert list(closed) == list(params)
+    for name in params:
+        torch.testing.assert_close(closed[name], autograd[name])
+        torch.testing.assert_close(prior.precision(params)[name], torch.full_like(params[name], scales[name] ** -2))
+
+
+@priors
+def test_slopes_of_stacked_weights_are_those_of_each_draw(prior, scales):
+    stacked = {name: torch.stack([leaf, 2 * leaf]) for name, leaf in PARAMS.items()}
+    slopes = prior.gradient(stacked)
+    for name, leaf in prior.gradient(PARAMS).items():
+        torch.testing.assert_close(slopes[name], torch.stack([leaf, 2 * leaf]))
+
+
+@priors
+def test_draws(prior, scales):
+    like = {name: torch.zeros(40_000, dtype=torch.float64) for name in PARAMS}
+    first, again, other = (prior.sample(like, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    for name in like:
+        assert first[name].dtype == torch.float64
+        assert first[name].std().item() == pytest.approx(scales[name], rel=0.02)
+        assert first[name].mean().item() == pytest.approx(0, abs=0.02 * scales[name])
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+    assert {name: leaf.shape for name, leaf in prior.sample(PARAMS).items()} == {n: p.shape for n, p in PARAMS.items()}
+
+
+@given(st.floats(0.01, 100), st.integers(1, 20), st.sampled_from([torch.float32, torch.float64]))
+@settings(max_examples=25, deadline=None)
+def test_the_density_at_zero_and_its_fall(scale, size, dtype):
+    prior, zero = Normal(scale=scale), {"w": torch.zeros(size, dtype=dtype)}
+    assert prior.log_prob(zero).item() == pytest.approx(-size * math.log(scale * math.sqrt(2 * math.pi)), rel=1e-4, abs=1e-4)
+    away = {"w": torch.full((size,), scale, dtype=dtype)}
+    assert (prior.log_prob(zero) - prior.log_prob(away)).item() == pytest.approx(size / 2, rel=1e-4)
+
+
+def test_half_precision_sums_in_single():
+    many = {"w": torch.ones(100_000, dtype=torch.bfloat16)}
+    expected = -50_000 - 100_000 * 0.5 * math.log(2 * math.pi)
+    assert Normal().log_prob(many).item() == pytest.approx(expected, rel=1e-5)
+    assert Normal().gradient(many)["w"].dtype == torch.bfloat16
+
+
+def test_no_weights():
+    assert Normal().log_prob({}) == 0
+    assert Normal().gradient({}) == Normal().sample({}) == {}
+
+
+def test_slopes_do_not_remember_how_they_came_about():
+    leaf = torch.randn(3, requires_grad=True)
+    assert not Normal(scale=2.0).gradient({"w": leaf})["w"].requires_grad
+    assert Normal(scale=2.0).log_prob({"w": leaf}).requires_grad
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, {}, {"w": 0.0}, {"w": 1.0, "b": -1.0}, "1", [1.0]])
+def test_scales_that_make_no_sense(scale):
+    with pytest.raises(ValueError, match="positive standard deviation"):
+        Normal(scale=scale)
+
+
+def test_a_parameter_without_a_pattern():
+    prior = Normal(scale={"weight": 1.0})
+    for call in (prior.log_prob, prior.gradient, prior.sample, prior.precision):
+        with pytest.raises(ValueError, match=r"no pattern of the prior, \['weight'\], matches the parameter '0.bias'"):
+            call(PARAMS)
