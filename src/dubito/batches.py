@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from dubito import tree
 from dubito.model import Model, batch_size
-from dubito.randomness import forked, seed_global
+from dubito.randomness import forked, lent, seed_global
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,13 @@ def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 1
         data = DataLoader(data, batch_size=size)
     if not isinstance(data, Iterable):
         raise TypeError(f"data is a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
-    if iter(data) is data:
+    if isinstance(data, Iterator):
         raise TypeError("data is an iterator that can be gone through only once: give a list of batches or a DataLoader")
     counted = n_data is None
     if counted:
         n_data = _count(model, data)
+        if not n_data:
+            raise ValueError("there is no data: the loader gives no example (with drop_last, not even one full batch)")
     return Batches(data, n_data, _length(model, data, n_data), model.device, counted)
 
 
@@ -123,20 +124,6 @@ def _count(model: Model, data: Iterable[Any]) -> int:
         raise ValueError("data without a length: give n_data=..., the number of examples in one pass")
     with forked():
         return sum(batch_size(model.split(batch)[1]) for batch in data)
-
-
-@contextmanager
-def lent(data: Any) -> Iterator[list[torch.Generator]]:
-    """The generators of a DataLoader that are its owner's: lent to be seeded, given back as they were."""
-    owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
-    owners.append(getattr(owners[2], "sampler", None))
-    found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
-    before = [(g, g.get_state()) for g in found.values()]
-    try:
-        yield list(found.values())
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
 
 
 def reseed(generators: list[torch.Generator], seed: int) -> None:

@@ -39,13 +39,13 @@ class Descent(ABC):
     bounds the norm of the gradient (of the loss per example).
     """
 
-    epochs: int = field(default=100, kw_only=True)
-    learning_rate: float = field(default=1e-3, kw_only=True)
-    optimizer: Literal["adam", "sgd"] = field(default="adam", kw_only=True)
-    momentum: float = field(default=0.9, kw_only=True)
-    schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)
-    warmup: float = field(default=0.0, kw_only=True)
-    clip: float | None = field(default=None, kw_only=True)
+    epochs: int = field(default=100, kw_only=True)  # passes over the data
+    learning_rate: float = field(default=1e-3, kw_only=True)  # at its highest
+    optimizer: Literal["adam", "sgd"] = field(default="adam", kw_only=True)  # adam adapts its steps, sgd does not
+    momentum: float = field(default=0.9, kw_only=True)  # of sgd
+    schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)  # of the learning rate, after the warmup
+    warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
+    clip: float | None = field(default=None, kw_only=True)  # largest norm of the gradient of the loss per example
 
     def __post_init__(self):
         if self.epochs < 0 or not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not 0 <= self.warmup < 1:
@@ -95,7 +95,8 @@ class Descent(ABC):
         if self.clip is not None:
             _clip(slopes, self.clip, stacked=target.members is not None)
         for leaf, slope in zip(state.params.values(), slopes, strict=True):
-            leaf.grad = slope
+            # torch's fused optimisers on a CPU ignore strides, and a batched pass gives transposed gradients
+            leaf.grad = slope if slope.stride() == leaf.stride() else torch.empty_like(leaf).copy_(slope)
         state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
         state.optimizer.step()
         state.optimizer.zero_grad()

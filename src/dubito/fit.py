@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dubito import randomness, store, tree
-from dubito.batches import Batches, batches, lent, reseed
+from dubito.batches import Batches, batches, reseed
 from dubito.model import Model, Target
 from dubito.posteriors import Posterior
 from dubito.progress import Progress
@@ -141,7 +141,7 @@ def fit(
     source = batches(model, data, n_data=n_data, size=batch_size, shuffle=method.data == "batches")
     held_out = None if validation is None else batches(model, validation, size=max(batch_size, 256), n_data=1, shuffle=False)
     target = Target(model, source.n_data, temperature, getattr(torch, precision) if precision else None)
-    with lent(source.source) as generators, lent(validation), randomness.forked():
+    with randomness.lent(source.source) as generators, randomness.lent(validation), randomness.forked():
         reseed(generators, randomness.derive(seed, "start"))
         first = next(iter(source), None)
         if first is None:
@@ -181,7 +181,8 @@ class _Loop:
     def __call__(self, run: _Run, draws: store.Draws, steps: int, bar: Progress) -> _Run:
         info: Info = {}
         resumed = run.random
-        while run.step < steps and not run.stopped:
+        halted = False  # by a callback; unlike early stopping, a resumed run goes on from there
+        while run.step < steps and not run.stopped and not halted:
             seen, skip = 0, run.batch
             if self.method.data == "batches" or run.epoch == 0:
                 reseed(self.generators, randomness.derive(self.seed, run.epoch))
@@ -200,14 +201,16 @@ class _Loop:
                     _finite(info, run.step)
                 self.keeper.perhaps(run, draws)
                 answers = [callback(self._event(run, steps, info)) for callback in self.callbacks]
-                run.stopped = any(answer is True for answer in answers)
-                if run.step >= steps or run.stopped:
+                halted = any(answer is True for answer in answers)
+                if run.step >= steps or halted:
                     break
             else:
-                self._end_of_epoch(run, skip, seen, info)
+                self._confirm(seen if not skip else None)
+                self._end_of_epoch(run, info)
                 info = {**info, **self._validate(run, draws)}
         _finite(info, run.step)
         if run.step >= steps and run.batch:
+            self._end_of_epoch(run, info)
             self._validate(run, draws)
         self.keeper.write(run, draws)
         return run
@@ -224,16 +227,19 @@ class _Loop:
         while group := list(islice(iterator, self.accumulate)):
             yield sum(self.target._size(batch) for batch in group), group
 
-    def _end_of_epoch(self, run: _Run, skip: int, seen: int, info: Info) -> None:
+    def _end_of_epoch(self, run: _Run, info: Info) -> None:
         if run.batch == 0:
             raise ValueError("the data gave no batch in this pass; an iterable must give its batches again every time")
-        if self.source.counted and not skip and seen != self.source.n_data:
+        _finite(info, run.step)
+        run.epoch, run.batch = run.epoch + 1, 0
+
+    def _confirm(self, seen: int | None) -> None:
+        """A whole pass must give as many examples as were counted, or the posterior would be scaled wrongly."""
+        if self.source.counted and seen is not None and seen != self.source.n_data:
             raise ValueError(
                 f"a pass over the data gave {seen} examples where {self.source.n_data} were counted, so the posterior would be scaled "
                 "wrongly: give n_data=..., the number of examples the posterior is to stand for"
             )
-        _finite(info, run.step)
-        run.epoch, run.batch = run.epoch + 1, 0
 
     def _validate(self, run: _Run, draws: store.Draws) -> Info:
         """Score the held-out data and keep the best state; tells the loop to stop when patience has run out."""

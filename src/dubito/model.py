@@ -115,7 +115,9 @@ class Model:
     def parameters(self, y: Any = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what the likelihood learns at its start."""
         weights: Params = {name: p for name, p in self.network.named_parameters() if re.search(self.only, name)}
-        learned: Params = tree.move(self.likelihood.parameters(y), self.device)
+        kind = next(self.network.parameters())
+        # a noise level is learned in the precision of the weights, but never in half precision
+        learned: Params = tree.move(self.likelihood.parameters(y), kind.device, kind.dtype if kind.dtype.itemsize > 4 else None)
         return tree.clone({**weights, **learned})
 
     def buffers(self) -> Buffers:

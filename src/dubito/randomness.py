@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,3 +83,17 @@ def forked(seed: int | None = None) -> Iterator[None]:
         yield
     finally:
         set_global_state(before)
+
+
+@contextmanager
+def lent(data: Any) -> Iterator[list[torch.Generator]]:
+    """The generators of a DataLoader that are its owner's: lent to be seeded, given back as they were."""
+    owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
+    owners.append(getattr(owners[2], "sampler", None))
+    found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
+    before = [(g, g.get_state()) for g in found.values()]
+    try:
+        yield list(found.values())
+    finally:
+        for generator, state in before:
+            generator.set_state(state)

@@ -120,8 +120,9 @@ def unpack(description: Any, tensors: dict[str, Tensor], template: Any = None) -
     (kind, content), *_ = description.items()
     if kind == "tensor":
         tensor = tensors[content]
-        if isinstance(template, Tensor):
-            tensor = tensor.to(template.device).requires_grad_(template.requires_grad)
+        if isinstance(template, Tensor) and template.shape == tensor.shape and template.dtype == tensor.dtype:
+            with torch.no_grad():
+                return template.copy_(tensor)  # in place: an optimiser in the same state refers to this very object
         return tensor
     if kind == "value":
         return content
@@ -186,7 +187,7 @@ class Draws:
         new = self._draws[self._flushed :]
         if self.folder is None or not new:
             return
-        write(self.folder / f"draws-{self._flushed:08d}.safetensors", tree.stack(new), {"draws": len(new)})
+        write(self.folder / f"draws-{self._flushed:08d}.safetensors", tree.stack(new), {"draws": len(new), "names": list(new[0])})
         self._flushed = len(self._draws)
 
     def keep(self, n: int, device: torch.device | str = "cpu") -> None:
@@ -197,6 +198,7 @@ class Draws:
                 shard.unlink()
                 continue
             stacked, meta = read(shard)
+            stacked = {name: stacked[name] for name in meta["names"]}  # a file does not keep the order of its tensors
             self._draws += [tree.move(tree.select(stacked, i), device) for i in range(meta["draws"])]
         if len(self._draws) != n:
             raise FileError(f"{self.folder}: the checkpoint counts {n} draws but the folder holds {len(self._draws)}")

@@ -13,6 +13,7 @@ from dubito.data.idx import kmnist as kmnist
 from dubito.data.idx import mnist as mnist
 from dubito.data.idx import notmnist as notmnist
 from dubito.data.table import Table as Table
+from dubito.data.table import detect as detect
 from dubito.data.table import table as table
 from dubito.data.uci import standardize as standardize
 from dubito.data.uci import uci as uci

@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MISSING = ("", "nan", "na", "n/a", "null", "none", "?")
+FEW = 20  # different whole numbers that still look like classes
+
 
 @dataclass(frozen=True)
 class Table:
@@ -60,13 +63,48 @@ def table(
         raise ValueError(f'kind is "regression" or "classification", not {kind!r}')
     if kind == "classification" and len(targets) > 1:
         raise ValueError(f"classification takes one target, not {len(targets)}: {', '.join(targets)}")
+    _check(path)
     readers = {".csv": _read_csv, ".npz": _read_npz}
-    if path.suffix.lower() not in readers:
+    known = None if classes is None else tuple(classes)
+    return readers[path.suffix.lower()](path, targets, kind == "classification", features, known)
+
+
+def detect(path: str | Path, target: str) -> tuple[Literal["regression", "classification"], str]:
+    """What kind of target this looks like, and why: text and a few whole numbers are classes, other numbers are numbers.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "fruit.csv")
+    ...     _ = path.write_text("weight,width,fruit\\n150,7.1,apple\\n120,6.5,pear\\n160,7.3,apple\\n")
+    ...     detect(path, "fruit"), detect(path, "width")
+    (('classification', 'text'), ('regression', 'numbers with fractions'))
+    """
+    path = Path(path)
+    _check(path)
+    if path.suffix.lower() == ".csv":
+        columns, _ = _cells(path)
+        _require(path, target, columns, "column")
+        labels = columns[target]
+    else:
+        array = _arrays(path, (target,))[target]
+        if array.ndim != 1:
+            return "regression", f"an array of {array.ndim} axes"
+        labels = [str(label) for label in array.tolist()]
+    labels = [label for label in labels if label.lower() not in MISSING]  # which the reader refuses with its place
+    values = {_number(label) for label in labels}
+    if any(math.isnan(value) for value in values):
+        return "classification", "text"
+    if any(not value.is_integer() for value in values):
+        return "regression", "numbers with fractions"
+    few = len(values) <= min(FEW, len(labels) / 2)
+    return "classification" if few else "regression", f"whole numbers, {len(values)} different ones"
+
+
+def _check(path: Path) -> None:
+    if path.suffix.lower() not in (".csv", ".npz"):
         raise ValueError(f"{path}: only .csv and .npz files can be read")
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
-    known = None if classes is None else tuple(classes)
-    return readers[path.suffix.lower()](path, targets, kind == "classification", features, known)
 
 
 def _read_csv(
@@ -136,17 +174,7 @@ def _read_npz(
 ) -> Table:
     if len(targets) > 1:
         raise ValueError(f"{path}: an NPZ file has one target array, of shape [N] or [N, C], not {len(targets)}")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: not an NPZ file")
-    wanted = ("x", *targets)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            there = list(file.files)
-            arrays = {name: file[name] for name in wanted if name in there}
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as arrays of numbers or text: {_first_line(error)}") from error
-    for name in wanted:
-        _require(path, name, there, "array")
+    arrays = _arrays(path, ("x", *targets))
 
     def numbers(name: str) -> Tensor:
         array = arrays[name]
@@ -177,6 +205,20 @@ def _read_npz(
     labels = [str(label).strip() for label in y.tolist()]
     encoded, found = _encode(f"{path}, {targets[0]}", labels, lambda row: f"row {row + 1}", known)
     return Table(x, encoded, inputs, targets, found)
+
+
+def _arrays(path: Path, wanted: tuple[str, ...]) -> dict[str, np.ndarray]:
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: not an NPZ file")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            there = list(file.files)
+            arrays = {name: file[name] for name in wanted if name in there}
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as arrays of numbers or text: {_first_line(error)}") from error
+    for name in wanted:
+        _require(path, name, there, "array")
+    return arrays
 
 
 def _encode(
@@ -240,7 +282,7 @@ def _float32(values: np.ndarray) -> np.ndarray:
 def _refuse_number(place: str, cell: str) -> NoReturn:
     if not cell:
         raise ValueError(f"{place}: the cell is empty")
-    if cell.lower() in ("nan", "na", "n/a", "null", "none", "?"):
+    if cell.lower() in MISSING:
         raise ValueError(f"{place}: {cell} stands for a missing value; fill it in or leave the row out")
     if math.isnan(_number(cell)):
         raise ValueError(f"{place}: {cell!r} is not a number")

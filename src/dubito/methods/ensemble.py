@@ -46,10 +46,10 @@ class Ensemble:
     """
 
     method: Method
-    size: int = 5
-    bagging: bool = field(default=False, kw_only=True)
-    adversarial: float | None = field(default=None, kw_only=True)
-    vectorize: bool | None = field(default=None, kw_only=True)
+    size: int = 5  # members
+    bagging: bool = field(default=False, kw_only=True)  # weigh the examples of each member as a bootstrap would
+    adversarial: float | None = field(default=None, kw_only=True)  # step of adversarial training, a share of the inputs' range
+    vectorize: bool | None = field(default=None, kw_only=True)  # train all members in one batched pass, or never; None decides
     initialize: Callable[[nn.Module], object] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
@@ -75,9 +75,12 @@ class Ensemble:
             members = [self.method.init(self._stack(target), stacked, batch, generator, steps=steps)]
         else:
             members = [self.method.init(target, own, batch, generator, steps=steps) for own in starts]
-        if self.adversarial is not None and not isinstance(target.model.split(batch)[0], Tensor):
-            raise ValueError("adversarial training perturbs one input tensor; this model takes several or named inputs")
-        return EnsembleState(members, None, None)
+        x = target.model.split(batch)[0]
+        if self.adversarial is None:
+            return EnsembleState(members, None, None)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise ValueError("adversarial training perturbs one tensor of real numbers; this model takes other inputs")
+        return EnsembleState(members, x.amin(0), x.amax(0))
 
     def step(
         self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
@@ -85,10 +88,10 @@ class Ensemble:
         if self.bagging or self.adversarial is not None:
             data = list(data)
         if self.adversarial is not None:
+            assert state.low is not None
+            assert state.high is not None
             x = torch.cat([target.model.split(batch)[0] for batch in data])
-            low, high = x.amin(0), x.amax(0)
-            state.low = low if state.low is None else torch.minimum(state.low, low)
-            state.high = high if state.high is None else torch.maximum(state.high, high)
+            state.low, state.high = torch.minimum(state.low, x.amin(0)), torch.maximum(state.high, x.amax(0))
             target = replace(target, adversary=self.adversarial * (state.high - state.low))
         bags = [self._bag(target, batch) for batch in data] if self.bagging else None  # [S, B] each
         if self._vectorized(target):

@@ -58,14 +58,14 @@ class MCDropout(Descent):
     (torch.Size([5, 3]), True)
     """
 
-    at: str | None = field(default=None, kw_only=True)
-    rate: float = field(default=0.1, kw_only=True)
-    learn_rates: bool = field(default=False, kw_only=True)
-    recurrent: Literal["sequence", "batch"] = field(default="sequence", kw_only=True)
-    draws: int = field(default=50, kw_only=True)
-    consistent: bool = field(default=True, kw_only=True)
-    length_scale: float | None = field(default=None, kw_only=True)
-    weight_decay: float | None = field(default=None, kw_only=True)
+    at: str | None = field(default=None, kw_only=True)  # further layers to drop inputs of, by a pattern; "" takes all
+    rate: float = field(default=0.1, kw_only=True)  # dropout rate at those layers
+    learn_rates: bool = field(default=False, kw_only=True)  # learn the rates there (concrete dropout)
+    recurrent: Literal["sequence", "batch"] = field(default="sequence", kw_only=True)  # what shares a mask in training
+    draws: int = field(default=50, kw_only=True)  # masks to average when predicting
+    consistent: bool = field(default=True, kw_only=True)  # a draw is one function of all inputs, not new for each
+    length_scale: float | None = field(default=None, kw_only=True)  # of the prior in the paper, with weight_decay
+    weight_decay: float | None = field(default=None, kw_only=True)  # of the paper: sets the noise, with length_scale
 
     def __post_init__(self):
         super().__post_init__()
@@ -94,6 +94,7 @@ class MCDropout(Descent):
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> DescentState:
         params, noise = dict(start.params), LIKELIHOOD + "log_scale"
+        self._dropout(target).check(target.model, target.model.split(batch)[0])
         if self.learn_rates:
             if not isinstance(target.model.prior, Normal):
                 raise ValueError("learned rates are derived for Normal priors: use Model(..., prior=Normal(...)), or fixed rates")
@@ -139,7 +140,7 @@ class MCDropout(Descent):
         prior, stacked = target.model.prior, target.members is not None
         assert isinstance(prior, Normal)
         for site in self._dropout(target).sites:
-            pattern = re.compile(rf"{re.escape(site)}\.weight(_ih_l\d+|_hh_l\d+)?(_reverse)?$")
+            pattern = re.compile(rf"{re.escape(f'{site}.'.lstrip('.'))}weight(_ih_l\d+|_hh_l\d+)?(_reverse)?$")
             names = [name for name in params if pattern.match(name)]
             live = {name: params[name].detach().requires_grad_() for name in [PREFIX + site, *names]}
             with torch.enable_grad():

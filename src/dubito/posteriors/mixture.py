@@ -9,6 +9,7 @@ import torch
 
 from dubito import tree
 from dubito.posteriors.posterior import Posterior
+from dubito.posteriors.stochastic import Stochastic
 from dubito.predictive import LatentMixture, mix
 from dubito.randomness import derive, fresh
 from dubito.tree import Params
@@ -31,6 +32,11 @@ class Mixture(Posterior):
         which = torch.multinomial(torch.tensor(self.weights, device=source.device), n, replacement=True, generator=source)
         counts = torch.bincount(which, minlength=len(self.members)).tolist()
         drawn = [member.sample(k, source) for member, k in zip(self.members, counts, strict=True) if k]
+        if isinstance(self.members[0], Stochastic):  # seeds mean nothing without the network they are for
+            used = [i for i, k in enumerate(counts) if k]
+            drawn = [
+                {**draw, "mixture:member": torch.full_like(draw["dropout:seed"], i)} for i, draw in zip(used, drawn, strict=True)
+            ]
         return tree.select(tree.concatenate(drawn), torch.randperm(n, generator=source, device=source.device))
 
     def predict(

@@ -13,6 +13,7 @@ from torch import Tensor
 from dubito import tree
 from dubito.model import Model
 from dubito.predictive import LatentMixture, concatenate
+from dubito.randomness import forked, lent
 from dubito.tree import Params
 
 
@@ -64,9 +65,10 @@ class Posterior(ABC):
         It holds S x N x C numbers in the computer's memory; where that is too much, use `predict_batches`.
         """
         predictives, targets = [], []
-        for p, y in self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed):
-            predictives.append(p.to("cpu"))
-            targets.append(tree.move(y, "cpu"))
+        with lent(loader), forked():  # a DataLoader draws from the global generator, even unshuffled
+            for p, y in self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed):
+                predictives.append(p.to("cpu"))
+                targets.append(tree.move(y, "cpu"))
         if not predictives:
             raise ValueError("there is no data: the loader gave no batch")
         return concatenate(predictives), _joined(targets)

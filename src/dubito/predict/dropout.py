@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dubito.model import Model
 from dubito.predict.recurrent import unrolled
 from dubito.randomness import derive
 from dubito.tree import Params
@@ -78,7 +79,7 @@ class Dropout:
             raise ValueError("the network mixes recurrent layers with and without batch_first: masks cannot be shared over time")
         sites: dict[str, float] = {}
         if at is not None:
-            named = {name: module for name, module in modules.items() if name and re.search(at, name)}
+            named = {name: module for name, module in modules.items() if re.search(at, name)}
             sites = {name: rate for name, module in named.items() if isinstance(module, PLACES)}
             if not sites:
                 fit = [name for name, module in modules.items() if isinstance(module, PLACES)]
@@ -86,13 +87,21 @@ class Dropout:
                     f"at={at!r} names no layer whose input can be dropped (linear, convolution, embedding or recurrent); "
                     f"this network has {fit}"
                 )
-        elif not any(_drops(module) for module in modules.values()):
-            fit = [name for name, module in modules.items() if isinstance(module, PLACES)]
-            raise ValueError(
-                "this network has no dropout to keep on. Either put nn.Dropout layers into it, or name the layers whose inputs are "
-                f"to be dropped, as MCDropout(at=..., rate=0.1): {fit} (a pattern such as at='{fit[-1] if fit else 'head'}'; '' is all)"
-            )
         return Dropout(sites, recurrent, flags.pop() if flags else None)
+
+    def check(self, model: Model, x: Any) -> None:
+        """Raise, with advice, if there is no dropout in the network at all: neither modules, nor functional calls, nor places."""
+        if self.sites or any(_drops(module) for module in model.network.modules()):
+            return
+        probe = Masks(self, {})
+        with torch.no_grad(), probe:
+            model.forward(model.parameters(), x, model.buffers())
+        if not probe.dropped:
+            fit = [name for name, module in model.network.named_modules() if isinstance(module, PLACES)]
+            raise ValueError(
+                "this network has no dropout to keep on. Either put nn.Dropout layers into it, or name the layers whose inputs are to "
+                f"be dropped, as MCDropout(at={fit[-1] if fit else 'head'!r}, rate=0.1); the layers are {fit}, and at='' takes all"
+            )
 
     @property
     def plain(self) -> bool:
@@ -112,15 +121,16 @@ class Masks(TorchFunctionMode):
 
     def __init__(self, dropout: Dropout, weights: Params, *, seed: Tensor | None = None, relax: float | None = None):
         super().__init__()
-        self.dropout, self.seed, self.relax, self.calls = dropout, seed, relax, 0
+        self.dropout, self.seed, self.relax, self.calls, self.dropped = dropout, seed, relax, 0, False
         self.logits = {site: weights.get(PREFIX + site) for site in dropout.sites}
-        names = {site: [f"{site}.weight", f"{site}.weight_ih_l0"] for site in dropout.sites}
-        self.by_weight = {id(weights[name]): site for site, tried in names.items() for name in tried if name in weights}
+        names = {f"{site}.{name}".lstrip("."): site for site in dropout.sites for name in ("weight", "weight_ih_l0")}
+        self.by_weight = {id(weights[name]): site for name, site in names.items() if name in weights}
 
     def mask(self, site: str, shape: tuple[int, ...], rate: float | Tensor, like: Tensor, batch_axis: int = 0) -> Tensor | None:
         """Kept entries hold 1 / keep, dropped ones 0; the batch axis has length 1 if masks are consistent."""
         if not isinstance(rate, Tensor) and rate == 0:
             return None
+        self.dropped = True
         if self.seed is not None:
             shape = (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])
             uniform = hashed_uniform(self.seed, site, shape)

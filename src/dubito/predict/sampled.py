@@ -6,6 +6,7 @@ random one run once. When the draws do not fit in memory they run in chunks, and
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from dubito.randomness import derive, forked
 from dubito.tree import Buffers, Params
 
 GIGABYTE = 2**30
+IN_PLACE = re.compile(r"[^_]_$|^__i(?!n)\w+__$|^__setitem__$")  # relu_, __iadd__, __setitem__
 
 
 def _batched(value: Any) -> bool:
@@ -73,15 +75,13 @@ class Common(TorchFunctionMode):
             self.position += 1
             return self.calls[self.position - 1][1]
         result = func(*args, **kwargs)
+        if self.seen and IN_PLACE.search(getattr(func, "__name__", "")):
+            self.diverged = True  # it may change what an earlier, random call has read: nothing is reused
         if not any(True for _ in tree.leaves(result)) or _batched(result):
             return result
         if self.replay:  # the pass took another way than the first one: from here on nothing is reused
             self.replay, self.diverged = False, True
             return result
-        name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place and self.seen:  # it may change what an earlier, random call has read: do not reuse
-            self.diverged = True
         self.calls.append((func, result))
         return result
 
@@ -124,6 +124,7 @@ def sampled(
         else:
             f = _all_draws(once, varying, draws, x, memory)
     learned = own({**shared, **stacked})
+    f = f.float() if f.dtype.itemsize < 4 else f  # probabilities and variances need more than half precision
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 
 
@@ -141,13 +142,16 @@ def _all_draws(once: Callable, varying: Params, draws: int, x: Any, memory: floa
     first = draws if draws * inputs + sizes < budget / 64 else 1
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*performance drop because we have not yet implemented the batching rule.*")
+            # an operator without a batching rule is looped over by vmap itself, which costs less than looping over the network
+            warnings.filterwarnings(
+                "ignore", message=".*performance drop because we have not yet implemented the batching rule.*"
+            )
             done = [chunk(0, first)]
             size = max(1, int(budget / max(1, 2 * common.peak)))
             done += [chunk(start, min(size, draws - start)) for start in range(first, draws, size)]
-    except (RuntimeError, UserWarning) as problem:
-        if isinstance(problem, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
         # A network that vmap cannot run (Python control flow on values, operators without a rule): one draw after another.
         # An error of the network itself comes back here, with its own message.
         done = [once(tree.select(varying, i), None).unsqueeze(0) for i in range(draws)]

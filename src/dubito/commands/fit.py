@@ -1,0 +1,278 @@
+"""`dubito fit`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import torch
+from torch import Tensor
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+
+from dubito import io, randomness
+from dubito.commands.fitted import CHECKPOINT, POSTERIOR, Fitted, usable
+from dubito.commands.flags import parse, together
+from dubito.commands.network import Network, reason
+from dubito.commands.recipe import NAME, Recipe, Scaling
+from dubito.commands.refusal import Refusal, refusing
+from dubito.commands.scores import finite, scores, show
+from dubito.data import Table, detect, table
+from dubito.fit import Method
+from dubito.fit import fit as run
+from dubito.methods import MAP, MCDropout
+from dubito.model import Model
+from dubito.registry import METHODS
+
+
+@dataclass(frozen=True)
+class Data:
+    """What to learn, and where to keep it."""
+
+    data: Annotated[Path, Positional, arg(metavar="DATA")]
+    """A CSV file with a header, or an NPZ file with the inputs in the array x."""
+    target: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="COLUMN", help_behavior_hint="(required, repeatable)")]
+    """The column to predict, or the array of an NPZ file; several make a regression with several targets. Others are inputs."""
+    out: Annotated[Path, arg(metavar="FOLDER")]
+    """The folder to write; it must be new."""
+    kind: Literal["auto", "regression", "classification"] = "auto"
+    """Detected by default: text, and a few different whole numbers, are classes; other numbers are not."""
+    held_out: Annotated[float, arg(metavar="SHARE")] = 0.2
+    """The share of the rows, taken at random, that is kept back to measure how good the predictions are; or 0."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the run goes."""
+
+    prior_scale: Annotated[
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 1, or learned by methods that can)")
+    ] = None
+    """Standard deviation of the Normal prior of every weight: smaller is smoother."""
+    batch_size: int = 32
+    """Rows a step."""
+    patience: Annotated[int | None, arg(metavar="EPOCHS", help_behavior_hint="(default: run to the end)")] = None
+    """Stop after so many epochs in which the held-out rows were not predicted better, and keep the best weights."""
+    seed: int = 0
+    """The same seed gives the same result."""
+    device: str = "cpu"
+    """Where to run: cpu, cuda, cuda:1 ..."""
+    checkpoint_every: Annotated[float, arg(metavar="SECONDS")] = 60.0
+    """How often to write down how far the run has come."""
+    resume: Annotated[bool, FlagCreatePairsOff] = False
+    """Go on with a run that was interrupted: the same command again, and this."""
+
+    def __post_init__(self):
+        if self.batch_size < 1:
+            raise ValueError(f"a batch has at least one row; got --batch-size {self.batch_size}")
+        if self.prior_scale is not None and not self.prior_scale > 0:
+            raise ValueError(f"the prior's scale is a positive standard deviation; got --prior-scale {self.prior_scale}")
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(f"patience is at least one epoch; got --patience {self.patience}")
+
+
+def fit(name: str, args: Sequence[str]) -> None:
+    """Fit a network to a table, and keep its posterior in a folder.
+      Inputs, and the targets of a regression, are standardised by the training
+      rows; predictions and metrics are in the original units. The noise of a
+      regression is learned.
+
+    The folder is for `dubito predict` and `dubito evaluate`.
+    """
+    chain = methods(name)
+    groups = {"data": Data, **chain, "network": Network, "training": Training}
+    parts = parse(together(groups), args, prog=f"dubito fit {name}", about=fit.__doc__ or "")
+    data, network, training = parts["data"], parts["network"], parts["training"]
+    method = assembled([parts[part] for part in chain])
+    device = usable(training.device)
+    found, kind = read(data)
+    y = found.y
+    assert y is not None
+    learn, held = split(len(y), data.held_out, training)
+
+    regression = kind == "regression"
+    recipe = Recipe(
+        kind=kind,
+        shape=tuple(found.x.shape[1:]),
+        features=found.features,
+        targets=found.targets,
+        outputs=names(found) if regression else found.classes,
+        x=Scaling.of(found.x[learn]),
+        y=Scaling.of(y[learn]) if regression else None,
+        network=network,
+        prior_scale=training.prior_scale,
+        method=repr(method),
+        training={
+            "rows": len(learn),
+            "held_out_rows": len(held),
+            "held_out": data.held_out,
+            "batch_size": training.batch_size,
+            "patience": training.patience,
+            "seed": training.seed,
+        },
+    )
+    with randomness.forked(randomness.derive(training.seed, "network")):
+        model = recipe.model(network.network)
+    check(model, recipe, method)
+    weights = sum(p.numel() for p in model.network.parameters())
+    print(f"{len(learn)} rows to learn from, {len(held)} held out")
+    print(f"{network.describe(recipe.shape, len(recipe.outputs))}, {weights:,} weights, by {name}", flush=True)
+
+    inputs, targets = recipe.x.apply(found.x), recipe.y.apply(y) if recipe.y else y
+    open_folder(data.out, recipe, resume=training.resume)
+    try:
+        with refusing(ValueError, FloatingPointError):
+            posterior = run(
+                model,
+                method,
+                (inputs[learn], targets[learn]),
+                device=device,
+                seed=training.seed,
+                batch_size=training.batch_size,
+                validation=(inputs[held], targets[held]) if training.patience else None,
+                patience=training.patience,
+                checkpoint=data.out / CHECKPOINT,
+                checkpoint_every=training.checkpoint_every,
+                resume=training.resume,
+            )
+    except Refusal:
+        close_folder(data.out)
+        raise
+    if len(held):
+        measured = scores(Fitted(recipe, posterior).predict(found.x[held]), y[held])
+        recipe = replace(recipe, metrics=finite(measured))
+        show(measured, f"On the {len(held)} held-out rows")
+        if training.patience:
+            print("These rows also chose when to stop, so on new data expect a little less.")
+    io.save(posterior, data.out / POSTERIOR)
+    recipe.write(data.out / NAME)  # the last to be written: a folder that has it is finished
+    shutil.rmtree(data.out / CHECKPOINT)
+    print(f"Wrote {data.out}. Predict with: dubito predict {data.out} DATA")
+
+
+def methods(name: str) -> dict[str, Method]:
+    """The methods on a command line with their defaults, outermost first: `ensemble` wraps MAP, `ensemble:mc_dropout` the other."""
+    chain = name.split(":")
+    if len(set(chain)) < len(chain):
+        raise Refusal(f"{name}: a method cannot wrap itself")
+    made: dict[str, Method] = {}
+    for part in reversed(chain):
+        wraps = wrapped(METHODS[part])
+        if made and not wraps:
+            raise Refusal(f"{name}: {part} does not wrap another method")
+        if wraps and not made:
+            made["map"] = MAP()
+        inner = next(reversed(made.values()), None)
+        made[part] = METHODS[part](**{wraps: inner}) if wraps else METHODS[part]()
+    return dict(reversed(made.items()))
+
+
+def wrapped(method: Any) -> str | None:
+    """The field that holds another method, in a method such as Ensemble."""
+    return next((name for name, hint in get_type_hints(method).items() if hint is Method), None)
+
+
+def assembled(chain: list[Any]) -> Method:
+    """Outermost first: every method put into the one that wraps it."""
+    *outer, method = chain
+    for wrapper in reversed(outer):
+        method = replace(wrapper, **{str(wrapped(type(wrapper))): method})
+    return method
+
+
+def read(data: Data) -> tuple[Table, Literal["regression", "classification"]]:
+    """The table, and what kind of problem it is; says on screen what was found."""
+    if not data.target:
+        raise Refusal("name the column to predict: --target COLUMN")
+    targets, shown = data.target, ", ".join(data.target)
+    with refusing(ValueError):
+        if data.kind != "auto":
+            kind, why = data.kind, "as asked"
+        elif len(targets) == 1:
+            kind, why = detect(data.data, targets[0])
+            why += f"; otherwise give --kind {'regression' if kind == 'classification' else 'classification'}"
+        else:
+            kind, why = "regression", "several targets"
+        found = table(data.data, targets, kind=kind)
+    y = found.y
+    assert y is not None
+    if kind == "regression" and y.ndim != 2:
+        raise Refusal(f"{data.data}: {shown} must be [N] or [N, C], its shape is {list(y.shape)}")
+    if kind == "regression" and (y == y[0]).all(0).any():
+        raise Refusal(f"{data.data}: every row has the same value of {shown}, so there is nothing to learn")
+    size = "x".join(map(str, found.x.shape[1:]))
+    print(f"{data.data}: {len(y)} rows, {size} input{'s' if size != '1' else ''}")
+    listed = f" of {len(found.classes)} classes" if kind == "classification" else ""
+    print(f"{shown}: {kind}{listed} ({why})")
+    return found, kind
+
+
+def names(found: Table) -> tuple[str, ...]:
+    """A name for each output of a regression; an array of an NPZ file may hold several."""
+    assert found.y is not None
+    if len(found.targets) == found.y.shape[1]:
+        return found.targets
+    return tuple(f"{found.targets[0]}{i}" for i in range(found.y.shape[1]))
+
+
+def split(rows: int, share: float, training: Training) -> tuple[Tensor, Tensor]:
+    """The rows to learn from and those held out, at random."""
+    held = round(share * rows)
+    if not 0 <= share < 1 or (share > 0 and not 0 < held < rows):
+        raise Refusal(f"--held-out {share:g}: a share of {rows} rows that leaves some on both sides is needed, such as 0.2, or 0")
+    if training.patience and not held:
+        raise Refusal("--patience watches the held-out rows: give --held-out 0.2 or so")
+    order = torch.randperm(rows, generator=randomness.generator("cpu", training.seed, "held out"))
+    return order[held:].sort().values, order[:held].sort().values
+
+
+def check(model: Model, recipe: Recipe, method: Any) -> None:
+    """Find out before the run, and in words of the command line, what cannot work."""
+    inner = method
+    while (field := wrapped(type(inner))) is not None:
+        inner = getattr(inner, field)
+    if recipe.network.network is None:
+        if isinstance(inner, MCDropout) and inner.at is None and not recipe.network.dropout:
+            raise Refusal("mc_dropout needs dropout in the network: give --dropout 0.1, or place it with --at")
+        return
+    needed = (2, len(recipe.outputs))
+    try:
+        with torch.no_grad():
+            f, _ = model.forward(model.parameters(), torch.zeros(2, *recipe.shape), model.buffers())
+    except Exception as error:
+        raise Refusal(
+            f"--network {recipe.network.network}: its network cannot take [2, {', '.join(map(str, recipe.shape))}]: {reason(error)}"
+        ) from error
+    if tuple(f.shape) != needed:
+        raise Refusal(
+            f"--network {recipe.network.network}: for 2 rows its output is {list(f.shape)}, where {list(needed)} is needed"
+        )
+
+
+def open_folder(folder: Path, recipe: Recipe, *, resume: bool) -> None:
+    """A new folder, or one with the beginning of this very run."""
+    started = folder / CHECKPOINT / NAME
+    if resume and (folder / NAME).exists():
+        raise Refusal(f"{folder}: this fit is finished; there is nothing to resume")
+    if resume and started.exists():
+        changed = recipe.difference(Recipe.read(started))
+        if changed:
+            raise Refusal(f"{folder} was begun by another command; different: {'; '.join(changed)}")
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        hint = ", or go on with the run in it by --resume" if started.exists() else ""
+        raise Refusal(f"{folder} exists: give another folder for --out{hint}")
+    recipe.write(started)
+
+
+def close_folder(folder: Path) -> None:
+    """After a run that was refused: leave nothing behind, unless there is a checkpoint to go on from."""
+    if any((folder / CHECKPOINT).glob("*.safetensors")):
+        return
+    with suppress(OSError):
+        (folder / CHECKPOINT / NAME).unlink()
+        (folder / CHECKPOINT).rmdir()
+        folder.rmdir()

@@ -1,0 +1,153 @@
+"""What a fitted folder records beside the weights: all that is needed to rebuild the model and to read further data alike.
+
+It is a JSON file with a checksum, and names no code to run: where the network was the user's own, its name is there to be shown,
+and has to be given again on the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from torch import Tensor
+
+import dubito
+from dubito.commands.network import Network
+from dubito.commands.refusal import Refusal
+from dubito.likelihoods import Categorical, Gaussian
+from dubito.model import Model
+from dubito.priors import Normal
+
+FORMAT = 1
+NAME = "fit.json"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Mean and standard deviation of each column of the training rows."""
+
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
+
+    @staticmethod
+    def of(values: Tensor) -> Scaling:
+        """For values [N, K]; a column that is constant is only shifted. Of images and the like, one mean and scale for all."""
+        wide = values.double().reshape(-1, 1) if values.ndim > 2 else values.double()
+        constant = wide.amax(0) == wide.amin(0)  # by value: the rounded deviation of a constant need not be 0
+        scale = wide.std(0, correction=0).masked_fill(constant, 1.0)
+        return Scaling(tuple(wide.mean(0).float().tolist()), tuple(scale.float().tolist()))
+
+    def apply(self, values: Tensor) -> Tensor:
+        return (values - values.new_tensor(self.mean)) / values.new_tensor(self.scale)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a posterior was made."""
+
+    kind: Literal["regression", "classification"]
+    shape: tuple[int, ...]  # of one input
+    features: tuple[str, ...]  # names of the input columns; empty where x is not a table
+    targets: tuple[str, ...]
+    outputs: tuple[str, ...]  # what each output of the network stands for: classes, or targets
+    x: Scaling
+    y: Scaling | None  # regression
+    network: Network
+    prior_scale: float | None
+    method: str
+    training: dict[str, Any]
+    metrics: dict[str, float | None] = field(default_factory=dict)  # on the held-out rows
+
+    def model(self, network: str | None) -> Model:
+        """The model, with fresh weights. `network` is the user's word on what may be imported."""
+        if self.network.network is None and network is not None:
+            raise Refusal(f"--network {network}: this folder holds an MLP, which needs no factory; leave out --network")
+        if self.network.network is not None and network is None:
+            name = self.network.network
+            raise Refusal(
+                f"the network was made by {name}; a file must not choose code to run, so name it again: --network {name}"
+            )
+        spec = self.network if network is None else Network(network=network)
+        regression = self.kind == "regression"
+        likelihood = Gaussian(outputs=len(self.outputs)) if regression else Categorical()
+        return Model(spec.build(self.shape, len(self.outputs)), likelihood, Normal(scale=self.prior_scale))
+
+    def write(self, path: Path) -> None:
+        content = {"format": FORMAT, "dubito": dubito.__version__, **asdict(self)}
+        with written(path) as file:
+            json.dump({**content, "checksum": _checksum(content)}, file, indent=2)
+            file.write("\n")
+
+    @staticmethod
+    def read(path: Path) -> Recipe:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            checksum = content.pop("checksum")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise Refusal(f"{path}: damaged, or not written by `dubito fit`") from None
+        if content.get("format", 0) > FORMAT:
+            raise Refusal(f"{path}: written by a newer dubito, {content.get('dubito')}; upgrade to read it")
+        if checksum != _checksum(content):
+            raise Refusal(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
+        values = {item.name: _tupled(content[item.name]) for item in fields(Recipe)}
+        for name, kind in (("x", Scaling), ("y", Scaling), ("network", Network)):
+            values[name] = values[name] and kind(**values[name])
+        return Recipe(**values)
+
+    def difference(self, other: Recipe) -> list[str]:
+        """What is not the same in another recipe, in words."""
+        mine, theirs = _flat(asdict(self)), _flat(asdict(other))
+        return [
+            f"{key} (was {_short(theirs.get(key))}, is {_short(mine.get(key))})" for key in mine if mine[key] != theirs.get(key)
+        ]
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _tupled(value: Any) -> Any:
+    """JSON has lists where the recipe has tuples."""
+    if isinstance(value, dict):
+        return {key: _tupled(item) for key, item in value.items()}
+    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in content.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@contextmanager
+def written(path: Path) -> Iterator[TextIO]:
+    """A text file that appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8", newline="") as file:
+            yield file
+        os.chmod(scratch, 0o666 & ~_umask())  # mkstemp's files are for the owner only
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

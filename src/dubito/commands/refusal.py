@@ -1,0 +1,19 @@
+"""Input that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Refusal(Exception):
+    """What is wrong with the input, in one line: the command line prints it and exits with 2. Anything else is a bug of ours."""
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], about: str = "") -> Iterator[None]:
+    """These errors become refusals: put it only around what raises them for the user's input."""
+    try:
+        yield
+    except kinds as error:
+        raise Refusal(f"{about}: {error}" if about else str(error)) from error

@@ -1,0 +1,44 @@
+"""The metrics of a predictive, as numbers and as a table on the terminal."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dubito.metrics import METRICS
+from dubito.predictive import LatentMixture
+
+MEANINGS = {
+    "accuracy": "share of rows whose most probable class is right",
+    "nll": "negative log likelihood of a row; lower is better",
+    "brier": "squared error of the class probabilities; lower is better",
+    "ece": "gap between confidence and accuracy; 0 is calibrated",
+    "rmse": "root mean squared error, in the target's units",
+    "crps": "distance from prediction to target, in its units; lower is better",
+    "coverage": "share of targets inside the 90 % interval; 0.9 is calibrated",
+    "width": "mean width of the 90 % interval, in the target's units",
+}
+
+
+def scores(p: LatentMixture, y: Tensor) -> dict[str, float]:
+    """All metrics that suit the predictive."""
+    suit = {name: m for name, m in METRICS.items() if (m.classes if p.likelihood.discrete else m.regression)}
+    return {name: float(metric.function(p, y)) for name, metric in suit.items()}
+
+
+def finite(values: dict[str, float]) -> dict[str, float | None]:
+    """For JSON, which has no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def show(values: dict[str, float], title: str) -> None:
+    shown = Table(title=title, title_justify="left", title_style="bold")
+    shown.add_column("metric")
+    shown.add_column("value", justify="right")
+    shown.add_column("meaning", style="dim")
+    for name, value in values.items():
+        shown.add_row(name, f"{value:.4g}", MEANINGS.get(name, ""))
+    Console().print(shown)

@@ -1,0 +1,50 @@
+"""The methods under contract, each with what is known of it in closed form."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dubito import MAP, Ensemble, MCDropout
+from dubito.registry import METHODS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def documented_sampler() -> Any:
+    """The sampler of docs/writing-a-method.md, as a third party would write one."""
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "writing-a-method.md").read_text(), re.DOTALL)[0]
+    namespace: dict[str, Any] = {"__name__": "documented"}
+    exec(compile(code, "writing-a-method.md", "exec", dont_inherit=True), namespace)
+    return namespace["ULA"]
+
+
+ULA = documented_sampler()
+
+# Short fits for tests of form, not of quality.
+QUICK: dict[str, Any] = {
+    "map": MAP(epochs=3),
+    "mc_dropout": MCDropout(epochs=3, at="", rate=0.2, draws=8),
+    "mc_dropout/learned rates": MCDropout(epochs=3, at="", rate=0.2, draws=8, learn_rates=True),
+    "ensemble": Ensemble(MAP(epochs=3), 3),
+    "ensemble/one after another": Ensemble(MAP(epochs=3), 3, vectorize=False, bagging=True, adversarial=0.01),
+    "ensemble/of dropout": Ensemble(MCDropout(epochs=3, at="", rate=0.2, draws=4), 2),
+    "ensemble/of a sampler": Ensemble(ULA(n_draws=8, burn_in=0), 2),
+    "third party": ULA(n_draws=8, burn_in=0),
+}
+assert {name.split("/")[0] for name in QUICK} == {*METHODS, "third party"}, "every registered method is under contract"
+
+
+def network(outputs: int = 1) -> nn.Module:
+    """Small, with BatchNorm, so that buffers and modes matter."""
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+def data(n: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, generator=generator)
+    return x, x[:, :1] - 0.5 * x[:, 1:2] + 0.1 * torch.randn(n, 1, generator=generator)

@@ -1,0 +1,322 @@
+"""The loop: what it owns, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import dubito
+from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+
+
+def net(outputs: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, outputs))
+
+
+def data(n: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, generator=g)
+    return x, torch.sin(x[:, :1]) + 0.1 * torch.randn(n, 1, generator=g)
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(a.params[n], b.params[n]) for n in a.params)
+
+
+RUN = textwrap.dedent("""
+    import sys, time, torch, dubito
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, generator=g)
+    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=8, shuffle=True)
+    folder, method, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
+    method = {
+        "mc_dropout": dubito.MCDropout(epochs=30),
+        "ensemble": dubito.Ensemble(dubito.MAP(epochs=30), 2),
+    }[method]
+    posterior = dubito.fit(
+        dubito.Model(net, dubito.Gaussian()), method, loader, checkpoint=folder, checkpoint_every=0.0, resume=True, seed=5,
+        validation=(x, x[:, :1]), callbacks=[lambda event: time.sleep(pause)],
+    )
+    dubito.save(posterior, folder + "/posterior.safetensors")
+    print("done")
+""")
+
+
+def run(folder: Path, method: str, pause: float) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", RUN, str(folder), method, str(pause)], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("method", ["mc_dropout", "ensemble"])
+def test_a_killed_run_goes_on_to_the_same_bits(method, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = run(whole, method, 0.0)
+    assert "done" in process.communicate()[0]
+    kills = 0
+    for delay in (0.2, 0.5):
+        process = run(killed, method, 0.02)
+        while not (killed / "checkpoint.safetensors").exists():  # importing torch takes its time
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+    assert kills, "the run was over before it could be killed"
+    process = run(killed, method, 0.0)
+    assert "done" in process.communicate()[0]
+    assert not list(killed.glob(".*")) or all(f.suffix != ".safetensors" for f in killed.glob(".*"))
+    a, b = (dubito.store.read(f / "posterior.safetensors")[0] for f in (whole, killed))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_checkpoints_belong_to_one_run(tmp_path):
+    model = Model(net(), Gaussian())
+    dubito.fit(model, MAP(epochs=2), data(), checkpoint=tmp_path)
+    with pytest.raises(FileExistsError, match="resume=True"):
+        dubito.fit(model, MAP(epochs=2), data(), checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="learning_rate=0.5"):
+        dubito.fit(model, MAP(epochs=2, learning_rate=0.5), data(), checkpoint=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="seed"):
+        dubito.fit(model, MAP(epochs=2), data(), checkpoint=tmp_path, resume=True, seed=1)
+    with pytest.raises(ValueError, match="checkpoint="):
+        dubito.fit(model, MAP(epochs=2), data(), resume=True)
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"half a file")
+    with pytest.raises(dubito.store.FileError, match="truncated"):
+        dubito.fit(model, MAP(epochs=2), data(), checkpoint=tmp_path, resume=True)
+
+
+def test_early_stopping_keeps_the_best_state():
+    x, y = data(24)
+    noisy = y + 0.5 * torch.randn(24, 1, generator=torch.Generator().manual_seed(3))
+    model = Model(
+        nn.Sequential(nn.Linear(3, 200), nn.ReLU(), nn.Linear(200, 1)), Gaussian(scale=0.1), dubito.priors.Normal(scale=10.0)
+    )
+    seen: list[float] = []
+    method = MAP(epochs=300, learning_rate=0.02, schedule="constant")
+
+    def watch(event):
+        seen.append(event.step)
+
+    stopped = dubito.fit(model, method, (x, noisy), validation=data(200), patience=5, callbacks=[watch])
+    full = dubito.fit(model, method, (x, noisy))
+    score = [dubito.metrics.nll(p.predict(data(200)[0]), data(200)[1]) for p in (stopped, full)]
+    assert score[0] < score[1]
+    assert len(seen) < 300
+    # the state returned is the best one, not the last: refitting for exactly so many epochs gives the same bits
+    best = len(seen) - 5
+    again = dubito.fit(model, MAP(epochs=best, learning_rate=0.02, schedule="constant"), (x, noisy))
+    assert same(stopped, again)
+
+
+def test_validation_does_not_change_the_training():
+    model = Model(net(), Gaussian())
+    a = dubito.fit(model, MCDropout(epochs=3, schedule="constant"), data(), batch_size=16)
+    b = dubito.fit(model, MCDropout(epochs=3, schedule="constant"), data(), batch_size=16, validation=data(10))
+    assert same(a, b), "training improves all along here, so the best state is the last"
+
+
+def test_accumulated_batches_are_one_large_batch():
+    model = Model(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double(), Gaussian(scale=0.1))
+    x, y = (t.double() for t in data())
+    batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 64, 16)]
+    a = dubito.fit(model, MAP(epochs=5), batches, accumulate=4)
+    b = dubito.fit(model, MAP(epochs=5), [(x, y)])
+    assert all(torch.allclose(a.params[n], b.params[n], atol=1e-10) for n in a.params)
+
+
+def test_uneven_accumulation_counts_examples_not_batches():
+    model = Model(nn.Linear(3, 1).double(), Gaussian(scale=0.1))
+    x, y = (t.double() for t in data())
+    a = dubito.fit(model, MAP(epochs=5), [(x[:50], y[:50]), (x[50:], y[50:])], accumulate=2)
+    b = dubito.fit(model, MAP(epochs=5), [(x, y)])
+    assert all(torch.allclose(a.params[n], b.params[n], atol=1e-10) for n in a.params)
+
+
+def bf16_works() -> bool:
+    try:
+        nn.Linear(4, 4)(torch.zeros(2, 4)).to(torch.bfloat16) @ torch.zeros(4, 4, dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(
+    not bf16_works(), reason="oneDNN refuses bfloat16 on this CPU; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 makes it run"
+)
+def test_mixed_precision_and_bfloat16_weights():
+    model = Model(net(3), Categorical())
+    x, y = data()
+    labels = (y.squeeze(1) > 0).long()
+    mixed = dubito.fit(model, MAP(epochs=20, learning_rate=0.01), (x, labels), precision="bfloat16")
+    plain = dubito.fit(model, MAP(epochs=20, learning_rate=0.01), (x, labels))
+    assert mixed.params["0.weight"].dtype == torch.float32
+    assert not same(mixed, plain), "the forward pass did run in bfloat16"
+    assert (mixed.predict(x).mean - plain.predict(x).mean).abs().max() < 0.1
+    half = Model(net(3).bfloat16(), Categorical())
+    posterior = dubito.fit(half, Ensemble(MAP(epochs=2), 2), (x.bfloat16(), labels))
+    p = posterior.predict(x.bfloat16())
+    assert p.mean.dtype == torch.float32, "probabilities need more than half precision"
+    assert posterior.params["0.weight"].dtype == torch.bfloat16
+
+
+def test_data_in_every_form_is_the_same_fit():
+    x, y = data(48)
+    batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 48, 16)]
+    forms = [batches, DataLoader(TensorDataset(x, y), batch_size=16), [list(b) for b in batches]]
+    model = Model(nn.Linear(3, 1), Gaussian(scale=0.1))
+    fits = [dubito.fit(model, MAP(epochs=2), form) for form in forms]
+    assert same(fits[0], fits[1])
+    assert same(fits[0], fits[2])
+    arrays = dubito.fit(model, MAP(epochs=2), (x.numpy(), y.numpy()), batch_size=16)
+    tensors = dubito.fit(model, MAP(epochs=2), (x, y), batch_size=16)
+    dataset = dubito.fit(model, MAP(epochs=2), TensorDataset(x, y), batch_size=16)
+    assert same(arrays, tensors)
+    assert torch.allclose(dataset.params["weight"], tensors.params["weight"], atol=0.01)
+
+
+class Augmented(Dataset):
+    """Draws from all three global generators, as users' data sets do."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        import random
+
+        x = torch.full((3,), float(i)) / 32 + 0.1 * torch.randn(3) + 0.1 * random.random() + 0.1 * np.random.rand()  # noqa: NPY002
+        return x, x[:1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_augmentation_from_the_global_generators_is_reproducible(workers):
+    def once():
+        loader = DataLoader(Augmented(), batch_size=8, shuffle=True, num_workers=workers)
+        return dubito.fit(Model(net(), Gaussian(scale=0.1)), MAP(epochs=2), loader)
+
+    a = once()
+    torch.manual_seed(123)
+    assert same(a, once())
+
+
+def test_chaining_starts_from_an_earlier_posterior():
+    model = Model(net(), Gaussian(scale=0.1))
+    first = dubito.fit(model, MAP(epochs=5), data())
+    second = dubito.fit(model, MAP(epochs=0), data(), start=first)
+    third = dubito.fit(model, MAP(epochs=0), data(), start=first.params)
+    assert same(first, second)
+    assert same(first, third)
+    assert second.params["0.weight"].data_ptr() != first.params["0.weight"].data_ptr()
+    with pytest.raises(ValueError, match="0.weight"):
+        dubito.fit(model, MAP(), data(), start={**first.params, "0.weight": torch.zeros(2)})
+    with pytest.raises(ValueError, match="are missing"):
+        dubito.fit(model, MAP(), data(), start={"0.weight": first.params["0.weight"]})
+
+
+def test_bad_input_fails_early_and_in_words():
+    x, y = data()
+    model = Model(net(), Gaussian())
+    cases = [
+        ((x, y[:10]), ValueError, "same, positive number of rows"),
+        ((x, torch.full_like(y, torch.nan)), ValueError, "NaN"),
+        ((x, y.expand(-1, 2)), ValueError, "do not fit Gaussian"),
+        ((torch.zeros(64, 5), y), RuntimeError, "shapes cannot be multiplied"),
+        ([], ValueError, "no data"),
+        (3, TypeError, "a DataLoader"),
+        ([x], ValueError, "a batch is"),
+    ]
+    for source, error, words in cases:
+        with pytest.raises(error, match=words):
+            dubito.fit(model, MAP(epochs=1), source)
+    with pytest.raises(ValueError, match="0 to 2"):
+        dubito.fit(Model(net(3), Categorical()), MAP(epochs=1), (x, torch.full((64,), 3)))
+    with pytest.raises(FloatingPointError, match="lower learning_rate"):
+        dubito.fit(model, MAP(epochs=50, learning_rate=1e20, optimizer="sgd"), (x, y))
+    for wrong, words in [
+        ({"accumulate": 0}, "at least 1"),
+        ({"patience": 3}, "validation"),
+        ({"precision": "float16"}, "bfloat16"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            dubito.fit(model, MAP(epochs=1), (x, y), **wrong)
+    with pytest.raises(ValueError, match="temperature positive"):
+        dubito.fit(model, MAP(epochs=1), (x, y), temperature=0.0)
+    for make in (
+        lambda: MAP(epochs=-1),
+        lambda: MAP(learning_rate=0),
+        lambda: MAP(optimizer="adamw"),
+        lambda: MCDropout(rate=1.0),
+    ):
+        with pytest.raises(ValueError, match="got"):
+            make()
+
+
+def test_a_loader_that_gives_other_than_it_promises_is_refused():
+    class Liar(DataLoader):
+        def __iter__(self):
+            yield from list(super().__iter__())[:-1]
+
+    x, y = data(48)
+    with pytest.raises(ValueError, match="32 examples where 48 were counted"):
+        dubito.fit(Model(net(), Gaussian()), MAP(epochs=2), Liar(TensorDataset(x, y), batch_size=16))
+
+
+def test_callbacks_see_every_step_and_can_stop():
+    events = []
+    dubito.fit(Model(net(), Gaussian()), MAP(epochs=3), data(), batch_size=16, callbacks=[events.append])
+    assert [e.step for e in events] == list(range(1, 13))
+    assert {e.epoch for e in events} == {0, 1, 2}
+    stopped = []
+
+    def stop(event):
+        stopped.append(event)
+        return event.step == 2
+
+    dubito.fit(Model(net(), Gaussian()), MAP(epochs=3), data(), batch_size=16, callbacks=[stop])
+    assert len(stopped) == 2
+
+
+def test_progress_is_quiet_where_nobody_looks(capsys):
+    dubito.fit(Model(net(), Gaussian()), MAP(epochs=3), data())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_shows_on_request(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars on terminals only
+    monkeypatch.setattr("dubito.progress.PATIENCE", 0.0)
+    monkeypatch.setattr("dubito.progress.PERIOD", 0.0)
+    dubito.fit(Model(net(), Gaussian()), MAP(epochs=30), data(), progress=True)
+    assert "MAP" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_another_device_works_on_a_copy():
+    network = net()
+    model = Model(network, Gaussian())
+    for method in (MAP(epochs=2), MCDropout(epochs=2), Ensemble(MAP(epochs=2), 3)):
+        posterior = dubito.fit(model, method, data(), device="cuda", precision="bfloat16")
+        assert next(network.parameters()).device.type == "cpu"
+        p = posterior.predict(data()[0])
+        assert p.mean.device.type == "cuda"
+        assert torch.isfinite(p.log_prob(data()[1].cuda())).all()
+
+
+if os.name != "posix":
+    del test_a_killed_run_goes_on_to_the_same_bits

@@ -1,0 +1,208 @@
+"""Models: batches of every kind, dense outputs, and which parameters are Bayesian."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dubito
+from dubito import (
+    MAP,
+    Bernoulli,
+    Categorical,
+    Ensemble,
+    Gaussian,
+    HeteroscedasticCategorical,
+    HeteroscedasticGaussian,
+    MCDropout,
+    Model,
+)
+from dubito.model import Target
+
+METHODS = [
+    MAP(epochs=1),
+    MCDropout(epochs=1, at="", draws=3),
+    Ensemble(MAP(epochs=1), 2),
+    Ensemble(MAP(epochs=1), 2, vectorize=False),
+]
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 3), nn.Linear(4, 3)
+
+    def forward(self, left, right):
+        return self.a(left) + self.b(right)
+
+
+class Transformer(nn.Module):
+    """In the manner of Hugging Face: keywords in, an object with logits out."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        h = self.table(input_ids) * attention_mask.unsqueeze(-1)
+        return SimpleNamespace(logits=self.head(h.mean(1)), hidden=h)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_batches_of_every_kind(method):
+    labels = torch.tensor([0, 1, 2, 1])
+    left, right, ids = torch.randn(4, 2), torch.randn(4, 4), torch.randint(0, 11, (4, 5))
+    mask = torch.ones(4, 5)
+    several = Model(TwoInputs(), Categorical())
+    for batch in ([left, right, labels], ((left, right), labels), {"left": left, "right": right, "label": labels}):
+        posterior = dubito.fit(several, method, [batch])
+        assert posterior.predict((left, right)).mean.shape == (4, 3)
+        assert posterior.predict({"left": left, "right": right}).mean.shape == (4, 3)
+    named = Model(Transformer(), Categorical())
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    posterior = dubito.fit(named, method, [batch])
+    p, y = posterior.predict_loader([batch, batch])
+    assert p.mean.shape == (8, 3)
+    assert torch.equal(y, labels.repeat(2))
+    rows = [{key: value[i] for key, value in batch.items()} for i in range(4)]
+    assert dubito.fit(named, method, DataLoader(rows, batch_size=2)).predict(
+        {"input_ids": ids, "attention_mask": mask}
+    ).mean.shape == (4, 3)
+    own = Model(nn.Linear(2, 3), Categorical(), split=lambda b: (b["x"]["deep"], b["z"]), output=lambda out: out * 2)
+    assert dubito.fit(own, method, [{"x": {"deep": left}, "z": labels}]).predict(left).mean.shape == (4, 3)
+
+
+def test_batches_nobody_can_read_are_refused_in_words():
+    model = Model(nn.Linear(2, 1), Gaussian())
+    for batch in ({"x": torch.zeros(2)}, [torch.zeros(2)], torch.zeros(2)):
+        with pytest.raises(ValueError, match="split="):
+            model.split(batch)
+    with pytest.raises(ValueError, match="output="):
+        Model(nn.Linear(2, 1), Gaussian()).output({"y": 1})
+    with pytest.raises(ValueError, match="'0.weight'"):
+        Model(nn.Sequential(nn.Linear(1, 1)), Gaussian(), only="head")
+    with pytest.raises(TypeError, match="dubito.Categorical()"):
+        Model(nn.Linear(1, 1), Categorical)
+    with pytest.raises(TypeError, match="Module"):
+        Model(lambda x: x, Gaussian())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_dense_outputs(method):
+    images = torch.randn(4, 2, 6, 5)
+    labels = torch.randint(0, 3, (4, 6, 5))
+    labels[:, 0] = 255
+    conv = Model(nn.Conv2d(2, 3, 1), Categorical(dim=1, ignore_index=255))
+    p = dubito.fit(conv, method, (images, labels)).predict(images)
+    assert p.mean.shape == (4, 6, 5, 3)
+    assert p.uncertainty.total.shape == (4, 6, 5)
+    assert p.log_prob(labels).shape == (4,)
+    depth = Model(nn.Conv2d(2, 1, 1), Gaussian(dim=1))
+    p = dubito.fit(depth, method, (images, images[:, :1])).predict(images)
+    assert p.mean.shape == (4, 6, 5, 1)
+    assert p.log_prob(images[:, :1]).shape == (4,)
+    low, high = p.interval(0.9)
+    assert (low < high).all()
+    sequence = Model(nn.Linear(2, 3), Categorical())
+    x = torch.randn(4, 7, 2)
+    p = dubito.fit(sequence, method, (x, torch.randint(0, 3, (4, 7)))).predict(x)
+    assert p.uncertainty.epistemic.shape == (4, 7)
+    tags = Model(nn.Linear(2, 5), Bernoulli())
+    p = dubito.fit(tags, method, (x[:, 0], torch.randint(0, 2, (4, 5)))).predict(x[:, 0])
+    assert p.uncertainty.total.shape == (4,)
+
+
+def test_ignored_positions_carry_no_weight():
+    images, labels = torch.randn(4, 2, 6, 5), torch.randint(0, 3, (4, 6, 5))
+    model = Model(nn.Conv2d(2, 3, 1), Categorical(dim=1, ignore_index=255))
+    some = labels.clone()
+    some[:, 2:] = 255
+    params, buffers = model.parameters(), model.buffers()
+    a, _ = model.log_likelihood(params, (images, some), buffers)
+    b, _ = model.log_likelihood(params, (images[:, :, :2], labels[:, :2]), buffers)
+    assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("likelihood", [HeteroscedasticGaussian(), HeteroscedasticCategorical()])
+@pytest.mark.parametrize("method", METHODS[1:3], ids=repr)
+def test_heteroscedastic_likelihoods_train_and_predict(method, likelihood):
+    x = torch.randn(16, 3)
+    y = x[:, :2] if isinstance(likelihood, HeteroscedasticGaussian) else (x[:, 0] > 0).long()
+    p = dubito.fit(Model(nn.Linear(3, 4), likelihood), method, (x, y)).predict(x)
+    assert p.mean.shape == (16, 2)
+    assert torch.isfinite(p.log_prob(y)).all()
+    assert (p.uncertainty.epistemic >= 0).all()
+
+
+def test_only_the_parameters_named_move():
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    x = torch.randn(32, 2)
+    for method in METHODS:
+        posterior = dubito.fit(Model(net, Gaussian(scale=0.1), only="^2"), method, (x, x[:, :1]))
+        members = getattr(posterior, "members", [posterior])
+        for member in members:
+            assert {n for n in member.params if ":" not in n} == {"2.weight", "2.bias"}
+            assert torch.equal(member.buffers["0.weight"], start["0.weight"])
+        assert not torch.equal(members[0].params["2.weight"], start["2.weight"])
+
+
+def test_a_posterior_keeps_its_own_copy_of_what_is_fixed():
+    net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    x = torch.randn(8, 2)
+    posterior = dubito.fit(Model(net, Gaussian(scale=0.1), only="^1"), MAP(epochs=1), (x, x[:, :1]))
+    before = posterior.predict(x).mean
+    with torch.no_grad():
+        net[0].weight += 1
+    assert torch.equal(posterior.predict(x).mean, before)
+
+
+def test_tied_weights_are_one_parameter():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x)))
+
+    model, x = Model(Tied(), Gaussian(scale=0.1)), torch.randn(20, 3)
+    assert set(model.parameters()) == {"a.weight", "a.bias", "b.bias"}
+    posterior = dubito.fit(model, Ensemble(MAP(epochs=2), 2), (x, x))
+    w = posterior.params
+    by_hand = torch.relu(x @ w["a.weight"][1].mT + w["a.bias"][1]) @ w["a.weight"][1].mT + w["b.bias"][1]
+    assert torch.allclose(posterior.predict(x).means[1], by_hand, atol=1e-5)
+
+
+def test_a_network_without_a_channel_axis():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.linear(x).squeeze(-1)
+
+    x = torch.randn(8, 2)
+    p = dubito.fit(Model(Flat(), Gaussian()), MAP(epochs=1), (x, x[:, 0])).predict(x)
+    assert p.mean.shape == (8, 1)
+    assert p.log_prob(x[:, 0]).shape == (8,)
+
+
+def test_stacked_targets_equal_single_ones():
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model, x = Model(net, Gaussian()), torch.randn(10, 2).double()
+    data = [(x, x[:, :1])]
+    singles = [{n: p + 0.1 * i for n, p in model.parameters().items()} for i in range(3)]
+    stacked = {n: torch.stack([s[n] for s in singles]) for n in singles[0]}
+    whole = Target(model, 50, 0.5, members=3).gradient(stacked, data, {})
+    value = Target(model, 50, 0.5, members=3).log_joint(stacked, data, {})
+    for i, params in enumerate(singles):
+        one = Target(model, 50, 0.5).gradient(params, data, {})
+        assert all(torch.allclose(whole.gradient[n][i], one.gradient[n]) for n in params)
+        assert torch.allclose(value[i], Target(model, 50, 0.5).log_joint(params, data, {}))
