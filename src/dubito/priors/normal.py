@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.priors.prior import Prior
+from dubito.randomness import fresh
 from dubito.tree import Params
 
 
@@ -67,6 +68,5 @@ class Normal(Prior):
         return dict(zip(params, torch._foreach_mul([leaf.detach() for leaf in params.values()], slopes), strict=True))
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        return {
-            name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=generator) for name, leaf in like.items()
-        }
+        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        return {name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=source) for name, leaf in like.items()}
