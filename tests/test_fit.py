@@ -96,6 +96,8 @@ def test_checkpoints_belong_to_one_run(tmp_path):
         dubito.fit(model, MAP(epochs=2, learning_rate=0.5), data(), checkpoint=tmp_path, resume=True)
     with pytest.raises(ValueError, match="seed"):
         dubito.fit(model, MAP(epochs=2), data(), checkpoint=tmp_path, resume=True, seed=1)
+    with pytest.raises(ValueError, match="data"):
+        dubito.fit(model, MAP(epochs=2), (data()[0] + 1, data()[1]), checkpoint=tmp_path, resume=True)
     with pytest.raises(ValueError, match="checkpoint="):
         dubito.fit(model, MAP(epochs=2), data(), resume=True)
     (tmp_path / "checkpoint.safetensors").write_bytes(b"half a file")

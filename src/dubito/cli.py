@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        return _complain(f"{error.filename}: {error.strerror}")
+        return _complain(f"{error.filename2 or error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         return 130
     return 0

@@ -152,8 +152,15 @@ def fit(
         steps = method.steps(per_epoch)
         generator = randomness.generator(model.device, seed, "method")
         run = _Run(method.init(target, begin, first, generator, steps=steps), generator)
+        keeper = _Keeper(checkpoint, checkpoint_every)
+        if checkpoint is not None:
+            keeper.fingerprint = {
+                **_fingerprint(model, method, target, first),
+                "seed": seed,
+                "accumulate": accumulate,
+                "steps": steps,
+            }
         del first, begin
-        keeper = _Keeper(checkpoint, checkpoint_every, _fingerprint(model, method, target, seed, accumulate, steps))
         draws = store.Draws(keeper.folder)
         if keeper.folder is not None:
             run = keeper.open(run, draws, resume=resume, device=model.device)
@@ -276,9 +283,9 @@ def _finite(info: Info, step: int) -> None:
 class _Keeper:
     """Checkpoints: one file for the state, written whole, beside the shards of draws."""
 
-    def __init__(self, folder: str | os.PathLike | None, every: float, fingerprint: dict):
+    def __init__(self, folder: str | os.PathLike | None, every: float):
         self.folder = None if folder is None else Path(folder)
-        self.every, self.fingerprint = every, fingerprint
+        self.every, self.fingerprint = every, {}
         self.due = time.monotonic() + every
 
     @property
@@ -335,7 +342,8 @@ class _Keeper:
         self.due = time.monotonic() + self.every
 
 
-def _fingerprint(model: Model, method: Method, target: Target, seed: int, accumulate: int, steps: int) -> dict:
+def _fingerprint(model: Model, method: Method, target: Target, first: Any) -> dict:
+    """What must be the same for a run to go on; the data are known by their first batch, whose order the seed has fixed."""
     shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
     return {
         "method": repr(method),
@@ -346,9 +354,7 @@ def _fingerprint(model: Model, method: Method, target: Target, seed: int, accumu
         "n_data": target.n_data,
         "temperature": target.temperature,
         "precision": str(target.precision),
-        "seed": seed,
-        "accumulate": accumulate,
-        "steps": steps,
+        "data": store.checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(first))}),
     }
 
 

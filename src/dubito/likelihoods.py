@@ -100,6 +100,19 @@ def average(values: Tensor, weights: Tensor) -> Tensor:
     return torch.tensordot(weights.to(values), values, dims=1)
 
 
+def _tempered(f: Tensor, scale: float | None, params: Params) -> Tensor:
+    """Logits at a noise level: f / scale^2, where None stands for a learned one."""
+    if scale is None:
+        return f * (-2 * params[PREFIX + "log_scale"]).exp()
+    return f if scale == 1.0 else f / scale**2
+
+
+def _positive(scale: float | tuple[float, ...] | None) -> None:
+    for value in scale if isinstance(scale, tuple) else [1.0 if scale is None else scale]:
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"a noise scale is a positive standard deviation; got {scale}")
+
+
 @dataclass(frozen=True)
 class Likelihood(ABC):
     """The base of all likelihoods; see the module's text for the axes."""
@@ -197,12 +210,11 @@ class Gaussian(Likelihood):
     def __post_init__(self):
         if self.scale is None:
             return
-        scales = torch.as_tensor(self.scale, dtype=torch.float64).flatten()
-        if not bool((scales > 0).all() and torch.isfinite(scales).all()):
-            raise ValueError(f"a noise scale is a positive standard deviation; got {self.scale}")
+        scales: tuple[float, ...] = tuple(torch.as_tensor(self.scale, dtype=torch.float64).flatten().tolist())
+        _positive(scales)
         if self.prior is not None:
             raise ValueError("a prior on the noise is for learned noise: leave out `scale`, or the prior")
-        object.__setattr__(self, "scale", tuple(scales.tolist()) if scales.numel() > 1 else float(scales))
+        object.__setattr__(self, "scale", scales if len(scales) > 1 else scales[0])
 
     def noise(self, f: Tensor, params: Params) -> Tensor:
         """The standard deviation of the noise, broadcasting against f."""
@@ -358,10 +370,11 @@ class Categorical(_Classes):
 
     scale: float | None = 1.0
 
+    def __post_init__(self):
+        _positive(self.scale)
+
     def _logits(self, f: Tensor, params: Params) -> Tensor:
-        if self.scale is None:
-            return f * (-2 * params[PREFIX + "log_scale"]).exp()
-        return f if self.scale == 1.0 else f / self.scale**2
+        return _tempered(f, self.scale, params)
 
     def parameters(self, y: Tensor | None = None) -> Params:
         return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}
@@ -416,10 +429,11 @@ class Bernoulli(Likelihood):
     def discrete(self) -> bool:
         return True
 
+    def __post_init__(self):
+        _positive(self.scale)
+
     def _logits(self, f: Tensor, params: Params) -> Tensor:
-        if self.scale is None:
-            return f * (-2 * params[PREFIX + "log_scale"]).exp()
-        return f if self.scale == 1.0 else f / self.scale**2
+        return _tempered(f, self.scale, params)
 
     def parameters(self, y: Tensor | None = None) -> Params:
         return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}

@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +31,53 @@ class FileError(ValueError):
     """A file that cannot be used, with the reason and what to do in one sentence."""
 
 
-def _checksum(tensors: dict[str, Tensor], header: str) -> str:
+def checksum(tensors: dict[str, Tensor], header: str = "") -> str:
+    """A digest of names, shapes, dtypes and contents; it finds damage, it does not keep out a forger."""
     digest = hashlib.blake2b(header.encode(), digest_size=16)
     for name in sorted(tensors):
-        tensor = tensors[name]
+        tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         if tensor.numel():
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def write(path: str | os.PathLike, tensors: dict[str, Tensor], meta: dict) -> None:
-    """Write tensors and JSON-able `meta` to one safetensors file, atomically: a crash leaves the old file or the new one."""
+@contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """A scratch file to write, which takes the place of `path` once it is whole: after a crash there is the old file or the new."""
     path = Path(path)
-    # Aliases (tied or expanded tensors) and strides are not part of a value: every tensor is stored on its own.
-    tensors = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
-    header = json.dumps({"format": FORMAT, **meta}, sort_keys=True)
-    metadata = {"dubito": header, "checksum": _checksum(tensors, header)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
+    scratch = Path(name)
     try:
-        save_file(tensors, scratch, metadata)
+        yield scratch
+        mask = os.umask(0)
+        os.umask(mask)
+        scratch.chmod(0o666 & ~mask)  # mkstemp's files are for the owner only, whatever the user wants
         with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
     # The rename itself must survive a power cut; some file systems and platforms cannot sync a folder, which is no error.
-    try:
+    with suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(folder)
-    except OSError:
-        pass
-    finally:
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write(path: str | os.PathLike, tensors: dict[str, Tensor], meta: dict) -> None:
+    """Write tensors and JSON-able `meta` to one safetensors file, atomically: a crash leaves the old file or the new one."""
+    # Aliases (tied or expanded tensors) and strides are not part of a value: every tensor is stored on its own.
+    tensors = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+    header = json.dumps({"format": FORMAT, **meta}, sort_keys=True)
+    metadata = {"dubito": header, "checksum": checksum(tensors, header)}
+    with replacing(path) as scratch:
+        save_file(tensors, scratch, metadata)
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:
@@ -83,7 +93,7 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:
         raise FileError(f"{path}: not a readable safetensors file; it is truncated or of another kind ({error})") from None
     if "dubito" not in metadata or "checksum" not in metadata:
         raise FileError(f"{path}: a safetensors file, but not one written by dubito")
-    if _checksum(tensors, metadata["dubito"]) != metadata["checksum"]:
+    if checksum(tensors, metadata["dubito"]) != metadata["checksum"]:
         raise FileError(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
     meta = json.loads(metadata["dubito"])
     if meta.get("format", 0) > FORMAT:

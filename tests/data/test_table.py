@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.data import table
+from dubito.data import detect, table
 
 
 @pytest.fixture
@@ -200,3 +200,29 @@ def test_broken_npz(npz, csv):
     content[200:220] = bytes(20)
     path.write_bytes(content)
     refused("cannot be read as arrays", path)
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind", "why"),
+    [
+        (["red", "1", "2", "red"], "classification", "text"),
+        (["0", "1", "1.0", "00"], "classification", "whole numbers, 2 different ones"),
+        (["1", "2", "3", "4"], "regression", "whole numbers, 4 different ones"),
+        ([str(i) for i in range(21)] * 4, "regression", "whole numbers, 21 different ones"),
+        (["1", "2", "2.5", "1"], "regression", "numbers with fractions"),
+        (["1", "", "NA", "1"], "classification", "whole numbers, 1 different ones"),  # the reader then says what is missing
+    ],
+)
+def test_detect(cells, kind, why, csv, npz):
+    assert detect(csv("a,y\n" + "".join(f"1,{cell}\n" for cell in cells)), "y") == (kind, why)
+    assert detect(npz(x=np.zeros((len(cells), 1)), y=np.array(cells)), "y") == (kind, why)
+
+
+def test_detect_arrays_and_refusals(csv, npz):
+    assert detect(npz(y=np.array([0.0, 1.0, 1.0, 0.0])), "y")[0] == "classification"
+    assert detect(npz(y=np.array([True, False])), "y") == ("classification", "text")
+    assert detect(npz(y=np.zeros((4, 2))), "y") == ("regression", "an array of 2 axes")
+    with pytest.raises(ValueError, match="no column is called 'z'"):
+        detect(csv("a,y\n1,2\n"), "z")
+    with pytest.raises(ValueError, match="no array is called 'z'"):
+        detect(npz(y=np.zeros(4)), "z")

@@ -138,7 +138,7 @@ def fit(name: str, args: Sequence[str]) -> None:
                 checkpoint_every=training.checkpoint_every,
                 resume=training.resume,
             )
-    except Refusal:
+    except (Refusal, KeyboardInterrupt):
         close_folder(data.out)
         raise
     if len(held):
@@ -269,7 +269,7 @@ def open_folder(folder: Path, recipe: Recipe, *, resume: bool) -> None:
 
 
 def close_folder(folder: Path) -> None:
-    """After a run that was refused: leave nothing behind, unless there is a checkpoint to go on from."""
+    """After a run that came to nothing: leave nothing behind, unless there is a checkpoint to go on from."""
     if any((folder / CHECKPOINT).glob("*.safetensors")):
         return
     with suppress(OSError):

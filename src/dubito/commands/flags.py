@@ -53,18 +53,15 @@ def arguments_of(signature: Signature, docs: str | None = None) -> Callable[...,
 
 def _one_line(box: str) -> str:
     """tyro explains an error in a box of several parts; of these the error itself and, if there is one, the suggestion."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in box.splitlines()]
-    inside = [line.strip("│").rstrip() for line in lines if line.startswith("│")]
-    if not inside:
-        return " ".join(box.split())
+    _, *lines = re.sub(r"\x1b\[[0-9;]*m", "", box).translate(str.maketrans("│╭╮╰╯─", "     -")).splitlines() or [""]
     parts: list[list[str]] = [[]]
-    for line in inside:
-        if re.fullmatch(r" *─+", line):
+    for line in lines:
+        if re.fullmatch(r" *-+ *", line):
             parts.append([])
-        elif not line.startswith(" " * 9):  # what is indented so far is the help text of a flag
+        elif not line.startswith(" " * 10):  # what is indented so far is the help text of a flag
             parts[-1].append(line.strip())
-    told = [" ".join(part) for part in parts]
-    return "; ".join([told[0].rstrip("."), *(part for part in told[1:] if part.startswith("Perhaps"))])
+    error, *more = [told for part in parts if (told := " ".join(part).strip())] or [" ".join(box.split())]
+    return "; ".join([error.rstrip("."), *(told for told in more if told.startswith("Perhaps"))])
 
 
 def headline(documented: Any) -> str:

@@ -17,6 +17,7 @@ from tyro.conf import arg
 from dubito.commands.fitted import Reading
 from dubito.commands.flags import parse
 from dubito.commands.recipe import Recipe, written
+from dubito.commands.refusal import Refusal
 from dubito.predictive import LatentMixture
 
 
@@ -46,6 +47,8 @@ def predict(args: Sequence[str]) -> None:
     Example: dubito predict houses new.csv --out predictions.csv
     """
     options: Predict = parse(Predict, args, prog="dubito predict", about=predict.__doc__ or "")
+    if options.out is not None and options.out.is_dir():
+        raise Refusal(f"--out {options.out}: that is a folder; give the name of a file")
     fitted = options.open()
     found = fitted.read(options.data, targets=False)
     with nullcontext(sys.stdout) if options.out is None else written(options.out) as file:

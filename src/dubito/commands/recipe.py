@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -24,6 +22,7 @@ from dubito.commands.refusal import Refusal
 from dubito.likelihoods import Categorical, Gaussian
 from dubito.model import Model
 from dubito.priors import Normal
+from dubito.store import replacing
 
 FORMAT = 1
 NAME = "fit.json"
@@ -102,11 +101,11 @@ class Recipe:
         return Recipe(**values)
 
     def difference(self, other: Recipe) -> list[str]:
-        """What is not the same in another recipe, in words."""
+        """What is not the same in an earlier recipe, in words; other statistics are named only where nothing else explains them."""
         mine, theirs = _flat(asdict(self)), _flat(asdict(other))
-        return [
-            f"{key} (was {_short(theirs.get(key))}, is {_short(mine.get(key))})" for key in mine if mine[key] != theirs.get(key)
-        ]
+        changed = [key for key in mine if mine[key] != theirs.get(key)]
+        causes = [key for key in changed if not key.startswith(("x.", "y."))]
+        return [f"{key} (was {_short(theirs.get(key))}, is {_short(mine[key])})" for key in causes or changed]
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -135,19 +134,5 @@ def _short(value: Any) -> str:
 @contextmanager
 def written(path: Path) -> Iterator[TextIO]:
     """A text file that appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8", newline="") as file:
-            yield file
-        os.chmod(scratch, 0o666 & ~_umask())  # mkstemp's files are for the owner only
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with replacing(path) as scratch, open(scratch, "w", encoding="utf-8", newline="") as file:
+        yield file

@@ -6,6 +6,7 @@ import math
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from dubito.metrics import METRICS
@@ -14,11 +15,11 @@ from dubito.predictive import LatentMixture
 MEANINGS = {
     "accuracy": "share of rows whose most probable class is right",
     "nll": "negative log likelihood of a row; lower is better",
-    "brier": "squared error of the class probabilities; lower is better",
+    "brier": "squared error of probabilities; lower is better",
     "ece": "gap between confidence and accuracy; 0 is calibrated",
     "rmse": "root mean squared error, in the target's units",
-    "crps": "distance from prediction to target, in its units; lower is better",
-    "coverage": "share of targets inside the 90 % interval; 0.9 is calibrated",
+    "crps": "distance to the target, in its units; lower is better",
+    "coverage": "share inside the 90 % interval; 0.9 is calibrated",
     "width": "mean width of the 90 % interval, in the target's units",
 }
 
@@ -35,7 +36,7 @@ def finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def show(values: dict[str, float], title: str) -> None:
-    shown = Table(title=title, title_justify="left", title_style="bold")
+    shown = Table(title=Text(title), title_justify="left", title_style="bold")
     shown.add_column("metric")
     shown.add_column("value", justify="right")
     shown.add_column("meaning", style="dim")

@@ -1,0 +1,564 @@
+"""The command line, from end to end on real tables."""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_diabetes, load_digits, load_iris, load_wine
+
+import dubito
+from dubito import store
+from dubito.cli import main
+from dubito.commands.fit import assembled, methods, wrapped
+from dubito.descent import Descent
+from dubito.registry import METHODS
+
+QUICK = ["--hidden", "16", "--learning-rate", "0.01"]
+PROGRAM = [sys.executable, "-c", "import sys; from dubito.cli import main; sys.exit(main())"]
+
+
+def write(path: Path, x, y, names, target: str) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*names, target])
+        writer.writerows([*map(float, row), label] for row, label in zip(x, y, strict=True))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> Path:
+    """A folder with real tables: iris (classes by name), wine (by number), diabetes (a regression), digits (images)."""
+    folder = tmp_path_factory.mktemp("tables")
+    iris, wine, diabetes, digits = load_iris(), load_wine(), load_diabetes(scaled=False), load_digits()
+    write(folder / "iris.csv", iris.data, iris.target_names[iris.target], ["a", "b", "c", "d"], "species")
+    write(folder / "wine.csv", wine.data, wine.target, wine.feature_names, "cultivar")
+    write(folder / "diabetes.csv", diabetes.data, diabetes.target, diabetes.feature_names, "progression")
+    np.savez(folder / "digits.npz", x=digits.images[:200, None].astype(np.float32), y=digits.target[:200])
+    return folder
+
+
+@pytest.fixture
+def cli(capsys):
+    """Runs the command line in this process: (exit code, standard output, standard error)."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def ok(cli):
+    """Runs the command line, which must succeed and be silent on standard error; returns standard output."""
+
+    def run(*args: object) -> str:
+        code, out, err = cli(*args)
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+@pytest.fixture
+def refused(cli):
+    """Runs the command line, which must refuse its input in one line; returns the line."""
+
+    def run(*args: object) -> str:
+        code, _, err = cli(*args)
+        assert code == 2
+        assert err.startswith("dubito: ")
+        assert err.count("\n") == 1
+        assert err.endswith("\n")
+        return err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def fitted(tables, tmp_path_factory) -> Path:
+    """A small fit of iris."""
+    folder = tmp_path_factory.mktemp("fitted") / "iris"
+    args = ["fit", "map", tables / "iris.csv", "--target", "species", "--out", folder, "--epochs", "20", *QUICK]
+    assert main([str(arg) for arg in args]) == 0
+    return folder
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(text.splitlines()))
+
+
+def column(predictions: list[dict[str, str]], name: str) -> np.ndarray:
+    return np.array([float(row[name]) for row in predictions])
+
+
+# Round trips
+
+
+def test_regression_round_trip(ok, tables, tmp_path):
+    data, folder = tables / "diabetes.csv", tmp_path / "out"
+    out = ok("fit", "map", data, "--target", "progression", "--out", folder, "--epochs", 40, *QUICK)
+    assert "442 rows, 10 inputs" in out
+    assert "progression: regression (whole numbers, 214 different ones; otherwise give --kind classification)" in out
+    assert "354 rows to learn from, 88 held out" in out
+    assert sorted(path.name for path in folder.iterdir()) == ["fit.json", "posterior.safetensors"]
+
+    predictions = rows(ok("predict", folder, data))
+    truth = column(rows(data.read_text()), "progression")
+    mean, total = column(predictions, "mean"), column(predictions, "total")
+    assert list(predictions[0]) == ["mean", "lower", "upper", "total", "aleatoric", "epistemic"]
+    assert len(predictions) == 442
+    np.testing.assert_allclose(total, column(predictions, "aleatoric") + column(predictions, "epistemic"), rtol=1e-5)
+    np.testing.assert_allclose(column(predictions, "upper") - mean, 1.644854 * np.sqrt(total), rtol=1e-4)  # 90 %
+
+    scores = json.loads(ok("evaluate", folder, data, "--json"))
+    rmse = np.sqrt(np.mean((mean - truth) ** 2))
+    assert scores["rows"] == 442
+    assert scores["rmse"] == pytest.approx(rmse, rel=1e-4)
+    assert rmse < 0.75 * truth.std()
+    nll = np.mean(0.5 * (mean - truth) ** 2 / total + 0.5 * np.log(2 * math.pi * total))
+    assert scores["nll"] == pytest.approx(nll, rel=1e-4)
+    assert 0.8 < scores["coverage"] <= 1
+    table = ok("evaluate", folder, data)
+    assert all(name in table for name in ("nll", "rmse", "crps", "coverage", "width"))
+
+
+def test_units_are_those_of_the_target(ok, tables, tmp_path):
+    diabetes = load_diabetes(scaled=False)
+    scale = 1024.0  # a power of two: the standardised targets are the same bits
+    data = write(tmp_path / "big.csv", diabetes.data, diabetes.target * scale, diabetes.feature_names, "progression")
+    scores, means = [], []
+    for path in (tables / "diabetes.csv", data):
+        folder = tmp_path / path.stem
+        ok("fit", "ensemble", path, "--target", "progression", "--out", folder, "--epochs", 5, "--size", 2, *QUICK)
+        scores.append(json.loads((folder / "fit.json").read_text())["metrics"])
+        means.append(column(rows(ok("predict", folder, path)), "mean"))
+    small, big = scores
+    for name in ("rmse", "crps", "width"):
+        assert big[name] == pytest.approx(scale * small[name], rel=1e-4)
+    assert big["coverage"] == small["coverage"]
+    assert big["nll"] == pytest.approx(small["nll"] + math.log(scale), rel=1e-5)
+    np.testing.assert_allclose(means[1], scale * means[0], rtol=1e-5)
+
+
+def test_classification_round_trip_with_names_of_classes(ok, tables, tmp_path):
+    data, folder, predictions = tables / "iris.csv", tmp_path / "deep" / "out", tmp_path / "p" / "predictions.csv"
+    out = ok("fit", "map", data, "--target", "species", "--out", folder, "--epochs", 30, *QUICK)
+    assert "species: classification of 3 classes (text; otherwise give --kind regression)" in out
+    assert main(["predict", str(folder), str(data), "--out", str(predictions)]) == 0
+    found, truth = rows(predictions.read_text()), [row["species"] for row in rows(data.read_text())]
+    assert list(found[0]) == ["class", "p_setosa", "p_versicolor", "p_virginica", "total", "aleatoric", "epistemic"]
+    probs = np.stack([column(found, f"p_{name}") for name in ("setosa", "versicolor", "virginica")], 1)
+    np.testing.assert_allclose(probs.sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(column(found, "total"), -(probs * np.log(probs)).sum(1), rtol=1e-3, atol=1e-6)
+    scores = json.loads(ok("evaluate", folder, data, "--json"))
+    accuracy = np.mean([row["class"] == label for row, label in zip(found, truth, strict=True)])
+    assert scores["accuracy"] == pytest.approx(accuracy)
+    assert accuracy > 0.85
+
+
+def test_the_order_of_columns_and_further_ones_do_not_matter(ok, fitted, tables, tmp_path):
+    original = rows((tables / "iris.csv").read_text())
+    with (tmp_path / "new.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["d", "note", "b", "a", "c"])
+        writer.writeheader()
+        writer.writerows({key: row.get(key, "text") for key in ("d", "note", "b", "a", "c")} for row in original)
+    assert ok("predict", fitted, tmp_path / "new.csv") == ok("predict", fitted, tables / "iris.csv")
+
+
+def test_kind_can_be_overridden(ok, tables, tmp_path):
+    out = ok("fit", "map", tables / "wine.csv", "--target", "cultivar", "--out", tmp_path / "a", "--epochs", 1)
+    assert "cultivar: classification of 3 classes (whole numbers, 3 different ones;" in out
+    args = ("--kind", "regression", "--epochs", 1, "--held-out", 0)
+    out = ok("fit", "map", tables / "wine.csv", "--target", "cultivar", "--out", tmp_path / "b", *args)
+    assert "cultivar: regression (as asked)" in out
+    assert "178 rows to learn from, 0 held out" in out
+    assert json.loads((tmp_path / "b" / "fit.json").read_text())["metrics"] == {}
+
+
+def test_several_targets(ok, tables, tmp_path):
+    data = tables / "diabetes.csv"
+    ok("fit", "map", data, "--target", "progression", "--target", "bmi", "--out", tmp_path / "out", "--epochs", 5, *QUICK)
+    found = rows(ok("predict", tmp_path / "out", data))
+    assert list(found[0])[:2] == ["progression_mean", "progression_lower"]
+    assert list(found[0])[6] == "bmi_mean"
+    assert abs(column(found, "bmi_mean").mean() - 26.4) < 1  # each in its own units
+    assert abs(column(found, "progression_mean").mean() - 152) < 20
+
+
+def test_images_from_npz(ok, tables, tmp_path):
+    data = tables / "digits.npz"
+    out = ok("fit", "map", data, "--target", "y", "--out", tmp_path / "out", "--epochs", 5, *QUICK)
+    assert "1x8x8 inputs" in out
+    assert len(rows(ok("predict", tmp_path / "out", data))) == 200
+    scores = json.loads(ok("evaluate", tmp_path / "out", data, "--json"))
+    assert scores["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("name", [*METHODS, "ensemble:mc_dropout", "mc-dropout"])
+def test_every_method(ok, tables, tmp_path, name):
+    parts = [type(method) for method in methods(name.replace("-", "_")).values()]
+    quick = ["--epochs", 2] if any(field.name == "epochs" for part in parts for field in dataclasses.fields(part)) else []
+    folder = tmp_path / "out"
+    ok("fit", name, tables / "iris.csv", "--target", "species", "--out", folder, "--dropout", 0.2, *quick)
+    found = rows(ok("predict", folder, tables / "iris.csv", "--draws", 3))
+    assert (column(found, "epistemic") > 0).any() == (name != "map")
+    assert json.loads((folder / "fit.json").read_text())["method"].startswith(parts[0].__name__)
+
+
+def test_the_wrapped_method_has_its_flags():
+    chain = methods("ensemble:mc_dropout")
+    assert list(chain) == ["ensemble", "mc_dropout"]
+    outer, inner = chain.values()
+    made = assembled([outer, dataclasses.replace(inner, epochs=7)])
+    assert made == dubito.Ensemble(dubito.MCDropout(epochs=7))
+    assert wrapped(dubito.MAP) is None
+
+
+def test_early_stopping(ok, tables, tmp_path):
+    args = ("--target", "species", "--out", tmp_path / "out", "--epochs", 200, "--patience", 1, "--learning-rate", 0.1)
+    out = ok("fit", "map", tables / "iris.csv", *args)
+    assert "These rows also chose when to stop" in out
+
+
+def test_same_seed_same_bits(ok, tables, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        args = ("--target", "species", "--out", tmp_path / name, "--epochs", 1, "--seed", seed)
+        ok("fit", "map", tables / "iris.csv", *args)
+    a, b, c = (store.read(tmp_path / name / "posterior.safetensors")[0] for name in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not any(torch.equal(a[key], c[key]) for key in a)
+
+
+# Interruptions
+
+
+def test_resume_continues_bit_for_bit(cli, ok, refused, tables, tmp_path, monkeypatch):
+    def command(name: str, *more: object) -> list[object]:
+        data = tables / "iris.csv"
+        return ["fit", "map", data, "--target", "species", "--out", tmp_path / name, "--epochs", 10, "--hidden", 8, *more]
+
+    ok(*command("whole"))
+    step, left = Descent.step, [17]
+
+    def interrupted(*args):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(Descent, "step", interrupted)
+    assert cli(*command("cut", "--checkpoint-every", 0))[0::2] == (130, "")  # quietly
+    monkeypatch.undo()
+
+    assert "not finished: go on with it" in refused("predict", tmp_path / "cut", tables / "iris.csv")
+    assert "go on with the run in it by --resume" in refused(*command("cut"))
+    assert "different: training.seed (was 0, is 1)" in refused(*command("cut", "--resume", "--seed", 1))
+    ok(*command("cut", "--resume"))
+    assert not (tmp_path / "cut" / "checkpoint").exists()
+    whole, cut = (store.read(tmp_path / name / "posterior.safetensors")[0] for name in ("whole", "cut"))
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    assert "this fit is finished" in refused(*command("cut", "--resume"))
+    ok(*command("new", "--resume"))  # nothing there yet: from the beginning
+
+
+def test_a_refused_run_leaves_nothing_behind(refused, tables, tmp_path):
+    args = ("--target", "progression", "--out", tmp_path / "out", "--learning-rate", 1e30, "--optimizer", "sgd")
+    assert "not finite" in refused("fit", "map", tables / "diabetes.csv", *args)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bug_of_ours_shows_a_traceback(fitted, tables, monkeypatch):
+    monkeypatch.setattr("dubito.commands.evaluate.scores", lambda p, y: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["evaluate", str(fitted), str(tables / "iris.csv")])
+
+
+# A network of one's own
+
+
+NETWORK = """
+import torch
+from torch import nn
+
+def make(inputs, outputs):
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+def wide(inputs, outputs):
+    return nn.Linear(inputs, outputs + 1)
+
+def deaf(inputs, outputs):
+    return nn.Linear(inputs + 1, outputs)
+
+def broken(inputs, outputs):
+    raise RuntimeError("no idea")
+
+def function(inputs, outputs):
+    return torch.relu
+
+def empty(inputs, outputs):
+    return nn.ReLU()
+
+def narrow(inputs):
+    return nn.Linear(inputs, 1)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own_network(tmp_path, monkeypatch):
+    """The module ownnets in the current folder."""
+    (tmp_path / "ownnets.py").write_text(NETWORK)
+    (tmp_path / "unfit.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in ("ownnets", "unfit"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("own_network")
+def test_own_network(ok, refused, tables):
+    data = tables / "diabetes.csv"
+    out = ok("fit", "map", data, "--target", "progression", "--out", "out", "--epochs", 1, "--network", "ownnets:make")
+    assert "ownnets:make, 97 weights" in out
+    assert len(rows(ok("predict", "out", data, "--network", "ownnets:make"))) == 442
+
+    sys.modules.pop("ownnets")
+    line = refused("predict", "out", data)
+    assert "name it again: --network ownnets:make" in line
+    assert "ownnets" not in sys.modules  # a file does not choose code to run
+    assert "the posterior of another model" in refused("evaluate", "out", data, "--network", "ownnets:wide")
+
+
+@pytest.mark.usefixtures("own_network")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ownnets", "write it as package.module:factory"),
+        ("nowhere:make", "cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'"),
+        ("unfit:make", "cannot import unfit: ZeroDivisionError: division by zero (unfit.py, line 1)"),
+        ("ownnets:missing", "there is no such function as missing"),
+        ("ownnets:number", "that is a int, not a function"),
+        ("ownnets:broken", "calling it with (4, 3) failed: RuntimeError: no idea (ownnets.py, line 15)"),
+        ("ownnets:narrow", "failed: TypeError: narrow() takes 1 positional argument but 2 were given"),
+        ("ownnets:function", "must return a torch.nn.Module; it returned a builtin_function_or_method"),
+        ("ownnets:empty", "has no parameters"),
+        ("ownnets:wide", "for 2 rows its output is [2, 4], where [2, 3] is needed"),
+        ("ownnets:deaf", "its network cannot take [2, 4]: RuntimeError: "),
+    ],
+)
+def test_wrong_factory(refused, tables, name, message):
+    line = refused("fit", "map", tables / "iris.csv", "--target", "species", "--out", "out", "--network", name)
+    assert f"--network {name}: " in line
+    assert message in line
+    assert not Path("out").exists()
+
+
+# Bad input
+
+
+def test_bad_data(refused, tables, tmp_path):
+    def line(text: str, *more: object) -> str:
+        (tmp_path / "bad.csv").write_text(text)
+        return refused("fit", "map", tmp_path / "bad.csv", "--target", "y", "--out", tmp_path / "out", *more)
+
+    assert "bad.csv: no column is called 'y'; there are a, b" in line("a,b\n1,2\n3,4\n")
+    assert "bad.csv, row 2 (line 3), column 'a': nan stands for a missing value" in line("a,y\n1,2\nnan,4\n")
+    assert "column 'y', row 1 (line 2): the class is missing" in line("a,y\n1,\n3,yes\n4,no\n")
+    assert "column 'y': the cell is empty" in line("a,y\n1,\n3,0.5\n4,1.5\n")
+    assert "every row is of the one class 'yes'" in line("a,y\n1,yes\n2,yes\n")
+    assert "every row is of the one class '1'" in line("a,y\n1,1\n2,1\n")
+    assert "every row has the same value of y" in line("a,y\n1,0.5\n2,0.5\n")
+    assert "0.5 is a number, not a class" in line("a,y\n1,0.5\n2,1.5\n", "--kind", "classification")
+    assert "'no' is not a number" in line("a,y\n1,no\n2,yes\n", "--kind", "regression")
+    assert "3 cells, the header has 2" in line("a,y\n1,2,3\n")
+    assert "--held-out 0.2: a share of 2 rows" in line("a,y\n1,no\n2,yes\n")
+    for name, arrays, message in (
+        ("flat", {"x": np.zeros(3), "y": np.arange(3)}, "x must be [N, F]"),
+        ("uneven", {"x": np.zeros((3, 2)), "y": np.arange(4)}, "x has 3 rows, but y has the shape (4,)"),
+        ("cube", {"x": np.zeros((3, 2)), "y": np.zeros((3, 2, 2))}, "y must be [N] or [N, C], its shape is [3, 2, 2]"),
+        ("nan", {"x": np.full((3, 2), np.nan), "y": np.arange(3)}, "x[0, 0]: nan stands for a missing value"),
+        ("other", {"x": np.zeros((3, 2)), "z": np.arange(3)}, "no array is called 'y'"),
+    ):
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        assert message in refused("fit", "map", tmp_path / f"{name}.npz", "--target", "y", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["fti"], "no command is called 'fti'; did you mean 'fit'? there are demo, fit, predict, evaluate"),
+        (["fit", "laplac"], "no method is called 'laplac'; there are map, "),
+        (["fit", "esemble"], "did you mean 'ensemble'?"),
+        (["fit", "DATA"], "name the method before anything else, as in `dubito fit map DATA ...`"),
+        (["fit", "--target", "species"], "name the method before anything else"),
+        (["fit", "map:ensemble", "DATA"], "map does not wrap another method"),
+        (["fit", "ensemble:ensemble", "DATA"], "a method cannot wrap itself"),
+        (["fit", "map"], "Missing from dubito fit map: DATA --out FOLDER (see dubito fit map --help)"),
+        (["fit", "map", "DATA", "--out", "OUT"], "name the column to predict: --target COLUMN"),
+        (["fit", "map", "no.csv", "--target", "species", "--out", "OUT"], "no.csv: there is no such file"),
+        (["fit", "map", "no.txt", "--target", "species", "--out", "OUT"], "only .csv and .npz files can be read"),
+        (["fit", "map", "DATA", "--target", "speces", "--out", "OUT"], "did you mean 'species'?"),
+        (["fit", "map", "DATA", "--target", "species", "--out", "TAKEN"], "exists: give another folder for --out"),
+        (["FIT", "--epoch", "3"], "Unrecognized options: --epoch, 3; Perhaps you meant: --epochs INT"),
+        (["FIT", "--epochs", "x"], "Error parsing --epochs: invalid literal for int() with base 10: 'x'"),
+        (["FIT", "--optimizer", "lion"], "invalid choice 'lion' for argument '--optimizer'"),
+        (["FIT", "--epochs", "-1"], "epochs >= 0, "),
+        (["FIT", "--hidden", "0"], "the widths of hidden layers are positive; got 0"),
+        (["FIT", "--dropout", "1"], "a dropout rate lies in [0, 1); got 1.0"),
+        (["FIT", "--network", "a:b", "--dropout", "0.1"], "--network takes the place of the MLP"),
+        (["FIT", "--held-out", "1.5"], "--held-out 1.5: a share of 150 rows"),
+        (["FIT", "--held-out", "0", "--patience", "3"], "--patience watches the held-out rows"),
+        (["FIT", "--patience", "0"], "patience is at least one epoch"),
+        (["FIT", "--batch-size", "0"], "a batch has at least one row"),
+        (["FIT", "--prior-scale", "-1"], "the prior's scale is a positive standard deviation"),
+        (["FIT", "--device", "abacus"], "--device abacus: it cannot be used here"),
+        (["FIT", "--device", "meta"], "--device meta: it cannot be used here"),
+        (["FIT:mc_dropout"], "mc_dropout needs dropout in the network: give --dropout 0.1"),
+        (["FIT:ensemble:mc_dropout"], "mc_dropout needs dropout in the network: give --dropout 0.1"),
+        (["FIT:ensemble", "--size", "0"], "an ensemble has at least one member; got size=0"),
+        (["predict"], "Missing from dubito predict: FOLDER DATA (see dubito predict --help)"),
+        (["predict", "nowhere", "DATA"], "nowhere: there is no such folder"),
+        (["predict", "TAKEN", "DATA"], "not a folder that `dubito fit` wrote"),
+        (["predict", "FITTED", "no.csv"], "no.csv: there is no such file"),
+        (["predict", "FITTED", "WINE"], "no column is called 'a'"),
+        (["predict", "FITTED", "DIGITS"], "x has the shape (200, 1, 8, 8), where [N, 4] is needed"),
+        (["predict", "FITTED", "DATA", "--level", "1"], "the level of an interval lies between 0 and 1"),
+        (["predict", "FITTED", "DATA", "--draws", "0"], "there is at least one draw"),
+        (["predict", "FITTED", "DATA", "--network", "a:b"], "this folder holds an MLP"),
+        (["predict", "FITTED", "DATA", "--out", "TAKEN"], "TAKEN: that is a folder; give the name of a file"),
+        (["evaluate", "FITTED", "UNKNOWN"], "'tulip' is not one of the known classes, setosa, versicolor, virginica"),
+        (["evaluate", "FITTED", "DATA", "--json=3"], "dubito evaluate"),
+    ],
+)
+def test_bad_arguments(refused, tables, fitted, tmp_path, args, message):
+    taken, out = tmp_path / "TAKEN", tmp_path / "OUT"
+    taken.mkdir()
+    (taken / "mine.txt").write_text("do not touch")
+    (tmp_path / "unknown.csv").write_text("a,b,c,d,species\n1,2,3,4,tulip\n")
+    places = {"DATA": tables / "iris.csv", "WINE": tables / "wine.csv", "DIGITS": tables / "digits.npz"}
+    places |= {"TAKEN": taken, "OUT": out, "FITTED": fitted, "UNKNOWN": tmp_path / "unknown.csv"}
+    if args[0].startswith("FIT"):
+        method = args[0].partition(":")[2] or "map"
+        args = ["fit", method, "DATA", "--target", "species", "--out", "OUT", *args[1:]]
+    assert message in refused(*(places.get(arg, arg) for arg in args))
+    assert not out.exists()
+    assert [path.name for path in taken.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "fit.json").unlink(), "it has no fit.json"),
+        (lambda folder: (folder / "fit.json").write_text("{"), "fit.json: damaged, or not written by `dubito fit`"),
+        (lambda folder: (folder / "fit.json").write_text("[]"), "fit.json: damaged, or not written by `dubito fit`"),
+        (lambda folder: (folder / "fit.json").write_bytes(b"\xff\xfe"), "fit.json: damaged, or not written by `dubito fit`"),
+        (lambda folder: edit(folder, '"relu"', '"tanh"'), "the contents do not match their checksum"),
+        (lambda folder: edit(folder, '"format": 1', '"format": 2'), "written by a newer dubito"),
+        (lambda folder: (folder / "posterior.safetensors").unlink(), "posterior.safetensors: there is no such file"),
+        (lambda folder: truncate(folder / "posterior.safetensors"), "it is truncated or of another kind"),
+    ],
+)
+def test_damaged_folder(refused, fitted, tables, tmp_path, damage, message):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in fitted.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    damage(folder)
+    assert message in refused("predict", folder, tables / "iris.csv")
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    text = (folder / "fit.json").read_text()
+    assert old in text
+    (folder / "fit.json").write_text(text.replace(old, new))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+# Help
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", [*METHODS, "ensemble:mc_dropout"])
+def test_help_shows_every_field_of_a_method(ok, monkeypatch, name, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = ok("fit", name, "--help")
+    flags = set(out.replace(",", " ").split())
+    for method in methods(name).values():
+        for field in dataclasses.fields(method):
+            if "Callable" in str(field.type) or field.name == wrapped(type(method)):
+                assert f"--{field.name.replace('_', '-')}" not in flags
+            else:
+                assert f"--{field.name.replace('_', '-')}" in flags
+    assert {"DATA", "--target", "--out", "--kind", "--hidden", "--network", "--seed", "--resume"} <= flags
+    assert max(map(len, out.splitlines())) <= width
+    assert ">>>" not in out
+    assert ":math:" not in out
+
+
+def test_overviews(ok):
+    for out in (ok(), ok("--help"), ok("-h")):
+        assert all(command in out for command in ("demo", "fit", "predict", "evaluate", "--version"))
+    for out in (ok("fit"), ok("fit", "--help")):
+        assert all(name in out for name in METHODS)
+    assert "--level" in ok("predict", "--help")
+    assert "--json" in ok("evaluate", "--help")
+    assert ok("--version") == f"dubito {dubito.__version__}\n"
+
+
+def test_demo_has_the_flags_of_its_function(ok, refused, monkeypatch):
+    calls = []
+
+    def demo(out: str = "reports/demo.html", *, seed: int = 0) -> Path:
+        """Write a report.
+
+        Args:
+            out: the file to write.
+            seed: for everything random.
+        """
+        calls.append((out, seed))
+        return Path(out)
+
+    fake = types.ModuleType("dubito.demo")
+    fake.demo = demo  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dubito.demo", fake)
+    ok("demo", "--seed", 3)
+    assert calls == [("reports/demo.html", 3)]
+    assert "the file to write." in ok("demo", "--help")
+    assert "Unrecognized options: --sed" in refused("demo", "--sed", 3)
+
+
+# As a program
+
+
+def test_as_a_program(tables, fitted, tmp_path):
+    failed = subprocess.run([*PROGRAM, "predict", str(fitted), "no.csv"], capture_output=True, text=True, timeout=120)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == "dubito: no.csv: there is no such file\n"
+
+    header, *lines = (tables / "iris.csv").read_text().splitlines()
+    (tmp_path / "long.csv").write_text("\n".join([header, *(lines * 40), ""]))
+    arguments = [*PROGRAM, "predict", str(fitted), str(tmp_path / "long.csv")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline().startswith(b"class,")
+        process.stdout.close()  # as `| head -1` does
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 0
