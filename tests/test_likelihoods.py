@@ -11,7 +11,8 @@ from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Gamma, MultivariateNormal, Normal
 
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask
-from dubito.likelihoods import Likelihood, Uncertainty, _unit_nodes, align, entropy, nodes
+from dubito.likelihoods import Likelihood, Uncertainty, align, entropy, nodes
+from dubito.likelihoods.likelihood import _unit_nodes
 
 DOUBLE = torch.float64
 LOG_SCALE = {"likelihood:log_scale": torch.tensor([-0.4], dtype=DOUBLE)}

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Normal
 
-from dubito.likelihoods import Bernoulli, MultiTask, _Classes
+from dubito.likelihoods import Bernoulli, Classes, MultiTask
 from dubito.predictive import LatentMixture, Predictive
 
 PAIRS = 2**22  # pairs of components that `crps` holds in memory at once
@@ -65,7 +65,7 @@ def brier(p: Predictive, y: Tensor) -> Tensor:
     target = _target(p, y, "brier", classes=True)
     keep = _labelled(p, target)
     probs, truth = p.mean[keep], target[keep]  # [n, C] and [n] or, for labels, [n, C]
-    if isinstance(p.likelihood, _Classes):
+    if isinstance(p.likelihood, Classes):
         truth = F.one_hot(truth, probs.shape[-1])
     return ((probs - truth) ** 2).sum(-1).mean()
 
@@ -248,7 +248,7 @@ def _target(p: Predictive, y: Tensor, name: str, *, classes: bool | None = None)
 
 def _labelled(p: Predictive, target: Tensor) -> Tensor:
     """Which positions count, [B, *D]."""
-    if isinstance(p.likelihood, _Classes):
+    if isinstance(p.likelihood, Classes):
         return target != p.likelihood.ignore_index
     return torch.ones(target.shape[:-1], dtype=torch.bool, device=target.device)
 

@@ -1,0 +1,63 @@
+"""Labels that are each on or off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Bernoulli as BernoulliDistribution
+from torch.distributions import Distribution, Independent
+
+from dubito.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty, average, entropy, positive, tempered
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    r"""Each output is a label of its own: y_c ~ Bernoulli(sigmoid f_c). One output: binary; several: multi-label.
+
+    Uncertainty is the sum of the labels' entropies. `scale=None` learns a noise level as in `Categorical`.
+    """
+
+    scale: float | None = 1.0
+
+    @property
+    def discrete(self) -> bool:
+        return True
+
+    def __post_init__(self):
+        positive(self.scale)
+
+    def _logits(self, f: Tensor, params: Params) -> Tensor:
+        return tempered(f, self.scale, params)
+
+    def parameters(self, y: Tensor | None = None) -> Params:
+        return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}
+
+    def __call__(self, f: Tensor, params: Params) -> Distribution:
+        return Independent(BernoulliDistribution(logits=self._logits(f, params), validate_args=False), 1)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        y = self.target(y, f)
+        if not bool(((y == 0) | (y == 1)).all()):
+            raise ValueError("the targets of Bernoulli are 0 or 1; for classes numbered 0 to C - 1 use Categorical")
+
+    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        logits = self._logits(f, params)
+        return -F.binary_cross_entropy_with_logits(logits, y.expand_as(logits), reduction="none").sum(-1)
+
+    def mean(self, f: Tensor, params: Params) -> Tensor:
+        return torch.sigmoid(self._logits(f, params))
+
+    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        probs = self.mean(f, params)
+        return torch.diag_embed(probs * (1 - probs) * self._logits(torch.ones_like(f), params) ** 2)
+
+    def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
+        def entropies(probs: Tensor) -> Tensor:
+            return entropy(torch.stack([probs, 1 - probs], -1)).sum(-1)
+
+        probs = self.mean(f, params)
+        return Uncertainty.of(entropies(average(probs, weights)), average(entropies(probs), weights))

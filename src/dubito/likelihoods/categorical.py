@@ -1,0 +1,126 @@
+"""One of C classes, with or without noise on the logits."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution
+
+from dubito.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty, average, entropy, nodes, positive, tempered
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class Classes(Likelihood):
+    """What the two likelihoods over classes share: integer targets without a channel axis, and entropies."""
+
+    ignore_index: int = field(default=-100, kw_only=True)
+
+    @property
+    def discrete(self) -> bool:
+        return True
+
+    @abstractmethod
+    def log_probs(self, f: Tensor, params: Params) -> Tensor:
+        """Log class probabilities [..., C]."""
+
+    def __call__(self, f: Tensor, params: Params) -> Distribution:
+        return CategoricalDistribution(logits=self.log_probs(f, params), validate_args=False)
+
+    def mean(self, f: Tensor, params: Params) -> Tensor:
+        return self.log_probs(f, params).exp()
+
+    def target(self, y: Tensor, f: Tensor) -> Tensor:
+        if y.ndim == f.ndim and y.shape[-1] == 1 and f.ndim == 2:
+            y = y.squeeze(-1)
+        if y.is_floating_point():
+            raise ValueError("class targets are integer indices; got floating point: use y.long(), or a regression likelihood")
+        if y.shape != f.shape[:-1]:
+            raise ValueError(
+                f"class targets of shape {list(y.shape)} do not fit the network's output {list(f.shape)} (channel axis last): "
+                f"expected {list(f.shape[:-1])}; if the classes stand on another axis, set `dim`"
+            )
+        return y.long()
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        y, classes = self.target(y, f), self.width(f)
+        seen = y[y != self.ignore_index]
+        if seen.numel() and (int(seen.min()) < 0 or int(seen.max()) >= classes):
+            raise ValueError(
+                f"the targets go from {int(seen.min())} to {int(seen.max())}, but the network has {classes} classes (0 to "
+                f"{classes - 1}); an index to be skipped is given as ignore_index"
+            )
+
+    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        log_probs = self.log_probs(f, params)
+        keep = y != self.ignore_index
+        index = torch.where(keep, y, 0).unsqueeze(-1)
+        return torch.where(keep, log_probs.gather(-1, index.expand(*log_probs.shape[:-1], 1)).squeeze(-1), 0.0)
+
+    def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
+        probs = self.mean(f, params)
+        return Uncertainty.of(entropy(average(probs, weights)), average(entropy(probs), weights))
+
+
+@dataclass(frozen=True)
+class Categorical(Classes):
+    r"""y ~ softmax(f): one of C classes. `ignore_index` marks targets to be skipped (unlabelled pixels, padding).
+
+    `scale=None` learns a noise level: the logits are divided by scale^2, as when several tasks are weighed (see `MultiTask`).
+
+    >>> Categorical().mean(torch.zeros(1, 4), {})
+    tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+
+    scale: float | None = 1.0
+
+    def __post_init__(self):
+        positive(self.scale)
+
+    def _logits(self, f: Tensor, params: Params) -> Tensor:
+        return tempered(f, self.scale, params)
+
+    def parameters(self, y: Tensor | None = None) -> Params:
+        return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}
+
+    def log_probs(self, f: Tensor, params: Params) -> Tensor:
+        return F.log_softmax(self._logits(f, params), -1)
+
+    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        probs = self.mean(f, params)
+        slope = self._logits(torch.ones_like(f), params)
+        outer = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
+        return outer * slope.unsqueeze(-1) * slope.unsqueeze(-2)
+
+
+@dataclass(frozen=True)
+class HeteroscedasticCategorical(Classes):
+    r"""Classes with noise on the logits that depends on x (Kendall & Gal 2017): f = [logits m, log variances s].
+
+    .. math:: p(y = c) = E_{\epsilon \sim N(0, I)} \mathrm{softmax}(m + e^{s/2} \epsilon)_c
+
+    The expectation is over `samples` deterministic nodes with matched moments: a log of a mean (not a mean of logs), free of
+    sampling noise, so that it is the same function of f every time.
+    """
+
+    samples: int = field(default=64, kw_only=True)
+
+    def width(self, f: Tensor) -> int:
+        return f.shape[-1] // 2
+
+    def log_probs(self, f: Tensor, params: Params) -> Tensor:
+        if f.shape[-1] % 2:
+            raise ValueError(
+                f"HeteroscedasticCategorical needs a logit and a log variance for each class, an even number of outputs; "
+                f"the network gives {f.shape[-1]}"
+            )
+        logits, log_variance = f.chunk(2, -1)
+        points = nodes(self.samples, logits).reshape(self.samples, *[1] * (f.ndim - 1), -1)
+        noisy = logits + (0.5 * log_variance).exp() * points  # [n, ..., C]
+        return F.log_softmax(noisy, -1).logsumexp(0) - math.log(self.samples)

@@ -1,0 +1,129 @@
+"""Regression: noise that is known, learned, or predicted by the network."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent
+from torch.distributions import Normal as NormalDistribution
+
+from dubito.likelihoods.likelihood import PREFIX, Likelihood, positive
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    r"""y ~ N(f, scale^2): regression with noise that does not depend on x.
+
+    `Gaussian(scale=0.1)`: known noise, one number or one for each output. `Gaussian()`: noise learned along with the weights as
+    `likelihood:log_scale`; `outputs=3` learns one for each of three outputs. `prior`, a distribution over the precision
+    :math:`1/\sigma^2` such as `torch.distributions.Gamma(0.5, 1.0)`, is optional; without it the prior is flat in log scale.
+
+    >>> Gaussian(scale=0.1)(torch.zeros(1, 1), {}).stddev
+    tensor([[0.1000]])
+    """
+
+    scale: float | tuple[float, ...] | None = None
+    outputs: int = field(default=1, kw_only=True)
+    prior: Distribution | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        if self.scale is None:
+            return
+        scales = torch.as_tensor(self.scale, dtype=torch.float64).flatten().tolist()
+        positive(tuple(scales))
+        if self.prior is not None:
+            raise ValueError("a prior on the noise is for learned noise: leave out `scale`, or the prior")
+        object.__setattr__(self, "scale", tuple(scales) if len(scales) > 1 else scales[0])
+
+    def noise(self, f: Tensor, params: Params) -> Tensor:
+        """The standard deviation of the noise, broadcasting against f."""
+        if self.scale is None:
+            return params[PREFIX + "log_scale"].exp()
+        return torch.as_tensor(self.scale, dtype=f.dtype, device=f.device)
+
+    def __call__(self, f: Tensor, params: Params) -> Distribution:
+        return Independent(NormalDistribution(f, self.noise(f, params).expand_as(f), validate_args=False), 1)
+
+    def parameters(self, y: Tensor | None = None) -> Params:
+        if self.scale is not None:
+            return {}
+        spread = torch.ones(self.outputs)
+        if y is not None and y.numel() > self.outputs:
+            rows = y.movedim(self.dim, -1).reshape(-1, self.outputs) if self.outputs > 1 else y.reshape(-1, 1)
+            spread = rows.float().std(0).clamp_min(1e-6)
+        return {PREFIX + "log_scale": spread.log()}
+
+    def log_prior(self, params: Params) -> Tensor:
+        if self.scale is not None or self.prior is None:
+            return torch.zeros(())
+        log_precision = -2 * params[PREFIX + "log_scale"]
+        # change of variables from the precision to log scale: |d precision / d log scale| = 2 precision
+        return (self.prior.log_prob(log_precision.exp()) + log_precision + math.log(2)).sum()
+
+    def target(self, y: Tensor, f: Tensor) -> Tensor:
+        width = self.outputs if self.scale is None else torch.as_tensor(self.scale).numel()
+        if width not in (1, f.shape[-1]):
+            raise ValueError(
+                f"there are {width} noise scales, but the network has {f.shape[-1]} outputs: give one, or one for each"
+            )
+        return super().target(y, f)
+
+    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        scale = self.noise(f, params)
+        z = (y - f) / scale
+        constant = 0.5 * math.log(2 * math.pi)
+        return (-0.5 * z * z - scale.log() - constant).sum(-1)
+
+    def mean(self, f: Tensor, params: Params) -> Tensor:
+        return f
+
+    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        return torch.diag_embed(self.noise(f, params).expand_as(f) ** -2)
+
+    def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
+        variance = f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1)
+        noise = self.noise(f_mean, params) ** 2
+        if f_cov.ndim == f_mean.ndim or f_mean.shape[-1] == 1:
+            return Independent(NormalDistribution(f_mean, (variance + noise).sqrt(), validate_args=False), 1)
+        full = f_cov + torch.diag_embed(noise.expand_as(variance))
+        return torch.distributions.MultivariateNormal(f_mean, full, validate_args=False)
+
+
+@dataclass(frozen=True)
+class HeteroscedasticGaussian(Likelihood):
+    r"""y ~ N(m(x), exp s(x)): the network gives f = [means, log variances], twice as many outputs as targets.
+
+    The loss is :math:`(y-m)^2 e^{-s}/2 + s/2`: data that cannot be explained is discounted, at a price. The Hessian at the observed
+    y is indefinite; `fisher` is diag(e^{-s}, 1/2).
+    """
+
+    def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        if f.shape[-1] % 2:
+            raise ValueError(
+                f"HeteroscedasticGaussian needs a mean and a log variance for each target, an even number of outputs; "
+                f"the network gives {f.shape[-1]}"
+            )
+        mean, log_variance = f.chunk(2, -1)
+        return mean, log_variance
+
+    def width(self, f: Tensor) -> int:
+        return self._split(f)[0].shape[-1]
+
+    def __call__(self, f: Tensor, params: Params) -> Distribution:
+        mean, log_variance = self._split(f)
+        return Independent(NormalDistribution(mean, (0.5 * log_variance).exp(), validate_args=False), 1)
+
+    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        mean, log_variance = self._split(f)
+        return -0.5 * ((y - mean) ** 2 * (-log_variance).exp() + log_variance + math.log(2 * math.pi)).sum(-1)
+
+    def mean(self, f: Tensor, params: Params) -> Tensor:
+        return self._split(f)[0]
+
+    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        mean, log_variance = self._split(f)
+        return torch.diag_embed(torch.cat([(-log_variance).exp(), torch.full_like(mean, 0.5)], -1))
