@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 
 from dubito.commands.flags import arguments_of, parse
+from dubito.commands.refusal import refusing
 
 
 def demo(args: Sequence[str]) -> None:
@@ -13,4 +14,6 @@ def demo(args: Sequence[str]) -> None:
     from dubito.demo import demo as run  # matplotlib and scikit-learn take a while to load
 
     arguments = arguments_of(inspect.signature(run, eval_str=True), run.__doc__)
-    run(**parse(arguments, args, prog="dubito demo", about=demo.__doc__ or ""))
+    options = parse(arguments, args, prog="dubito demo", about=demo.__doc__ or "")
+    with refusing(ValueError):
+        run(**options)

@@ -1,0 +1,106 @@
+"""How far probabilities can be believed: reliability diagrams, and accuracy against coverage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dubito import metrics
+from dubito.report.canvas import BLUE, CYCLE, SOFT, VERMILION, grid, picture
+from dubito.report.report import Picture
+
+NINETY = 1.6449  # standard deviations to each side of a 90 % interval
+FEW = 5  # predictions in a bin
+LEAST = 0.05  # coverage from which accuracy is shown: of fewer inputs it is mostly chance
+
+
+class Bins(NamedTuple):
+    """Predictions by their confidence, in the bins (a, b] of `metrics.ece`; all are [bins]."""
+
+    edges: Tensor  # [bins + 1]
+    number: Tensor  # of predictions
+    confidence: Tensor  # mean in each bin; nan in an empty one
+    accuracy: Tensor
+
+
+def bins(probs: Tensor, y: Tensor, *, n: int = 15) -> Bins:
+    r"""Sort predictions [N, C] into bins. The gaps weighted by the counts add up to the expected calibration error.
+
+    >>> b = bins(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]), n=2)
+    >>> b.number.tolist(), b.accuracy.tolist()
+    ([0.0, 4.0], [nan, 0.75])
+    """
+    confidence, top = probs.double().max(-1)
+    edges = torch.arange(n + 1, dtype=probs.dtype) / n
+    which = torch.bucketize(probs.max(-1).values, edges[1:-1])
+    zero = torch.zeros(n, dtype=torch.float64)
+    count = zero.index_add(0, which, torch.ones_like(confidence))
+    right = zero.index_add(0, which, (top == y).double())
+    return Bins(edges.double(), count, zero.index_add(0, which, confidence) / count, right / count)
+
+
+def reliability(label: str, probs: Tensor, y: Tensor, *, n: int = 15) -> Picture:
+    """Accuracy in every bin of confidence, with its 90 % interval, over the number of predictions in the bin."""
+    found = bins(probs, y, n=n)
+    some = found.number > 0
+    count, confidence, accuracy = (t[some].numpy() for t in found[1:])
+    low, high = (t.numpy() for t in _wilson(found.accuracy[some], found.number[some]))
+    left = found.edges[:-1][some].numpy()
+    ece = float((found.number * (found.accuracy - found.confidence).abs())[some].sum() / found.number.sum())
+
+    def draw(figure: Any) -> None:
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
+        top.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
+        for few in (True, False):
+            some = (count < FEW) == few
+            x, y, strength = confidence[some], accuracy[some], 0.3 if few else 1.0
+            top.vlines(x, low[some], high[some], color=BLUE, linewidth=1.1, alpha=0.6 * strength)
+            top.vlines(x, x, y, color=VERMILION, linewidth=3, alpha=strength)
+            top.plot(x, y, "o", color=BLUE, markersize=5.5, markeredgewidth=0, alpha=strength, clip_on=False, zorder=5)
+        top.set(xlim=(0, 1), ylim=(0, 1.0), ylabel="accuracy", title=f"{label} · ECE {ece:.3f}")
+        grid(top)
+        bottom.bar(left, count, 1 / n, align="edge", color=BLUE, alpha=0.75, edgecolor="white", linewidth=0.6)
+        bottom.set_yscale("log")
+        top_tick = max(1, math.ceil(math.log10(count.max())))
+        bottom.set(xlabel="confidence", ylabel="count", ylim=(0.7, 10**top_tick * 1.5))
+        bottom.set_yticks([10**k for k in range(top_tick + 1)], [f"{10**k}" for k in range(top_tick + 1)])
+        bottom.minorticks_off()
+        grid(bottom, "y")
+
+    alt = f"Reliability diagram of {label}: expected calibration error {ece:.3f} on {len(y)} predictions."
+    return picture(draw, (3.6, 3.7), alt=alt)
+
+
+def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture:
+    """Accuracy on the share of inputs of which a method is most sure. `scores`: by label, (uncertainty [N], is wrong [N])."""
+    curves = {label: metrics.risk_coverage(doubt, wrong.float()) for label, (doubt, wrong) in scores.items()}
+
+    shown = {label: (share[share >= LEAST], 1 - risk[share >= LEAST]) for label, (share, risk) in curves.items()}
+    floor = min(float(accuracy.min()) for _, accuracy in shown.values())
+    # up to where every method is always right there is nothing to see
+    perfect = min(float(share[accuracy < 1].min()) if (accuracy < 1).any() else 1.0 for share, accuracy in shown.values())
+    left = max(0.0, math.floor(10 * perfect) / 10 - 0.1)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for i, (label, (share, accuracy)) in enumerate(shown.items()):
+            style = [(0, ()), (0, (6, 2)), (0, (2, 1.5))][i % 3]
+            axes.plot(share, accuracy, color=CYCLE[i % len(CYCLE)], linestyle=style, label=label)
+        axes.set(xlim=(left, 1), ylim=(floor - 0.08 * (1 - floor) - 1e-3, 1 + 0.04 * (1 - floor) + 1e-3))
+        axes.set(title=title, xlabel="coverage: share of inputs answered", ylabel="accuracy on these")
+        grid(axes)
+        axes.legend(loc="lower left", handlelength=2.6)
+
+    return picture(draw, (4.6, 3.3), alt=f"{title}: accuracy against coverage for {', '.join(curves)}.")
+
+
+def _wilson(share: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The Wilson interval of a share, which is right also for few counts and shares near 0 or 1."""
+    z2 = NINETY**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = NINETY / (1 + z2 / count) * (share * (1 - share) / count + z2 / (4 * count**2)).sqrt()
+    return (middle - half).clamp(0, 1), (middle + half).clamp(0, 1)

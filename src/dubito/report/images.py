@@ -1,0 +1,71 @@
+"""Images and what was said about them: bars of class probabilities, and the scatter of many draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, grid, picture
+from dubito.report.report import Picture
+
+
+def card(image: Tensor, mean: Tensor, probs: Tensor, *, title: str, subtitle: str, truth: int) -> Picture:
+    """An image [H, W] and a bar for every class: the mean [C], and a line from 10 to 90 % of the draws [S, C]."""
+    classes = range(len(mean))
+    low, high = torch.quantile(probs.double(), torch.tensor([0.1, 0.9], dtype=torch.float64), dim=0).numpy()
+
+    def draw(figure: Any) -> None:
+        top, bottom = figure.subplots(2, 1, height_ratios=[1.15, 1])
+        _image(top, image)
+        top.set_title(title, loc="center", fontsize=9, pad=13)
+        top.text(0.5, 1.04, subtitle, transform=top.transAxes, ha="center", va="bottom", fontsize=8, color=SOFT)
+        bottom.bar(classes, mean.numpy(), 0.75, color=[VERMILION if c == truth else BLUE for c in classes])
+        if len(probs) > 1:
+            bottom.vlines(classes, low, high, color=INK, linewidth=0.9)
+        bottom.set_xticks(classes)
+        bottom.tick_params(length=0, labelsize=8)
+        bottom.set(ylim=(0, 1.04), yticks=[0, 0.5, 1])
+        bottom.set_yticklabels(["0", "", "1"])
+
+    alt = f"{title}, {subtitle}. The most probable class is {int(mean.argmax())}, with {float(mean.max()):.2f}."
+    return picture(draw, (1.75, 2.5), alt=alt)
+
+
+def scatter(image: Tensor, f: Tensor, probs: Tensor, *, title: str, subtitle: str) -> Picture:
+    """What every draw says about one image [H, W]: its softmax inputs f [S, C] and its softmax outputs [S, C]."""
+    # Sideways at random so that equal dots do not hide each other, the same way each time.
+    aside = np.random.default_rng(0).uniform(-0.28, 0.28, tuple(f.shape))
+    place = np.arange(f.shape[1]) + aside
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplot_mosaic(
+            [["image", "name"], ["f", "f"], ["p", "p"]], height_ratios=[0.8, 1.45, 1.45], width_ratios=[1, 2.6]
+        )
+        _image(axes["image"], image)
+        axes["name"].axis("off")
+        axes["name"].text(0, 0.66, title, fontsize=10, fontweight="bold", va="center")
+        axes["name"].text(0, 0.28, subtitle, fontsize=9, color=SOFT, va="center")
+        for key, values, colour in (("f", f.numpy(), BLUE), ("p", probs.numpy(), VERMILION)):
+            # one picture of all dots instead of thousands of elements
+            axes[key].plot(
+                place.ravel(), values.ravel(), "o", color=colour, alpha=0.3, markersize=3, markeredgewidth=0, rasterized=True
+            )
+            axes[key].set_xticks(range(f.shape[1]))
+            axes[key].set_xlim(-0.6, f.shape[1] - 0.4)
+            axes[key].tick_params(axis="x", length=0)
+            grid(axes[key], "y")
+        axes["f"].set_ylabel("softmax input")
+        axes["p"].set(ylabel="softmax output", ylim=(-0.04, 1.04), xlabel="class")
+
+    spread = float(probs.std(0).max()) if len(f) > 1 else 0.0
+    alt = f"{title}, {subtitle}: the largest standard deviation of a class probability over {len(f)} draws is {spread:.2f}."
+    return picture(draw, (3.6, 4.4), alt=alt)
+
+
+def _image(axes: Any, image: Tensor) -> None:
+    axes.imshow(image.numpy(), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(True)

@@ -1,0 +1,191 @@
+"""What a report holds, whatever it will be shown on: sections of tables and figures, and facts about the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dubito.store import replacing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Value = str | float | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: `better` says which value is the best one, `meaning` how to read it."""
+
+    name: str
+    digits: int = field(default=3, kw_only=True)
+    better: Literal["higher", "lower"] | None = field(default=None, kw_only=True)
+    meaning: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text and numbers; a number that is not finite (an AUROC without errors, say) is shown as a dash.
+
+    >>> table = Table("scores", (Column("method"), Column("NLL", better="lower")), (("a", 0.2), ("b", 0.1), ("c", math.nan)))
+    >>> [[table.text(row, column) for column in range(2)] for row in range(3)]
+    [['a', '0.200'], ['b', '0.100'], ['c', '–']]
+    >>> table.best
+    {(1, 1)}
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    caption: str = field(default="", kw_only=True)
+
+    def __post_init__(self):
+        wrong = [row for row in self.rows if len(row) != len(self.columns)]
+        if wrong:
+            raise ValueError(f"the table {self.title!r} has {len(self.columns)} columns, but a row with {len(wrong[0])} cells")
+
+    def text(self, row: int, column: int) -> str:
+        """A cell as it is shown."""
+        value = self.rows[row][column]
+        if isinstance(value, str):
+            return value
+        return "–" if value is None or not math.isfinite(value) else f"{value:.{self.columns[column].digits}f}"
+
+    @property
+    def best(self) -> set[tuple[int, int]]:
+        """The cells (row, column) that are the best of their column, with all that are shown as the same number."""
+        marked = set()
+        for j, column in enumerate(self.columns):
+            numbers = {i: float(row[j]) for i, row in enumerate(self.rows) if isinstance(row[j], int | float)}  # pyright: ignore
+            shown = {i: round(number, column.digits) for i, number in numbers.items() if math.isfinite(number)}
+            if column.better is None or len(shown) < 2:
+                continue
+            top = max(shown.values()) if column.better == "higher" else min(shown.values())
+            marked |= {(i, j) for i, number in shown.items() if number == top}
+        return marked
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image, ready to be put into a page: an `<svg>` element, or PNG bytes. `width` is its natural width in CSS pixels."""
+
+    image: str | bytes = field(repr=False)
+    alt: str
+    width: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Pictures that belong together. `caption` says how to read them, `legend` what a colour means."""
+
+    title: str
+    pictures: tuple[Picture, ...]
+    caption: str = field(default="", kw_only=True)
+    legend: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)  # (colour, meaning)
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    text: str = ""
+    tables: tuple[Table, ...] = field(default=(), kw_only=True)
+    figures: tuple[Figure, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report, to be shown on a terminal (`print`), as one HTML file that needs nothing else (`html`), or as `json`.
+
+    >>> report = Report("Scores", (Section("Digits", tables=(Table("t", (Column("method"),), (("MAP",),)),)),))
+    >>> report.data["sections"][0]["tables"][0]["rows"]
+    [{'method': 'MAP'}]
+    """
+
+    title: str
+    sections: tuple[Section, ...]
+    summary: str = field(default="", kw_only=True)
+    facts: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def tables(self) -> Iterator[Table]:
+        return (table for section in self.sections for table in section.tables)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Everything but the images, in plain types; numbers that are not finite are None, since JSON has no others."""
+        return {
+            "title": self.title,
+            "summary": self.summary,
+            "facts": dict(self.facts),
+            "sections": [
+                {
+                    "title": section.title,
+                    "text": section.text,
+                    "tables": [_table(table) for table in section.tables],
+                    "figures": [{"title": figure.title, "caption": figure.caption} for figure in section.figures],
+                }
+                for section in self.sections
+            ],
+        }
+
+    def json(self) -> str:
+        return json.dumps(self.data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def html(self) -> str:
+        from dubito.report.html import page
+
+        return page(self)
+
+    def print(self, console: Console | None = None) -> None:
+        """Show the tables on a terminal."""
+        from dubito.report.terminal import show
+
+        show(self, console)
+
+    def write(self, path: str | os.PathLike) -> Path:
+        """Write the HTML file and, beside it, the same name with `.json`; folders are made. Returns the path of the HTML."""
+        path = check_writable(path)
+        write_text(path, self.html())
+        write_text(path.with_suffix(".json"), self.json())
+        return path
+
+
+def check_writable(path: str | os.PathLike) -> Path:
+    """Raise an OSError now, in words, rather than after all the work; folders are made."""
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise OSError(22, "a report is an HTML file: give a name that ends in .html", str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _refused(path, error) from error
+    if path.is_dir():
+        raise OSError(21, "the report cannot be written there: it is a folder", str(path))
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    try:
+        with replacing(path) as scratch:
+            scratch.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> OSError:
+    return OSError(error.errno, f"the report cannot be written there: {(error.strerror or str(error)).lower()}", str(path))
+
+
+def _table(table: Table) -> dict[str, Any]:
+    names = [column.name for column in table.columns]
+    rows = [[None if isinstance(v, float) and not math.isfinite(v) else v for v in row] for row in table.rows]
+    return {"title": table.title, "caption": table.caption, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
