@@ -70,7 +70,7 @@ class Descent(ABC):
         return target
 
     def adjust(self, target: Target, params: Params, gradient: Params) -> Params:
-        """A method's own terms, added to the gradient of the log joint."""
+        """A method's own terms, added to the gradient of the loss: the negative log joint times T / N."""
         return gradient
 
     def steps(self, n_batches: int) -> int:
@@ -89,17 +89,17 @@ class Descent(ABC):
         self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[DescentState, Info]:
         target = self.prepare(target)
-        evaluation = target.gradient(state.params, data, state.buffers, train=True)
-        gradient = self.adjust(target, state.params, evaluation.gradient)
-        slopes = torch._foreach_mul(list(gradient.values()), -target.temperature / target.n_data)
+        factor = -target.temperature / target.n_data
+        evaluation = target.gradient(state.params, data, state.buffers, train=True, factor=factor)
+        slopes = list(self.adjust(target, state.params, evaluation.gradient).values())
         if self.clip is not None:
             _clip(slopes, self.clip, stacked=target.members is not None)
         for leaf, slope in zip(state.params.values(), slopes, strict=True):
-            # torch's fused optimisers on a CPU ignore strides, and a batched pass gives transposed gradients
-            leaf.grad = slope if slope.stride() == leaf.stride() else torch.empty_like(leaf).copy_(slope)
+            leaf.grad = slope  # strides as the leaf's, which fused optimisers on a CPU take for granted: autograd sees to that
         state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
         state.optimizer.step()
-        state.optimizer.zero_grad()
+        for leaf in state.params.values():
+            leaf.grad = None
         state.buffers, state.step = evaluation.buffers, state.step + 1
         return state, {"log_likelihood": evaluation.log_likelihood}
 

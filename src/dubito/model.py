@@ -1,6 +1,6 @@
 r"""A Bayesian model is three parts, a network, a likelihood and a prior; a `Target` is the posterior they define on data.
 
-The network is never rewritten or patched: `torch.func.functional_call` runs it with other weights, and its mode is put back.
+The network is never rewritten: it runs with other weights in the places of its own, and these and its mode are put back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from dubito import tree
 from dubito.likelihoods import Likelihood, own
@@ -75,6 +75,36 @@ def mode(network: nn.Module, train: bool) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
+    """The network with other tensors in the places of its own, for a while; what it makes of its buffers goes into `weights`.
+
+    This is what `torch.func.functional_call` does, in half the time, which for small networks is a tenth of a training step. Tied
+    parameters have one name, that of their first place, and are swapped in all.
+    """
+    names: dict[int, str] = {}
+    places: list[tuple[dict[str, Any], str, Tensor, str]] = []
+    recurrent: list[tuple[nn.Module, Any, Any]] = []  # these keep a list of their weights, which a pass brings up to date
+    for prefix, module in network.named_modules():
+        if isinstance(module, nn.RNNBase):
+            recurrent.append((module, module._flat_weights, module._flat_weight_refs))
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    if name in weights:
+                        places.append((tensors, key, tensor, name))
+    try:
+        for tensors, key, _, name in places:
+            tensors[key] = weights[name]
+        yield
+    finally:
+        for tensors, key, tensor, name in places:
+            weights[name], tensors[key] = tensors[key], tensor
+        for module, flat, references in recurrent:
+            module._flat_weights, module._flat_weight_refs = flat, references
+
+
 @dataclass(frozen=True)
 class Model:
     """A network, what its output means, and what is believed of its weights beforehand.
@@ -134,8 +164,12 @@ class Model:
         """`forward` in the mode the network is in."""
         weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
-        f = self.output(functional_call(self.network, weights, args, kwargs))
-        f = f.unsqueeze(-1) if f.ndim == 1 else f.movedim(self.likelihood.dim, -1)
+        with swapped(self.network, weights):
+            f = self.output(self.network(*args, **kwargs))
+        if f.ndim == 1:
+            f = f.unsqueeze(-1)
+        elif self.likelihood.dim != -1:
+            f = f.movedim(self.likelihood.dim, -1)
         return f, {name: weights[name] for name in buffers}
 
     def log_likelihood(self, params: Params, batch: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
@@ -215,43 +249,45 @@ class Target:
                 total, seen = total + value.double(), seen + self._size(batch)
             return (self.n_data / seen * total + self.log_prior(params)) / self.temperature
 
-    def gradient(self, params: Params, data: Iterable[Any], buffers: Buffers, *, train: bool = False) -> Evaluation:
-        """Value and gradient of the log joint. The prior's gradient is analytic; autograd sees the likelihood only."""
-        names = list(params)
-        leaves = [params[name].detach().requires_grad_() for name in names]
-        live = dict(zip(names, leaves, strict=True))
-        sums: list[Tensor] = []
-        total, seen = torch.zeros(()), 0
+    def gradient(
+        self, params: Params, data: Iterable[Any], buffers: Buffers, *, train: bool = False, factor: float = 1.0
+    ) -> Evaluation:
+        """Gradient of `factor` times the log joint. The prior's gradient is analytic; autograd sees the likelihood only."""
+        live = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+        leaves, factor = list(live.values()), factor / self.temperature
+        total, seen, first = None, 0, 1
         for i, batch in enumerate(data):
+            size = self._size(batch)
+            first = size if total is None else first
             with torch.enable_grad():
                 value, buffers = self._summed(live, i, batch, buffers, train=train)
-                grads = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
-            with torch.no_grad():
-                sums = list(torch._foreach_add(sums, grads)) if sums else list(grads)
-            total = value.detach() + (total if i else 0)
-            seen += self._size(batch)
-        if not seen:
+            # The scale enters at the top of the backward pass, where it costs nothing, as if the first batch were all the data. The
+            # sum builds up in `leaf.grad`, of which torch makes sure that nothing else shares it: it may be changed in place.
+            torch.autograd.backward(value, torch.full_like(value, factor * self.n_data / first), inputs=leaves)
+            total, seen = value.detach() if total is None else total + value.detach(), seen + size
+        if total is None:
             raise ValueError("there is no data: the loader gave no batch")
+        gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
         with torch.no_grad():
-            sums = list(torch._foreach_mul(sums, self.n_data / (seen * self.temperature)))
-            slopes = self._prior_gradient(params)
-            known = [(g, slopes[name]) for name, g in zip(names, sums, strict=True) if name in slopes]
-            torch._foreach_add_([g for g, _ in known], [slope for _, slope in known], alpha=1 / self.temperature)
+            if seen != first:
+                torch._foreach_mul_(list(gradient.values()), first / seen)
+            self._add_prior(gradient, params, factor)
         buffers = {name: leaf.detach() for name, leaf in buffers.items()}
-        return Evaluation(dict(zip(names, sums, strict=True)), buffers, total / seen)
+        return Evaluation(gradient, buffers, total / seen)
 
     def _size(self, batch: Any) -> int:
         return batch_size(self.model.split(batch)[1])
 
-    def _prior_gradient(self, params: Params) -> Params:
-        slopes = self.model.prior.gradient({name: leaf for name, leaf in params.items() if ":" not in name})
+    def _add_prior(self, gradient: Params, params: Params, factor: float) -> None:
+        """Add the gradient of `factor` times the log prior of the weights and of what the likelihood learns."""
+        self.model.prior.add_gradient(gradient, {name: leaf for name, leaf in params.items() if ":" not in name}, factor)
         learned = {name: leaf.detach().requires_grad_() for name, leaf in own(params).items()}
         if learned:
             with torch.enable_grad():
                 value = self.model.likelihood.log_prior(learned)
                 if value.requires_grad:
-                    slopes |= dict(zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True))
-        return slopes
+                    for name, slope in zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True):
+                        gradient[name].add_(slope, alpha=factor)
 
     def _summed(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
         """Sum of log likelihoods over a batch, [] or [S], and the buffers after it."""

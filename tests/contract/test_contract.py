@@ -131,6 +131,16 @@ def test_5_a_saved_posterior_predicts_the_same_bits(method, tmp_path):
     assert torch.equal(posterior.predict(x).means, same.predict(x).means)
 
 
+def test_6_nor_the_weights_that_a_recurrent_layer_lists():
+    """nn.LSTM keeps a list of its own weights, which is brought up to date by every pass."""
+    net = nn.LSTM(3, 2, batch_first=True)
+    listed = [id(w) for w in net._flat_weights]
+    x = torch.randn(8, 5, 3)
+    posterior = dubito.fit(Model(net, Gaussian(scale=0.1)), dubito.MAP(epochs=1), (x, torch.randn(8, 5, 2)))
+    posterior.predict(x)
+    assert [id(w) for w in net._flat_weights] == listed == [id(p) for p in net.parameters()]
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_6_nothing_of_the_users_changes(method, training):
     model, (x, y) = build(), data()

@@ -131,7 +131,7 @@ class MCDropout(Descent):
         return 1 - rates.pop()
 
     def _learn(self, target: Target, params: Params, gradient: Params) -> None:
-        r"""Add the gradient of what the prior becomes with dropout at rate p on the inputs of W, for K inputs:
+        r"""Subtract, divided by N, the gradient of what the prior becomes with dropout at rate p on the inputs of W, for K inputs:
 
         .. math:: -\frac{\lVert W \rVert^2}{2 s^2 (1 - p)} + K H(p), \quad H(p) = -p \ln p - (1 - p) \ln(1 - p),
 
@@ -154,7 +154,7 @@ class MCDropout(Descent):
                     extra = extra - (squares * drop / (1 - drop)).sum()
                 slopes = torch.autograd.grad(extra, list(live.values()))
             for name, slope in zip(live, slopes, strict=True):
-                gradient[name] += slope / target.temperature
+                gradient[name] -= slope / target.n_data
 
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
         return Stochastic(target.model, state.params, state.buffers, self._dropout(target), self.draws, self.consistent)

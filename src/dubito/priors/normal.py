@@ -67,6 +67,13 @@ class Normal(Prior):
         slopes = [-(self.scale_of(name) ** -2) for name in params]
         return dict(zip(params, torch._foreach_mul([leaf.detach() for leaf in params.values()], slopes), strict=True))
 
+    def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        scales = {name: self.scale_of(name) for name in params}
+        for scale in set(scales.values()):  # in one pass over the memory, which is what a step of a wide network waits for
+            names = [name for name in params if scales[name] == scale]
+            leaves = [params[name].detach() for name in names]
+            torch._foreach_add_([gradient[name] for name in names], leaves, alpha=-factor * scale**-2)
+
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
         return {name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=source) for name, leaf in like.items()}

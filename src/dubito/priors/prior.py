@@ -26,6 +26,11 @@ class Prior(ABC):
             grads = torch.autograd.grad(self.log_prob(dict(zip(names, leaves, strict=True))), leaves)
         return dict(zip(names, grads, strict=True))
 
+    def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        """Add `factor` times the gradient of `log_prob` to `gradient`, in place."""
+        if slopes := self.gradient(params):
+            torch._foreach_add_([gradient[name] for name in slopes], list(slopes.values()), alpha=factor)
+
     @abstractmethod
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """One draw in the shapes of `like`."""
