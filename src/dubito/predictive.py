@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent
 
 from dubito.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, nodes
-from dubito.randomness import fresh
+from dubito.randomness import forked, fresh
 from dubito.tree import Params
 
 
@@ -179,8 +179,7 @@ class LatentMixture(Predictive):
             f = f + _times(self._root if len(self._root) == 1 else self._root[which], unit)
         # torch.distributions draws from the global generator only: lend it a seed from ours and put it back
         seed = int(torch.randint(2**62, (1,), generator=generator, device=device))
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        with forked(seed):
             return self.likelihood(f, align(params, f)).sample()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:

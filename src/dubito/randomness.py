@@ -39,8 +39,11 @@ def fresh(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 def seed_global(seed: int) -> None:
-    """Seed torch (all devices), NumPy and Python. Only to be called inside `forked`."""
-    torch.manual_seed(seed)
+    """Seed torch (all devices in use), NumPy and Python. Only to be called inside `forked`."""
+    # torch.manual_seed would also leave seeds behind for devices that are not in use yet, where nobody could take them back
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (users' data sets draw from the legacy generator)
     random.seed(seed)
 
@@ -76,13 +79,18 @@ def set_global_state(state: dict) -> None:
 @contextmanager
 def forked(seed: int | None = None) -> Iterator[None]:
     """Give the global generators back exactly as they were; seed them first if a seed is given."""
-    before = global_state()
+    cpu, numpy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         if seed is not None:
             seed_global(seed)
         yield
     finally:
-        set_global_state(before)
+        torch.set_rng_state(cpu)
+        np.random.set_state(numpy)  # noqa: NPY002
+        random.setstate(python)
+        for device, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager

@@ -143,12 +143,10 @@ def test_both_recurrent_forms_give_the_same_function_for_the_same_masks(kind):
         weights = {**posterior.buffers, **posterior.params}
 
         class Forced(Masks):
-            def mask(self, site, shape, rate, like, batch_axis=0):
-                if rate == 0:
-                    return None
+            def keep(self, site, shape, rate, device, batch_axis=0):
                 g = torch.Generator().manual_seed(dubito.randomness.derive(site))
                 shape = (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])
-                return ((torch.rand(shape, generator=g) >= rate) / (1 - rate)).to(like.dtype)
+                return torch.rand(shape, generator=g) >= rate
 
         with torch.no_grad(), Forced(posterior.dropout, weights):
             out.append(posterior.model.call(posterior.params, ids, posterior.buffers)[0])

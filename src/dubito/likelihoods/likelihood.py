@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from dubito.randomness import forked
 from dubito.tree import Params
 
 PREFIX = "likelihood:"
@@ -162,8 +163,7 @@ class Likelihood(ABC):
         Positive semi-definite by construction, unlike the Hessian at the observed y. This default is a Monte Carlo estimate.
         """
         copies = f.detach().expand(draws, *f.shape).clone().requires_grad_()  # one for each draw: one backward pass for all
-        with torch.enable_grad(), torch.random.fork_rng(devices=[f.device] if f.is_cuda else []):
-            torch.manual_seed(0)
+        with torch.enable_grad(), forked(0):
             y = self(f.detach(), params).sample((draws,))
             (g,) = torch.autograd.grad(self.log_prob(copies, y, params).sum(), copies)
         return torch.einsum("n...c,n...d->...cd", g, g) / draws

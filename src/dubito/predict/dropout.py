@@ -9,6 +9,7 @@ same on every device, batch and chunk) or *independent* (new ones for every inpu
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,10 +46,7 @@ def hashed_uniform(seed: Tensor, site: str, shape: tuple[int, ...]) -> Tensor:
     def shifted(z: Tensor, by: int) -> Tensor:  # logical shift; torch's is arithmetic
         return (z >> by) & ((1 << (64 - by)) - 1)
 
-    count = 1
-    for n in shape:
-        count *= n
-    z = torch.arange(1, count + 1, device=seed.device) * _signed(0x9E3779B97F4A7C15)
+    z = torch.arange(1, math.prod(shape) + 1, device=seed.device) * _signed(0x9E3779B97F4A7C15)
     z = (seed ^ derive(site)) * _signed(0xD1342543DE82EF95) + z
     z = (z ^ shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -126,23 +124,35 @@ class Masks(TorchFunctionMode):
         names = {f"{site}.{name}".lstrip("."): site for site in dropout.sites for name in ("weight", "weight_ih_l0")}
         self.by_weight = {id(weights[name]): site for name, site in names.items() if name in weights}
 
-    def mask(self, site: str, shape: tuple[int, ...], rate: float | Tensor, like: Tensor, batch_axis: int = 0) -> Tensor | None:
-        """Kept entries hold 1 / keep, dropped ones 0; the batch axis has length 1 if masks are consistent."""
-        if not isinstance(rate, Tensor) and rate == 0:
-            return None
+    def keep(self, site: str, shape: tuple[int, ...], rate: float | Tensor, device: torch.device, batch_axis: int = 0) -> Tensor:
+        """Which entries are kept; the batch axis has length 1 if masks are consistent."""
         self.dropped = True
         if self.seed is not None:
-            shape = (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])
-            uniform = hashed_uniform(self.seed, site, shape)
-        else:
-            uniform = torch.rand(shape, device=like.device)
+            return hashed_uniform(self.seed, site, (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])) >= rate
+        if isinstance(rate, Tensor):
+            return torch.rand(shape, device=device) >= rate
+        # integers of 32 bits, drawn two at a time, cost half of what floats do, and masks are most of the work
+        count = math.prod(shape)
+        bits = torch.randint(-(2**63), 2**63 - 1, ((count + 1) // 2,), device=device).view(torch.int32)
+        return bits[:count].reshape(shape) >= round(rate * 2**32) - 2**31
+
+    def mask(self, site: str, shape: tuple[int, ...], rate: float | Tensor, like: Tensor, batch_axis: int = 0) -> Tensor | None:
+        """Kept entries hold 1 / keep, dropped ones 0; None where nothing is dropped."""
+        if not isinstance(rate, Tensor) and rate in (0, 1):
+            return like.new_zeros([1] * len(shape)) if rate else None
         if isinstance(rate, Tensor) and self.relax is not None:  # concrete dropout: a smooth mask that lets the rate learn
-            uniform = uniform.clamp(1e-6, 1 - 1e-6)
+            uniform = torch.rand(shape, device=like.device).clamp(1e-6, 1 - 1e-6)
             drop = torch.sigmoid((torch.logit(rate) + torch.logit(uniform)) / self.relax)
             return ((1 - drop) / (1 - rate)).to(like.dtype)
-        if not isinstance(rate, Tensor) and rate >= 1:
-            return torch.zeros_like(uniform, dtype=like.dtype)
-        return ((uniform >= rate) / (1 - rate)).to(like.dtype)
+        return (self.keep(site, shape, rate, like.device, batch_axis) / (1 - rate)).to(like.dtype)
+
+    def apply(self, x: Tensor, site: str, shape: tuple[int, ...], rate: float | Tensor, batch_axis: int = 0) -> Tensor:
+        """x with dropout."""
+        if isinstance(rate, Tensor) or rate in (0, 1):
+            mask = self.mask(site, shape, rate, x, batch_axis)
+            return x if mask is None else x * mask
+        # scaled before it is copied for every draw
+        return x * (1 / (1 - rate)) * self.keep(site, shape, rate, x.device, batch_axis)
 
     def _rate(self, site: str) -> float | Tensor:
         logit = self.logits[site]
@@ -180,12 +190,9 @@ class Masks(TorchFunctionMode):
             spatial = CHANNELS[func]
             channel = input.ndim - 1 - spatial if spatial is not None else 1
             shape, batch_axis = (*input.shape[: channel + 1], *[1] * (input.ndim - channel - 1)), 0
-        mask = self.mask(site, shape, p, input, batch_axis)
-        if mask is None:
-            return input
-        if func not in ALPHA:
-            return input * mask
-        keep = (mask > 0).to(input.dtype)
+        if func not in ALPHA or p == 0:
+            return self.apply(input, site, shape, p, batch_axis)
+        keep = self.keep(site, shape, p, input.device, batch_axis).to(input.dtype)
         a = ((1 - p) * (1 + p * SATURATION**2)) ** -0.5
         return a * (input * keep + SATURATION * (1 - keep)) - a * SATURATION * p
 
@@ -199,8 +206,7 @@ class Masks(TorchFunctionMode):
             shape = (*[1] * (x.ndim - 1), x.shape[-1])
         else:
             shape, batch_axis = self._tied(x.shape)
-        mask = self.mask(site, shape, self._rate(site), x, batch_axis)
-        return func(x if mask is None else x * mask, *args[1:], **kwargs)
+        return func(self.apply(x, site, shape, self._rate(site), batch_axis), *args[1:], **kwargs)
 
     def _word_types(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """Drop words, not positions: every occurrence of a word in a sequence shares its fate."""

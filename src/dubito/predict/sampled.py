@@ -61,7 +61,7 @@ class Common(TorchFunctionMode):
         self.position = self.peak = 0
 
     def again(self) -> Common:
-        self.replay, self.position, self.seen = not self.diverged, 0, False
+        self.replay, self.position, self.seen = bool(self.calls) and not self.diverged, 0, False
         return self
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -69,7 +69,8 @@ class Common(TorchFunctionMode):
         if _batched(args) or _batched(kwargs):
             self.seen = True
             result = unrolled(RECURRENT[func], args) if func in RECURRENT else func(*args, **kwargs)
-            self.peak = max(self.peak, _bytes(args) + _bytes(result))
+            if not self.replay:
+                self.peak = max(self.peak, _bytes(args) + _bytes(result))
             return result
         if self.replay and self.position < len(self.calls) and self.calls[self.position][0] == func:
             self.position += 1
@@ -136,7 +137,7 @@ def _all_draws(once: Callable, varying: Params, draws: int, x: Any, memory: floa
 
     def chunk(start: int, size: int) -> Tensor:
         part = tree.select(varying, slice(start, start + size))
-        return vmap(lambda one: once(one, common.again() if start else common), randomness="different")(part)
+        return vmap(lambda one: once(one, common.again()), randomness="different")(part)
 
     # A pass with one draw measures what a draw costs and fills the common part; cheap networks do without.
     first = draws if draws * inputs + sizes < budget / 64 else 1
@@ -148,6 +149,8 @@ def _all_draws(once: Callable, varying: Params, draws: int, x: Any, memory: floa
             )
             done = [chunk(0, first)]
             size = max(1, int(budget / max(1, 2 * common.peak)))
+            if first < draws <= size:  # all at once after all: doing one draw again costs less than putting the parts together
+                return chunk(0, draws)
             done += [chunk(start, min(size, draws - start)) for start in range(first, draws, size)]
     except torch.OutOfMemoryError:
         raise

@@ -1,0 +1,116 @@
+"""What the benchmarks share: interleaved timing, and results written with the machine and the versions that made them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dubito
+
+RESULTS = Path(os.environ.get("BENCH_RESULTS") or Path(__file__).parent / "results")
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+# On a machine that is busy with other things: BENCH_CLOCK=cpu OMP_NUM_THREADS=1 counts this process's own time only.
+CLOCK = time.process_time if os.environ.get("BENCH_CLOCK") == "cpu" else time.perf_counter
+
+
+def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each case in each round, A B C A B C ...: what else the machine does then falls on all alike."""
+    for case in cases.values():  # warm-up
+        case()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, case in cases.items():
+            start = CLOCK()
+            case()
+            seconds[name].append(CLOCK() - start)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, list[float]], name: str, reference: str) -> dict[str, float]:
+    """How many times as long, of the fastest rounds (other work on the machine only adds time) and of the median rounds."""
+    a, b = seconds[name], seconds[reference]
+    return {"fastest": min(a) / min(b), "median": statistics.median(a) / statistics.median(b)}
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Mean and standard error."""
+    return statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+
+
+def machine() -> dict[str, Any]:
+    model = platform.processor()
+    if (info := Path("/proc/cpuinfo")).exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":")[1].strip() if lines else model
+    threads = torch.get_num_threads()
+    return {"cpu": model, "cores": os.cpu_count(), "threads": threads, "system": platform.system(), "clock": CLOCK.__name__}
+
+
+def show(title: str, columns: list[str], rows: list[list[object]]) -> None:
+    """Print a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console().print(table)
+
+
+def write(name: str, *, settings: Mapping[str, Any], figures: Any, headline: Mapping[str, list[Any]], seconds: float) -> None:
+    """Write `results/<name>.json`. `headline` is what the README shows: {what: [figure, target]}."""
+    result = {
+        "benchmark": name,
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "versions": {"dubito": dubito.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": machine(),
+        "seconds": round(seconds, 1),
+        "settings": settings,
+        "headline": headline,
+        "figures": figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1, default=float) + "\n")
+    if "BENCH_RESULTS" not in os.environ:
+        README.write_text(with_figures(README.read_text()))
+    print(f"wrote {path.name}")
+
+
+def with_figures(text: str) -> str:
+    """The README with the figures of all results between its two marks."""
+    parts = []
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text())
+        host, torch_version = result["machine"], result["versions"]["torch"]
+        made = f"{result['date']}, `{result['command']}`, {result['seconds']:.0f} s, torch {torch_version}, {host['cpu']}, "
+        made += f"{host['cores']} cores, {host['threads']} threads, clock `{host['clock']}`"
+        lines = [f"### {result['benchmark']}", "", made, "", "| what | figure | target |", "|---|---|---|"]
+        for what, value in result["headline"].items():
+            figure, target = value if isinstance(value, list) else (value, "")
+            lines.append("| " + " | ".join(_cell(cell) for cell in (what, figure, target)) + " |")
+        parts.append("\n".join(lines))
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{rest.split(END)[1]}"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    README.write_text(with_figures(README.read_text()))
