@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import dubito
 from dubito import Categorical, Gaussian, Model
 from dubito.posteriors import Mixture, Point, Samples, Stochastic
-from dubito.predict.dropout import Dropout
+from dubito.predict.dropout import Dropout, Folding
+from dubito.predict.sampled import _KNOWN
 
 
 def stacked(model: Model, n: int, scale: float = 0.3) -> dict[str, torch.Tensor]:
@@ -130,6 +131,40 @@ def test_residual_and_in_place_networks_are_right_in_chunks(consistent):
         mean = model.network.eval()(x)
     for p in (whole, chunks):
         assert torch.allclose(p.f_mean, mean, atol=6 * float(p.f_var.max() / 2000) ** 0.5)
+
+
+def folding_of(net: nn.Module) -> Folding:
+    return next(iter(_KNOWN[net].values())).folding
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_masks_are_put_on_the_next_layers_weights_and_change_nothing(hooked):
+    net = nn.Sequential(nn.Linear(31, 17), nn.ReLU(), nn.Dropout(0.5), nn.Linear(17, 3)).double()
+    model, x = Model(net, Gaussian(scale=1.0)), torch.randn(9, 31).double()
+    posterior = Stochastic(model, model.parameters(), model.buffers(), Dropout.find(net, None, 0.1), draws=50)
+    plain = posterior.predict(x, memory=1.0).means  # cheap: one pass, which only learns what feeds what
+    _KNOWN.clear()
+    seen = []
+    if hooked:  # somebody wants to see what dropout gives, so it must be given
+        net[2].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    folded = posterior.predict(x, memory=2e-3).means
+    assert torch.allclose(plain, folded, atol=1e-12)
+    assert bool(folding_of(net).calls) == (not hooked)
+    assert bool(seen) == hooked
+    assert torch.allclose(plain, posterior.predict(x, memory=2e-3).means, atol=1e-12), "also when it is known beforehand"
+
+
+def test_a_mask_that_is_left_over_is_noticed():
+    """Should a network take another way than it did when the folding was learned."""
+    net = nn.Sequential(nn.Linear(31, 17), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(17, 3)).double()
+    model, x = Model(net, Gaussian(scale=1.0)), torch.randn(9, 31).double()
+    posterior = Stochastic(model, model.parameters(), model.buffers(), Dropout.find(net, None, 0.1), draws=50)
+    right = posterior.predict(x).means
+    folding = folding_of(net)
+    assert folding.calls == {1: "4.weight"}
+    folding.calls[0] = "4.weight"
+    assert torch.allclose(posterior.predict(x).means, right, atol=1e-12)
+    assert not folding_of(net).layers
 
 
 def test_memory_is_bounded_and_the_callers_to_set():

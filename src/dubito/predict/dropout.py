@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -114,12 +115,45 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and isinstance(rate, float) and rate > 0
 
 
+@dataclass
+class Folding:
+    """Dropout whose consistent mask can be put on the columns of the next layer's weights, instead of on a copy of the activations
+    for every draw: the layers after a dropout layer in an `nn.Sequential`, and, as a first pass has seen, the call that feeds each."""
+
+    layers: frozenset[str] = frozenset()  # names of their weights
+    calls: dict[int, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(network: nn.Module) -> Folding:
+        found = set()
+        for prefix, module in network.named_modules():
+            names = list(module._modules) if type(module) is nn.Sequential else []
+            for before, after in pairwise(names):
+                pair = module._modules[before], module._modules[after]
+                watched = any(m is None or m._forward_hooks or m._forward_pre_hooks for m in pair)
+                if type(pair[0]) is nn.Dropout and type(pair[1]) is nn.Linear and not watched:
+                    found.add(f"{prefix}.{after}.weight".lstrip("."))
+        return Folding(frozenset(found))
+
+
 class Masks(TorchFunctionMode):
     """One forward pass with dropout on. `seed` (a scalar, maybe batched by vmap) makes masks consistent; None, independent."""
 
-    def __init__(self, dropout: Dropout, weights: Params, *, seed: Tensor | None = None, relax: float | None = None):
+    def __init__(
+        self,
+        dropout: Dropout,
+        weights: Params,
+        *,
+        seed: Tensor | None = None,
+        relax: float | None = None,
+        folding: Folding | None = None,
+    ):
         super().__init__()
         self.dropout, self.seed, self.relax, self.calls, self.dropped = dropout, seed, relax, 0, False
+        self.folding = Folding() if folding is None or seed is None else folding
+        self.foldable = {id(weights[name]): name for name in self.folding.layers if name in weights}
+        self.made: dict[int, tuple[Tensor, int]] = {}  # what dropout gave, and in which call
+        self.waiting: dict[int, tuple[Tensor, Tensor]] = {}  # what is still to be masked, and how; empty after a pass
         self.logits = {site: weights.get(PREFIX + site) for site in dropout.sites}
         names = {f"{site}.{name}".lstrip("."): site for site in dropout.sites for name in ("weight", "weight_ih_l0")}
         self.by_weight = {id(weights[name]): site for name, site in names.items() if name in weights}
@@ -165,13 +199,16 @@ class Masks(TorchFunctionMode):
             return tuple(shape), 0
         return ((shape[0], 1, shape[2]), 0) if batch_first else ((1, shape[1], shape[2]), 1)
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in ELEMENTS or func in CHANNELS:
             return self._own(func, *args, **kwargs)
-        if func in WEIGHTED and len(args) > 1 and id(args[1]) in self.by_weight:
+        weight = id(args[1]) if len(args) > 1 else 0
+        if func in WEIGHTED and weight in self.by_weight:
             return self._placed(func, args, kwargs)
-        if func is F.embedding and len(args) > 1 and id(args[1]) in self.by_weight:
+        if func is F.linear and weight in self.foldable:
+            return self._folded(func, args, kwargs)
+        if func is F.embedding and weight in self.by_weight:
             return self._word_types(func(*args, **kwargs), args[0], args[1])
         if func in RECURRENT:
             return self._recurrent(func, args)
@@ -190,20 +227,42 @@ class Masks(TorchFunctionMode):
             spatial = CHANNELS[func]
             channel = input.ndim - 1 - spatial if spatial is not None else 1
             shape, batch_axis = (*input.shape[: channel + 1], *[1] * (input.ndim - channel - 1)), 0
+        if func is F.dropout and self.foldable and input.ndim == 2 and 0 < p < 1:
+            return self._foldable(input, site, p)
         if func not in ALPHA or p == 0:
             return self.apply(input, site, shape, p, batch_axis)
         keep = self.keep(site, shape, p, input.device, batch_axis).to(input.dtype)
         a = ((1 - p) * (1 + p * SATURATION**2)) ** -0.5
         return a * (input * keep + SATURATION * (1 - keep)) - a * SATURATION * p
 
-    def _placed(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    def _foldable(self, input: Tensor, site: str, p: float) -> Tensor:
+        """Dropout as usual, and note what it gave; or, where it is known that the next layer takes it, leave the mask to that."""
+        call = self.calls - 1
+        if call not in self.folding.calls:
+            out = self.apply(input, site, tuple(input.shape), p)
+            self.made[id(out)] = (out, call)
+        else:
+            out = input * (1 / (1 - p))
+            self.waiting[id(out)] = (out, self.keep(site, tuple(input.shape), p, input.device))
+        return out
+
+    def _folded(self, func: Callable, args: tuple[Any, ...], kwargs: dict) -> Tensor:
+        x, weight, *rest = args
+        if id(x) in self.made:
+            self.folding.calls[self.made[id(x)][1]] = self.foldable[id(weight)]
+        if id(x) in self.waiting:
+            weight = weight * self.waiting.pop(id(x))[1]
+        return func(x, weight, *rest, **kwargs)
+
+    def _placed(self, func: Callable, args: tuple[Any, ...], kwargs: dict) -> Tensor:
         """Drop what enters a layer: features of a linear one, channels of a convolution, so that a mask is a draw of weights."""
         x, site = args[0], self.by_weight[id(args[1])]
         batch_axis = 0
         if func is not F.linear:
             shape = (x.shape[0], x.shape[1], *[1] * (x.ndim - 2))
-        elif self.seed is not None:
-            shape = (*[1] * (x.ndim - 1), x.shape[-1])
+        elif self.seed is not None:  # the same for all inputs: a mask on the columns of the weights, which are fewer
+            mask = self.mask(site, (1, x.shape[-1]), self._rate(site), args[1])
+            return func(x, args[1] if mask is None else args[1] * mask, *args[2:], **kwargs)
         else:
             shape, batch_axis = self._tied(x.shape)
         return func(self.apply(x, site, shape, self._rate(site), batch_axis), *args[1:], **kwargs)

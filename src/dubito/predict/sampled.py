@@ -10,10 +10,12 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
@@ -21,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from dubito import tree
 from dubito.likelihoods import own
 from dubito.model import Model, mode
-from dubito.predict.dropout import RECURRENT, Dropout, Masks
+from dubito.predict.dropout import RECURRENT, Dropout, Folding, Masks
 from dubito.predict.recurrent import unrolled
 from dubito.predictive import LatentMixture
 from dubito.randomness import derive, forked
@@ -46,6 +48,18 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size() if is_batchedtensor(value) else 0
     return sum(_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+@dataclass
+class Known:
+    """What earlier predictions of the same kind have shown of a network."""
+
+    folding: Folding
+    peak: int = 0  # bytes that one draw needs
+
+
+# by network, then by the shapes of the inputs and what is random
+_KNOWN: WeakKeyDictionary[nn.Module, dict[tuple, Known]] = WeakKeyDictionary()
 
 
 class Common(TorchFunctionMode):
@@ -107,30 +121,36 @@ def sampled(
     stacked, x = stacked or {}, tree.move(x, model.device)
     varying = {**stacked} if seeds is None else {**stacked, "dropout:seed": seeds}
     draws = tree.count(varying) if varying else 1
+    kind = (*((leaf.shape, leaf.dtype) for leaf in tree.leaves(x)), consistent, frozenset(stacked), dropout is None)
+    known = _KNOWN.setdefault(model.network, {}).setdefault(kind, Known(Folding.of(model.network)))
 
     def once(varying: Params, common: Common | None) -> Tensor:
         params = {name: leaf for name, leaf in varying.items() if name != "dropout:seed"}
-        everything = {**shared, **params}
-        masks = nullcontext()
-        if dropout is not None:
-            masks = Masks(dropout, everything, seed=varying["dropout:seed"] if consistent else None)
+        # `shared` may hold learned quantities too ("dropout:..."), which are not the network's
+        buffers = {name: leaf for name, leaf in shared.items() if ":" not in name}
+        if dropout is None:
+            with common or nullcontext():
+                return model.call(params, x, buffers)[0]
+        masks = Masks(dropout, {**shared, **params}, seed=varying["dropout:seed"] if consistent else None, folding=known.folding)
         with common or nullcontext(), masks:
-            # `shared` may hold learned quantities too ("dropout:..."), which are not the network's
-            return model.call(params, x, {name: leaf for name, leaf in shared.items() if ":" not in name})[0]
+            f = model.call(params, x, buffers)[0]
+        if masks.waiting:  # the network took another way than before, and a mask is left over: again, without folding
+            known.folding = Folding()
+            return once(varying, common and common.again())
+        return f
 
     seed = derive(*seeds.tolist()) if seeds is not None else 0
     with torch.no_grad(), mode(model.network, False), forked(seed) if dropout is not None else nullcontext():
         if draws == 1:
             f = once({name: leaf[0] for name, leaf in varying.items()}, None).unsqueeze(0)
         else:
-            f = _all_draws(once, varying, draws, x, memory)
+            f = _all_draws(once, varying, draws, x, memory * GIGABYTE, known)
     learned = own({**shared, **stacked})
     f = f.float() if f.dtype.itemsize < 4 else f  # probabilities and variances need more than half precision
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 
 
-def _all_draws(once: Callable, varying: Params, draws: int, x: Any, memory: float) -> Tensor:
-    budget = memory * GIGABYTE
+def _all_draws(once: Callable, varying: Params, draws: int, x: Any, budget: float, known: Known) -> Tensor:
     inputs = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(x))
     sizes = sum(leaf.numel() * leaf.element_size() for leaf in varying.values())
     common = Common()
@@ -140,7 +160,7 @@ def _all_draws(once: Callable, varying: Params, draws: int, x: Any, memory: floa
         return vmap(lambda one: once(one, common.again()), randomness="different")(part)
 
     # A pass with one draw measures what a draw costs and fills the common part; cheap networks do without.
-    first = draws if draws * inputs + sizes < budget / 64 else 1
+    first = draws if draws * inputs + sizes < budget / 64 or (2 * known.peak * draws < budget and known.peak) else 1
     try:
         with warnings.catch_warnings():
             # an operator without a batching rule is looped over by vmap itself, which costs less than looping over the network
@@ -148,7 +168,8 @@ def _all_draws(once: Callable, varying: Params, draws: int, x: Any, memory: floa
                 "ignore", message=".*performance drop because we have not yet implemented the batching rule.*"
             )
             done = [chunk(0, first)]
-            size = max(1, int(budget / max(1, 2 * common.peak)))
+            known.peak = max(known.peak, common.peak)
+            size = max(1, int(budget / max(1, 2 * known.peak)))
             if first < draws <= size:  # all at once after all: doing one draw again costs less than putting the parts together
                 return chunk(0, draws)
             done += [chunk(start, min(size, draws - start)) for start in range(first, draws, size)]
