@@ -7,6 +7,16 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent
+USE = """
+import json, tempfile, torch, dubito
+x = torch.randn(4, 3)
+model = dubito.Model(torch.nn.Linear(3, 2), dubito.Categorical())
+posterior = dubito.fit(model, dubito.Ensemble(dubito.MCDropout(epochs=2, at="", draws=3), 2), (x, torch.tensor([0, 1, 0, 1])))
+with tempfile.TemporaryDirectory() as folder:
+    dubito.save(posterior, folder + "/p.safetensors")
+    p = dubito.load(folder + "/p.safetensors", model).predict(x)
+print(json.dumps([dubito.__file__, dubito.__version__, list(p.mean.shape)]))
+"""
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -35,10 +45,10 @@ def test_the_built_wheel_works_on_its_own(tmp_path):
     assert sources(installed) == sources(PROJECT / "src")
     assert list(installed.glob("dubito-*.dist-info/licenses/LICENSE"))
 
-    code = "import dubito, json; print(json.dumps([dubito.__file__, dubito.__version__]))"
-    file, version = json.loads(run("-W", "error", "-c", code, PYTHONPATH=str(installed)))
+    file, version, shape = json.loads(run("-W", "error", "-c", USE, PYTHONPATH=str(installed)))
     assert Path(file) == installed / "dubito" / "__init__.py"
     assert wheel.name.startswith(f"dubito-{version}-")
+    assert shape == [4, 2]
 
 
 def loaded(statement: str) -> set[str]:

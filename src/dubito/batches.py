@@ -64,6 +64,9 @@ class Batches:
     counted: bool  # whether n_data is our own count, which a pass must then confirm
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.source, Arrays):  # on the device already
+            yield from self.source
+            return
         for batch in self.source:
             yield tree.move(batch, self.device)
 

@@ -121,9 +121,10 @@ def fit(
     `start` (weights, or an earlier posterior) defaults to the network's weights. `n_data` is needed only where examples cannot be
     counted. `device` other than the network's own works on a copy of it. `precision="bfloat16"` runs the network in mixed precision.
 
-    `validation` data is scored after every epoch; with `patience` the fit stops after so many epochs without improvement, and the
-    best state counts. `checkpoint` is a folder written every `checkpoint_every` seconds and at the end; with `resume=True` a run
-    that was killed goes on from there, to the same result bit for bit. A callback that returns True stops the run.
+    `validation` data is scored after every epoch, and the state that scored best counts; with `patience` the fit stops after so
+    many epochs without improvement. `checkpoint` is a folder written every `checkpoint_every` seconds and at the end; with
+    `resume=True` a run that was killed goes on from there, to the same result bit for bit. A callback that returns True stops
+    the run.
 
     The network, its gradients, buffers and mode, and the global random generators are as before when this returns or raises.
 

@@ -90,6 +90,8 @@ def move(value: Any, device: torch.device | str | None = None, dtype: torch.dtyp
     """Tensors anywhere inside nested dicts, lists and tuples to a device; floating ones to a dtype. The rest is kept."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    if callable(getattr(value, "to", None)):  # tokenizers' batches and packed sequences know best what to move
+        return value if device is None else value.to(device)
     if isinstance(value, dict):
         return type(value)({key: move(item, device, dtype) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):

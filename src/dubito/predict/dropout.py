@@ -203,7 +203,7 @@ class Masks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in ELEMENTS or func in CHANNELS:
             return self._own(func, *args, **kwargs)
-        weight = id(args[1]) if len(args) > 1 else 0
+        weight = id(args[1]) if args[1:] else 0
         if func in WEIGHTED and weight in self.by_weight:
             return self._placed(func, args, kwargs)
         if func is F.linear and weight in self.foldable:
