@@ -82,7 +82,7 @@ def unflatten(vector: Tensor, like: Params) -> Params:
     """
     pieces = vector.split([leaf.numel() for leaf in like.values()], dim=-1)
     return {
-        name: piece.reshape(*vector.shape[:-1], *leaf.shape) for (name, leaf), piece in zip(like.items(), pieces, strict=True)
+        name: piece.reshape((*vector.shape[:-1], *leaf.shape)) for (name, leaf), piece in zip(like.items(), pieces, strict=True)
     }
 
 
