@@ -6,6 +6,7 @@ trees at once, every leaf with a leading axis `[S, ...]`. This is the only place
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def flatten(tree: Params, *, stacked: bool = False) -> Tensor:
     tensor([0., 0., 0., 0., 1.])
     """
     start = 1 if stacked else 0
-    return torch.cat([leaf.flatten(start) for leaf in tree.values()], dim=-1)
+    return torch.cat([leaf.reshape(*leaf.shape[:start], math.prod(leaf.shape[start:])) for leaf in tree.values()], dim=-1)
 
 
 def unflatten(vector: Tensor, like: Params) -> Params:
