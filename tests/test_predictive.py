@@ -1,5 +1,6 @@
 """The mixture predictive against Monte Carlo over f, against scipy, and as a proper density."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -301,3 +302,31 @@ def test_ignored_targets_score_zero():
 def test_errors_in_words(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("width", [1, 2])
+def test_heteroscedastic_density_is_smooth_where_the_noise_is_small(width, dense):
+    """The noise is a twentieth of the spread of the mean: nodes over the mean would give a comb, not a density."""
+    g = torch.Generator().manual_seed(0)
+    root = torch.randn(2 * width, 2 * width, generator=g, dtype=torch.float64) * 0.5
+    cov = root @ root.mT + 0.2 * torch.eye(2 * width, dtype=torch.float64)
+    cov = cov if dense else cov.diagonal()
+    mean = torch.cat([torch.randn(width, generator=g), torch.full((width,), -6.0)]).double()
+    p = LatentMixture(HeteroscedasticGaussian(), mean.reshape(1, 1, -1), cov.reshape(1, 1, *cov.shape))
+    full = cov if dense else torch.diag(cov)
+    f = torch.distributions.MultivariateNormal(mean, full).sample((400_000,))
+    y = torch.randn(5, width, generator=g, dtype=torch.float64) * 0.7 + mean[:width]
+    # exact in the mean given the log variance, Monte Carlo over the log variance
+    m, s = f[:, :width], f[:, width:]
+    slope = torch.linalg.solve(full[width:, width:], full[width:, :width])
+    centre = mean[:width] + (s - mean[width:]) @ slope
+    left = full[:width, :width] - full[:width, width:] @ slope
+    given = torch.distributions.MultivariateNormal(centre[:20_000], left + torch.diag_embed(s[:20_000].exp()))
+    for one in y:
+        exact = given.log_prob(one).logsumexp(0) - math.log(20_000)
+        assert p.log_prob(one.reshape(1, -1)).item() == pytest.approx(exact.item(), abs=0.05)
+    draws = (m + (0.5 * s).exp() * torch.randn(m.shape, generator=g, dtype=torch.float64)).sort(0).values
+    low, high = p.interval(0.8)
+    assert torch.allclose(low[0], draws[40_000], atol=0.02)
+    assert torch.allclose(high[0], draws[-40_000], atol=0.02)

@@ -30,10 +30,11 @@ class Arrays:
         return math.ceil(batch_size(self.y) / self.size)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        n = batch_size(self.y)
+        n, k = batch_size(self.y), len(self)
         order = torch.randperm(n).to(next(iter(tree.leaves(self.y))).device) if self.shuffle else None
-        for start in range(0, n, self.size):
-            rows = slice(start, start + self.size) if order is None else order[start : start + self.size]
+        for i in range(k):  # all of nearly the same size: a last batch of one example would be the end of BatchNorm
+            part = slice(n * i // k, n * (i + 1) // k)
+            rows = part if order is None else order[part]
             yield _rows(self.x, rows), _rows(self.y, rows)
 
 
@@ -43,14 +44,6 @@ def _rows(value: Any, rows: slice | Tensor) -> Any:
     if isinstance(value, dict):
         return {key: _rows(item, rows) for key, item in value.items()}
     return tuple(_rows(item, rows) for item in value)
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if isinstance(value, dict):
-        return {key: _tensors(item) for key, item in value.items()}
-    return tuple(_tensors(item) for item in value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,8 @@ class Batches:
 def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 128, shuffle: bool = True) -> Batches:
     """Read `data`: a tuple (x, y) of tensors or arrays, a Dataset, a DataLoader, or any re-iterable of batches."""
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray | dict):
-        x, y = _tensors(data[0]), _tensors(data[1])
+        kind = next(model.network.parameters()).dtype
+        x, y = tree.tensors(data[0], kind), tree.tensors(data[1], kind)
         counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
         if len(counts) != 1 or counts == {0}:
             raise ValueError(f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
@@ -86,6 +80,8 @@ def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 1
         data = DataLoader(data, batch_size=size)
     if not isinstance(data, Iterable):
         raise TypeError(f"data is a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Tensor | np.ndarray):
+        raise TypeError(f"data as a tuple is (x, y), with y a tensor or an array; y is a {type(data[1]).__name__}")
     if isinstance(data, Iterator):
         raise TypeError("data is an iterator that can be gone through only once: give a list of batches or a DataLoader")
     counted = n_data is None

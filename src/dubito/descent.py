@@ -133,7 +133,7 @@ class Descent(ABC):
 
 def _clip(slopes: Sequence[Tensor], limit: float, *, stacked: bool) -> None:
     """Scale the gradient (each member's own) down to a norm of at most `limit`."""
-    squares = [slope.flatten(1 if stacked else 0).pow(2).sum(-1) for slope in slopes]
+    squares = [slope.reshape(*slope.shape[: int(stacked)], -1).pow(2).sum(-1) for slope in slopes]
     norm = torch.stack(squares).sum(0).sqrt()  # [] or [S]
     factor = (limit / norm.clamp_min(1e-12)).clamp(max=1.0)
     for slope in slopes:

@@ -137,6 +137,8 @@ def fit(
     tensor([[1.]])
     """
     _check_arguments(accumulate, patience, validation, precision, resume, checkpoint)
+    if start is not None and getattr(method, "starts_anew", False):
+        raise ValueError(f"{type(method).__name__} initialises its members anew and would ignore `start`: leave it out")
     if device is not None and torch.device(device) != model.device:
         model = dataclasses.replace(model, network=copy.deepcopy(model.network).to(device))
     source = batches(model, data, n_data=n_data, size=batch_size, shuffle=method.data == "batches")
@@ -203,6 +205,8 @@ class _Loop:
             for size, group in groups:
                 run.state, info = self.method.step(self.target, run.state, group, run.generator)
                 run.step, run.batch, seen = run.step + 1, run.batch + 1, seen + size
+                if seen > self.source.n_data:
+                    self._confirm(seen)
                 if (draw := self.method.draw(run.state)) is not None:
                     draws.append(draw)
                 if bar.update(run.step, info):
@@ -245,7 +249,7 @@ class _Loop:
         """A whole pass must give as many examples as were counted, or the posterior would be scaled wrongly."""
         if self.source.counted and seen is not None and seen != self.source.n_data:
             raise ValueError(
-                f"a pass over the data gave {seen} examples where {self.source.n_data} were counted, so the posterior would be scaled "
+                f"a pass over the data gave {seen} examples (or more) where {self.source.n_data} were counted, so the posterior would be scaled "
                 "wrongly: give n_data=..., the number of examples the posterior is to stand for"
             )
 

@@ -109,7 +109,8 @@ def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
 class Model:
     """A network, what its output means, and what is believed of its weights beforehand.
 
-    `only` picks the Bayesian parameters by `re.search` over their names; the rest stay as they start. `split` reads a batch as
+    `only` picks the Bayesian parameters by `re.search` over their names; the rest, and what is frozen (`requires_grad=False`), stay as
+    they start. BatchNorm statistics follow the data in training all the same. `split` reads a batch as
     (x, y); x is a tensor for `net(x)`, a tuple for `net(*x)` or a dict for `net(**x)`. `output` picks the tensor from what the
     network returns.
 
@@ -133,6 +134,8 @@ class Model:
             given = self.likelihood.__name__ if isinstance(self.likelihood, type) else type(self.likelihood).__name__
             raise TypeError(f"the likelihood is an object such as dubito.Categorical() or dubito.Gaussian(); got {given}")
         names = [name for name, _ in self.network.named_parameters()]
+        if not names:
+            raise ValueError("the network has no parameters, so there is nothing to infer")
         if not any(re.search(self.only, name) for name in names):
             raise ValueError(
                 f"only={self.only!r} matches no parameter of the network; it has {names[:8]}{'...' if names[8:] else ''}"
@@ -144,7 +147,11 @@ class Model:
 
     def parameters(self, y: Any = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what the likelihood learns at its start."""
-        weights: Params = {name: p for name, p in self.network.named_parameters() if re.search(self.only, name)}
+        weights: Params = {name: p for name, p in self.network.named_parameters() if self._bayesian(name, p)}
+        if not weights:
+            raise ValueError(
+                "all parameters of the network (that `only` names) are frozen: set requires_grad_() on those to infer"
+            )
         kind = next(self.network.parameters())
         # a noise level is learned in the precision of the weights, but never in half precision
         learned: Params = tree.move(self.likelihood.parameters(y), kind.device, kind.dtype if kind.dtype.itemsize > 4 else None)
@@ -152,8 +159,11 @@ class Model:
 
     def buffers(self) -> Buffers:
         """Copies of all that is not Bayesian: the network's buffers, and the parameters that `only` leaves out."""
-        fixed = {name: p for name, p in self.network.named_parameters() if not re.search(self.only, name)}
+        fixed = {name: p for name, p in self.network.named_parameters() if not self._bayesian(name, p)}
         return tree.clone({**dict(self.network.named_buffers()), **fixed})
+
+    def _bayesian(self, name: str, parameter: Tensor) -> bool:
+        return parameter.requires_grad and re.search(self.only, name) is not None
 
     def forward(self, params: Params, x: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
         """f with C last, [B, *D, C], and the buffers after the pass. In train mode the buffers given may change in place."""
@@ -187,8 +197,15 @@ class Model:
     def check(self, params: Params, batch: Any, buffers: Buffers) -> None:
         """One pass over one batch that fails early and in words where the network, the likelihood and the data do not fit."""
         x, y = self.split(batch)
+        x = tree.apply_leaves(torch.clone, x)
+        versions = [leaf._version for leaf in tree.leaves(x)]
         with torch.no_grad():
             f, _ = self.forward(params, x, tree.clone(buffers))
+        if versions != [leaf._version for leaf in tree.leaves(x)]:
+            raise ValueError(
+                "the network changes its input in place, so a second pass over the same batch would see another input: write "
+                "x = x - mean instead of x -= mean, and no inplace=True on the first layer"
+            )
         if f.shape[0] != batch_size(y):
             raise ValueError(
                 f"the network gives {f.shape[0]} outputs for {batch_size(y)} targets: the first axis must be the batch"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent
 
+from dubito import tree
 from dubito.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, nodes
 from dubito.randomness import forked, fresh
 from dubito.tree import Params
@@ -106,12 +107,26 @@ class LatentMixture(Predictive):
         """The same predictive without covariances: every Gaussian as nodes with its mean and covariance."""
         if self.cov is None:
             return self
-        n, (s, *rest) = self.quadrature, self.means.shape
+        n = self.quadrature
         unit = nodes(n, self.means).reshape(1, n, *[1] * (self.means.ndim - 2), self.means.shape[-1])
-        means = self.means.unsqueeze(1) + _times(self._root.unsqueeze(1), unit)  # [S, n, B, *D, C]
-        weights = self._weights.repeat_interleave(n) / n
+        return self._finer(self.means.unsqueeze(1) + _times(self._root.unsqueeze(1), unit), None)
+
+    @cached_property
+    def _resolved(self) -> LatentMixture:
+        """The same predictive, of components whose distribution of y has a closed form: as many as that takes."""
+        if self.cov is None or self._exact is not None:
+            return self
+        finer = self.likelihood.resolve(self.means, self.cov, self.quadrature)
+        return self._points if finer is None else self._finer(*finer)
+
+    def _finer(self, means: Tensor, cov: Tensor | None) -> LatentMixture:
+        """Every component as n equal ones: means [S, n, B, *D, C], cov in a shape to match."""
+        n = means.shape[1]
         params = {k: v.repeat_interleave(n, 0) if v.ndim == 2 else v for k, v in (self.params or {}).items()}
-        return replace(self, means=means.reshape(s * n, *rest), cov=None, weights=weights, params=params)
+        weights = self._weights.repeat_interleave(n) / n
+        return replace(
+            self, means=means.flatten(0, 1), cov=None if cov is None else cov.flatten(0, 1), weights=weights, params=params
+        )
 
     @cached_property
     def _exact(self) -> Distribution | None:
@@ -156,15 +171,14 @@ class LatentMixture(Predictive):
         return between + average(within, self._weights)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        exact = self._exact if self.cov is not None else None
-        if exact is not None:
-            y = self.likelihood.target(y, self.means[0])
-            score, weights = exact.log_prob(y), self._weights  # [S, B, *D]
+        closed = self._resolved
+        y = self.likelihood.target(tree.tensors(y), self.means[0])
+        if closed.cov is None:
+            score = self.likelihood.log_prob(closed.means, y, closed._params)  # [S, B, *D]
         else:
-            points = self._points
-            y = self.likelihood.target(y, points.means[0])
-            score, weights = self.likelihood.log_prob(points.means, y, points._params), points._weights
-        log_weights = weights.log().reshape(-1, *[1] * (score.ndim - 1))
+            assert closed._exact is not None
+            score = closed._exact.log_prob(y)
+        log_weights = closed._weights.log().reshape(-1, *[1] * (score.ndim - 1))
         score = (score + log_weights).logsumexp(0)  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score
 
@@ -209,7 +223,7 @@ class LatentMixture(Predictive):
         """Every component's distribution of each output on its own, batch [S, B, *D, C], and the weights."""
         if self.likelihood.discrete or isinstance(self.likelihood, MultiTask):
             raise ValueError(f"intervals and quantiles are for regression; {type(self.likelihood).__name__} has classes")
-        exact, weights = (self._exact, self._weights) if self._exact is not None else (self._points._exact, self._points._weights)
+        exact, weights = self._resolved._exact, self._resolved._weights
         if isinstance(exact, torch.distributions.MultivariateNormal):
             return torch.distributions.Normal(exact.mean, exact.stddev, validate_args=False), weights
         assert isinstance(exact, Independent)
@@ -227,12 +241,12 @@ class LatentMixture(Predictive):
             raise ValueError(f"only a MultiTask predictive has tasks; this one is {type(self.likelihood).__name__}")
         if name not in self.likelihood.tasks:
             raise ValueError(f"there is no task {name!r}; the tasks are {list(self.likelihood.tasks)}")
-        split, cov = self.likelihood.split, self.cov
+        likelihood, split, cov = self.likelihood.tasks[name][0], self.likelihood.split, self.cov
         if cov is not None:
             cov = split(cov)[name] if cov.ndim == self.means.ndim else split(split(cov)[name].mT)[name]
         return replace(
             self,
-            likelihood=self.likelihood.tasks[name][0],
+            likelihood=likelihood if likelihood.dim != -1 else replace(likelihood, dim=self.likelihood.dim),
             means=split(self.means)[name],
             cov=cov,
             params=self.likelihood.of(name, self.params or {}),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,6 +101,25 @@ def move(value: Any, device: torch.device | str | None = None, dtype: torch.dtyp
     if isinstance(value, list | tuple):
         return type(value)(move(item, device, dtype) for item in value)
     return value
+
+
+def apply_leaves(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A function of every tensor inside nested dicts, lists and tuples; the rest is kept."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {key: apply_leaves(function, item) for key, item in value.items()}
+    return type(value)(apply_leaves(function, item) for item in value) if type(value) in (list, tuple) else value
+
+
+def tensors(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """NumPy arrays anywhere inside nested dicts, lists and tuples as tensors, real ones in a dtype (NumPy's float64 is rarely meant)."""
+    if isinstance(value, np.ndarray):
+        tensor = torch.from_numpy(value)
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    if type(value) is dict:
+        return {key: tensors(item, dtype) for key, item in value.items()}
+    return type(value)(tensors(item, dtype) for item in value) if type(value) in (list, tuple) else value
 
 
 def leaves(value: Any) -> Iterable[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent
 from torch.distributions import Normal as NormalDistribution
 
-from dubito.likelihoods.likelihood import PREFIX, Likelihood, positive
+from dubito.likelihoods.likelihood import PREFIX, Likelihood, nodes, positive
 from dubito.tree import Params
 
 
@@ -52,9 +52,12 @@ class Gaussian(Likelihood):
         if self.scale is not None:
             return {}
         spread = torch.ones(self.outputs)
-        if y is not None and y.numel() > self.outputs:
+        channels = y.shape[self.dim] if y is not None and y.ndim > 1 else 1
+        if y is not None and y.numel() > self.outputs and self.outputs in (1, channels):
             rows = y.movedim(self.dim, -1).reshape(-1, self.outputs) if self.outputs > 1 else y.reshape(-1, 1)
-            spread = rows.float().std(0).clamp_min(1e-6)
+            found = rows.float().std(0).cpu()
+            # targets that are all alike in the first batch say nothing of the noise, and a start at 0 would never be left
+            spread = torch.where(found > 1e-3 * rows.float().abs().mean(0).cpu().clamp_min(1e-3), found, 1.0)
         return {PREFIX + "log_scale": spread.log()}
 
     def log_prior(self, params: Params) -> Tensor:
@@ -130,3 +133,42 @@ class HeteroscedasticGaussian(Likelihood):
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         mean, log_variance = self._split(f)
         return torch.diag_embed(torch.cat([(-log_variance).exp(), torch.full_like(mean, 0.5)], -1))
+
+    def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
+        """Closed if the log variances are known: then the spread of the means adds to the noise."""
+        mean, log_variance = self._split(f_mean)
+        diagonal = f_cov.ndim == f_mean.ndim
+        spread = f_cov if diagonal else f_cov.diagonal(dim1=-2, dim2=-1)
+        if bool(self._split(spread)[1].any()):
+            return None
+        variance, noise = self._split(spread)[0], log_variance.exp()
+        if diagonal or mean.shape[-1] == 1:
+            return Independent(NormalDistribution(mean, (variance + noise).sqrt(), validate_args=False), 1)
+        width = mean.shape[-1]
+        full = f_cov[..., :width, :width] + torch.diag_embed(noise)
+        return torch.distributions.MultivariateNormal(mean, full, validate_args=False)
+
+    def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
+        """Nodes over the log variances only; given those, the means stay Gaussian and are convolved exactly.
+
+        Nodes over the means too would make a comb of narrow peaks wherever the noise is small beside the spread.
+        """
+        mean, log_variance = self._split(f_mean)
+        width = mean.shape[-1]
+        unit = nodes(n, mean).reshape(1, n, *[1] * (mean.ndim - 2), width)
+        if f_cov.ndim == f_mean.ndim:
+            variance, spread = self._split(f_cov)
+            points = log_variance.unsqueeze(1) + spread.clamp_min(0).sqrt().unsqueeze(1) * unit  # [S, n, ..., C]
+            means = torch.cat([mean.unsqueeze(1).expand_as(points), points], -1)
+            left = torch.cat([variance.unsqueeze(1).expand_as(points), torch.zeros_like(points)], -1)
+            return means, left
+        values, vectors = torch.linalg.eigh(f_cov[..., width:, width:])
+        known = values > 1e-12 * values.amax(-1, keepdim=True).clamp_min(1e-30)
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        inverse = vectors * torch.where(known, values.clamp_min(1e-30).rsqrt(), 0.0).unsqueeze(-2)
+        gain = f_cov[..., :width, width:] @ inverse  # covariance of the means with the unit nodes
+        shift = torch.cat([gain, root], -2).unsqueeze(1) @ unit.unsqueeze(-1)
+        left = torch.zeros_like(f_cov)
+        left[..., :width, :width] = f_cov[..., :width, :width] - gain @ gain.mT
+        means = f_mean.unsqueeze(1) + shift.squeeze(-1)
+        return means, left.unsqueeze(1).expand(*means.shape, means.shape[-1])

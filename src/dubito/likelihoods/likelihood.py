@@ -178,3 +178,8 @@ class Likelihood(ABC):
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         """p(y) for f ~ N(f_mean, f_cov) where it has a closed form, else None; f_cov is [..., C] or [..., C, C]."""
         return None
+
+    def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
+        """Each Gaussian over f [S, ...] as n Gaussians [S, n, ...] of equal weight for which `convolve` has a closed form, or None
+        where there is nothing better than nodes without spread."""
+        return None

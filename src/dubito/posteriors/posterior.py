@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from dubito import tree
-from dubito.model import Model
+from dubito.model import LABELS, Model, split_batch
 from dubito.predictive import LatentMixture, concatenate
 from dubito.randomness import forked, lent
 from dubito.tree import Params
@@ -64,6 +65,8 @@ class Posterior(ABC):
 
         It holds S x N x C numbers in the computer's memory; where that is too much, use `predict_batches`.
         """
+        if isinstance(loader, tuple | Dataset):
+            raise TypeError("predict_loader takes a DataLoader or a list of batches; for inputs in memory use predict(x)")
         predictives, targets = [], []
         with lent(loader), forked():  # a DataLoader draws from the global generator, even unshuffled
             for p, y in self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed):
@@ -71,6 +74,9 @@ class Posterior(ABC):
                 targets.append(tree.move(y, "cpu"))
         if not predictives:
             raise ValueError("there is no data: the loader gave no batch")
+        shapes = {p.means.shape[2:] for p in predictives}
+        if len(shapes) > 1:
+            raise ValueError(f"the batches give outputs of different shapes, {sorted(map(list, shapes))}: use predict_batches")
         return concatenate(predictives), _joined(targets)
 
     def _only(self, how: str, *known: str) -> None:
@@ -92,4 +98,6 @@ def inputs_of(model: Model, batch: Any) -> tuple[Any, Any]:
         return batch, None
     if isinstance(batch, list | tuple) and len(batch) == 1:
         return batch[0], None
+    if model.split is split_batch and hasattr(batch, "keys") and not any(name in batch for name in LABELS):
+        return {key: batch[key] for key in batch}, None
     return model.split(batch)

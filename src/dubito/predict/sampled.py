@@ -118,7 +118,7 @@ def sampled(
     `stacked` holds the leaves that differ between draws, [S, ...]; `shared` all others. With `dropout`, `seeds` [S] stand for the
     draws of masks. `memory` bounds what the draws may take at a time, in gigabytes.
     """
-    stacked, x = stacked or {}, tree.move(x, model.device)
+    stacked, x = stacked or {}, tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
     varying = {**stacked} if seeds is None else {**stacked, "dropout:seed": seeds}
     draws = tree.count(varying) if varying else 1
     kind = (*((leaf.shape, leaf.dtype) for leaf in tree.leaves(x)), consistent, frozenset(stacked), dropout is None)
