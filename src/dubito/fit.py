@@ -249,8 +249,8 @@ class _Loop:
         """A whole pass must give as many examples as were counted, or the posterior would be scaled wrongly."""
         if self.source.counted and seen is not None and seen != self.source.n_data:
             raise ValueError(
-                f"a pass over the data gave {seen} examples (or more) where {self.source.n_data} were counted, so the posterior would be scaled "
-                "wrongly: give n_data=..., the number of examples the posterior is to stand for"
+                f"a pass over the data gave {seen} examples (or more) where {self.source.n_data} were counted, so the posterior "
+                "would be scaled wrongly: give n_data=..., the number of examples the posterior is to stand for"
             )
 
     def _validate(self, run: _Run, draws: store.Draws) -> Info:

@@ -113,7 +113,7 @@ def apply_leaves(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def tensors(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """NumPy arrays anywhere inside nested dicts, lists and tuples as tensors, real ones in a dtype (NumPy's float64 is rarely meant)."""
+    """NumPy arrays anywhere inside nested dicts, lists and tuples as tensors, real ones in a dtype (NumPy is float64 by default)."""
     if isinstance(value, np.ndarray):
         tensor = torch.from_numpy(value)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 @dataclass
 class EnsembleState:
     members: list[Any]  # one state each, or a single stacked one
+    stacked: bool
     low: Tensor | None  # smallest and largest input seen, element by element, for adversarial steps
     high: Tensor | None
 
@@ -60,6 +61,8 @@ class Ensemble:
         if self.vectorize and not hasattr(self.method, "unstack"):
             raise ValueError(f"{type(self.method).__name__} cannot run its members in one pass: leave out `vectorize`")
 
+    starts_anew: ClassVar[bool] = True  # members do not start from the weights that `fit` is given
+
     @property
     def data(self) -> Literal["batches", "full"]:
         return self.method.data
@@ -70,17 +73,18 @@ class Ensemble:
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> EnsembleState:
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         starts = [self._reset(target, start, derive(seed, i)) for i in range(self.size)]
-        if self._vectorized(target):
-            stacked = Start(tree.stack([s.params for s in starts]), _stacked_buffers(target, starts))
-            members = [self.method.init(self._stack(target), stacked, batch, generator, steps=steps)]
+        together = Start(tree.stack([s.params for s in starts]), _stacked_buffers(target, starts))
+        stacked = self._vectorized(target) and self._works(target, together, batch)
+        if stacked:
+            members = [self.method.init(self._stack(target), together, batch, generator, steps=steps)]
         else:
             members = [self.method.init(target, own, batch, generator, steps=steps) for own in starts]
         x = target.model.split(batch)[0]
         if self.adversarial is None:
-            return EnsembleState(members, None, None)
+            return EnsembleState(members, stacked, None, None)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise ValueError("adversarial training perturbs one tensor of real numbers; this model takes other inputs")
-        return EnsembleState(members, x.amin(0), x.amax(0))
+        return EnsembleState(members, stacked, x.amin(0), x.amax(0))
 
     def step(
         self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
@@ -94,7 +98,7 @@ class Ensemble:
             state.low, state.high = torch.minimum(state.low, x.amin(0)), torch.maximum(state.high, x.amax(0))
             target = replace(target, adversary=self.adversarial * (state.high - state.low))
         bags = [self._bag(target, batch) for batch in data] if self.bagging else None  # [S, B] each
-        if self._vectorized(target):
+        if state.stacked:
             weights = None if bags is None else tuple(bags)
             members = [self.method.step(replace(self._stack(target), weights=weights), state.members[0], data, generator)]
         else:
@@ -113,7 +117,7 @@ class Ensemble:
 
     def posterior(self, target: Target, state: EnsembleState, draws: store.Draws) -> Posterior:
         states = state.members
-        if self._vectorized(target):
+        if state.stacked:
             states = self.method.unstack(self._stack(target), states[0])  # pyright: ignore[reportAttributeAccessIssue]
         members = [self.method.posterior(target, own, draws.column(i)) for i, own in enumerate(states)]
         points = [member for member in members if isinstance(member, Point)]
@@ -140,6 +144,16 @@ class Ensemble:
             return True
         small = sum(p.numel() for p in network.parameters()) <= 100_000
         return small and not any(isinstance(module, CONVOLUTIONS) for module in network.modules())
+
+    def _works(self, target: Target, start: Start, batch: Any) -> bool:
+        """Whether the network can run batched: not if it asks for values, or writes into tensors of its own."""
+        try:
+            self._stack(target).gradient(start.params, [batch], tree.clone(start.buffers), train=True)
+        except RuntimeError as error:
+            if self.vectorize:
+                raise RuntimeError(f"this network cannot run its members in one pass; use vectorize=False ({error})") from error
+            return False
+        return True
 
     def _reset(self, target: Target, start: Start, seed: int) -> Start:
         """A member's own start: a copy of the network with all layers initialised anew."""
@@ -177,13 +191,14 @@ def _stacked_buffers(target: Target, starts: list[Start]) -> Params:
 
 def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:
     """Initialise every layer anew; a wanted parameter that no layer initialises is an error."""
-    reached: set[int] = set()
+    for name, p in network.named_parameters():
+        if name in wanted and p.is_floating_point():
+            p.fill_(torch.nan)  # whatever is still so afterwards, nothing has initialised
     for module in reversed(list(network.modules())):  # parts before wholes, whose word is the last
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
             reset()
-            reached |= {id(p) for p in module.parameters()}
-    missed = [name for name, p in network.named_parameters() if name in wanted and id(p) not in reached]
+    missed = [name for name, p in network.named_parameters() if name in wanted and p.isnan().any()]
     if missed:
         raise ValueError(
             f"no reset_parameters() initialises {missed}, so all members would start alike there: define reset_parameters() in the "

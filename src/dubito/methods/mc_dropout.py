@@ -141,16 +141,18 @@ class MCDropout(Descent):
         assert isinstance(prior, Normal)
         for site in self._dropout(target).sites:
             pattern = re.compile(rf"{re.escape(f'{site}.'.lstrip('.'))}weight(_ih_l\d+|_hh_l\d+)?(_reverse)?$")
-            names = [name for name in params if pattern.match(name)]
-            live = {name: params[name].detach().requires_grad_() for name in [PREFIX + site, *names]}
+            own = dict(target.model.network.named_parameters())  # for layers that `only` leaves out: their rate is learned too
+            names = [name for name in own if pattern.match(name)]
+            live = {name: params[name].detach().requires_grad_() for name in [PREFIX + site, *names] if name in params}
             with torch.enable_grad():
                 drop = torch.sigmoid(live[PREFIX + site])
                 entropy = -torch.xlogy(drop, drop) - torch.xlogy(1 - drop, 1 - drop)
                 embedding = isinstance(target.model.network.get_submodule(site), nn.Embedding)
-                inputs = sum(params[name].shape[int(stacked) + (0 if embedding else 1)] for name in names)
+                inputs = sum(own[name].shape[0 if embedding else 1] for name in names)
                 extra = (inputs * entropy).sum()
                 for name in names:
-                    squares = live[name].pow(2).flatten(int(stacked)).sum(-1, keepdim=True) / (2 * prior.scale_of(name) ** 2)
+                    weight, axis = (live[name], int(stacked)) if name in live else (own[name].detach(), 0)
+                    squares = weight.pow(2).flatten(axis).sum(-1, keepdim=True) / (2 * prior.scale_of(name) ** 2)
                     extra = extra - (squares * drop / (1 - drop)).sum()
                 slopes = torch.autograd.grad(extra, list(live.values()))
             for name, slope in zip(live, slopes, strict=True):

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dubito.model import Model
+from dubito.model import Model, mode
 from dubito.predict.recurrent import unrolled
-from dubito.randomness import derive
+from dubito.randomness import derive, forked
 from dubito.tree import Params
 
 PREFIX = "dropout:"
@@ -66,6 +66,7 @@ class Dropout:
     """
 
     sites: Mapping[str, float] = field(default_factory=dict)
+    words: tuple[str, ...] = ()  # the sites that are embeddings
     recurrent: Literal["sequence", "batch"] = "sequence"
     batch_first: bool | None = None
 
@@ -86,16 +87,23 @@ class Dropout:
                     f"at={at!r} names no layer whose input can be dropped (linear, convolution, embedding or recurrent); "
                     f"this network has {fit}"
                 )
-        return Dropout(sites, recurrent, flags.pop() if flags else None)
+        words = tuple(name for name in sites if isinstance(modules[name], nn.Embedding))
+        return Dropout(sites, words, recurrent, flags.pop() if flags else None)
 
     def check(self, model: Model, x: Any) -> None:
-        """Raise, with advice, if there is no dropout in the network at all: neither modules, nor functional calls, nor places."""
-        if self.sites or any(_drops(module) for module in model.network.modules()):
+        """Raise, with advice, if there is no dropout in the network at all, or a place where it never comes to be."""
+        if not self.sites and any(_drops(module) for module in model.network.modules()):
             return
-        probe = Masks(self, {})
-        with torch.no_grad(), probe:
-            model.forward(model.parameters(), x, model.buffers())
-        if not probe.dropped:
+        params, buffers = model.parameters(), model.buffers()
+        probe = Masks(self, {**buffers, **params})
+        with forked(0), torch.no_grad(), mode(model.network, False), probe:
+            model.call(params, x, buffers)
+        if missed := [site for site in self.sites if site not in probe.hit]:
+            raise ValueError(
+                f"dropout cannot be put on the inputs of {missed}: their weights are tied, parametrized (weight norm), inside "
+                "nn.MultiheadAttention, or not used; leave them out of `at`, or put nn.Dropout into the network"
+            )
+        if not probe.dropped and not self.sites:
             fit = [name for name, module in model.network.named_modules() if isinstance(module, PLACES)]
             raise ValueError(
                 "this network has no dropout to keep on. Either put nn.Dropout layers into it, or name the layers whose inputs are to "
@@ -121,7 +129,9 @@ class Folding:
     for every draw: the layers after a dropout layer in an `nn.Sequential`, and, as a first pass has seen, the call that feeds each."""
 
     layers: frozenset[str] = frozenset()  # names of their weights
-    calls: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, str] = field(default_factory=dict)  # what is known to feed one of them, and nothing else
+    seen: dict[int, str] = field(default_factory=dict)  # what a pass that is going on has shown
+    shared: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(network: nn.Module) -> Folding:
@@ -153,7 +163,9 @@ class Masks(TorchFunctionMode):
         self.folding = Folding() if folding is None or seed is None else folding
         self.foldable = {id(weights[name]): name for name in self.folding.layers if name in weights}
         self.made: dict[int, tuple[Tensor, int]] = {}  # what dropout gave, and in which call
-        self.waiting: dict[int, tuple[Tensor, Tensor]] = {}  # what is still to be masked, and how; empty after a pass
+        self.waiting: dict[int, tuple[Tensor, Tensor | None]] = {}  # what is to be masked, and how; None once it has been
+        self.broken = False  # whether something else than the next layer has seen it
+        self.hit: set[str] = set()  # the places that a pass has come to
         self.logits = {site: weights.get(PREFIX + site) for site in dropout.sites}
         names = {f"{site}.{name}".lstrip("."): site for site in dropout.sites for name in ("weight", "weight_ih_l0")}
         self.by_weight = {id(weights[name]): site for name, site in names.items() if name in weights}
@@ -203,12 +215,14 @@ class Masks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in ELEMENTS or func in CHANNELS:
             return self._own(func, *args, **kwargs)
+        if self.made or self.waiting:
+            self._watch(func, args, kwargs)
         weight = id(args[1]) if args[1:] else 0
-        if func in WEIGHTED and weight in self.by_weight:
+        if func in WEIGHTED and weight in self.by_weight and self.by_weight[weight] not in self.dropout.words:
             return self._placed(func, args, kwargs)
         if func is F.linear and weight in self.foldable:
             return self._folded(func, args, kwargs)
-        if func is F.embedding and weight in self.by_weight:
+        if func is F.embedding and self.by_weight.get(weight) in self.dropout.words:
             return self._word_types(func(*args, **kwargs), args[0], args[1])
         if func in RECURRENT:
             return self._recurrent(func, args)
@@ -246,17 +260,38 @@ class Masks(TorchFunctionMode):
             self.waiting[id(out)] = (out, self.keep(site, tuple(input.shape), p, input.device))
         return out
 
+    def _watch(self, func: Callable, args: tuple[Any, ...], kwargs: dict) -> None:
+        """Masks can be left to the next layer only if nothing else ever sees the activations: look at all that any call is given."""
+        for i, value in enumerate([*args, *kwargs.values()]):
+            for leaf in value if isinstance(value, list | tuple) else [value]:
+                meant = i == 0 and func is F.linear and id(args[1]) in self.foldable
+                if id(leaf) in self.made and not meant:
+                    self.folding.shared.add(self.made[id(leaf)][1])
+                if id(leaf) in self.waiting and not (meant and self.waiting[id(leaf)][1] is not None):
+                    self.broken = True
+
     def _folded(self, func: Callable, args: tuple[Any, ...], kwargs: dict) -> Tensor:
         x, weight, *rest = args
         if id(x) in self.made:
-            self.folding.calls[self.made[id(x)][1]] = self.foldable[id(weight)]
-        if id(x) in self.waiting:
-            weight = weight * self.waiting.pop(id(x))[1]
+            call = self.made[id(x)][1]
+            if call in self.folding.seen:
+                self.folding.shared.add(call)
+            self.folding.seen[call] = self.foldable[id(weight)]
+        known = self.waiting.get(id(x))
+        if known is not None and known[1] is not None:
+            weight, self.waiting[id(x)] = weight * known[1], (x, None)
         return func(x, weight, *rest, **kwargs)
+
+    def close(self) -> bool:
+        """At the end of a pass: learn from it, and say whether all masks found their place."""
+        self.folding.calls |= {call: name for call, name in self.folding.seen.items() if call not in self.folding.shared}
+        self.folding.seen.clear()
+        return not self.broken and all(mask is None for _, mask in self.waiting.values())
 
     def _placed(self, func: Callable, args: tuple[Any, ...], kwargs: dict) -> Tensor:
         """Drop what enters a layer: features of a linear one, channels of a convolution, so that a mask is a draw of weights."""
         x, site = args[0], self.by_weight[id(args[1])]
+        self.hit.add(site)
         batch_axis = 0
         if func is not F.linear:
             shape = (x.shape[0], x.shape[1], *[1] * (x.ndim - 2))
@@ -269,12 +304,13 @@ class Masks(TorchFunctionMode):
 
     def _word_types(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """Drop words, not positions: every occurrence of a word in a sequence shares its fate."""
-        site, batch_axis = self.by_weight[id(table)], 1 if self.dropout.batch_first is False else 0
+        site, batch_axis = self.by_weight[id(table)], 1 if self.dropout.batch_first is False and ids.ndim > 1 else 0
+        self.hit.add(site)
         mask = self.mask(site, (ids.shape[batch_axis], table.shape[0]), self._rate(site), out)
         if mask is None:
             return out
         first = ids.movedim(batch_axis, 0)  # [B, *T]
-        kept = mask.expand(first.shape[0], -1).gather(1, first.flatten(1)).reshape(first.shape)
+        kept = mask.expand(first.shape[0], -1).gather(1, first.reshape(first.shape[0], -1)).reshape(first.shape)
         return out * kept.movedim(0, batch_axis).unsqueeze(-1)
 
     def _recurrent(self, func: Callable, args: tuple) -> Any:
@@ -282,6 +318,7 @@ class Masks(TorchFunctionMode):
         where = 2 if isinstance(args[2], list) else 3  # packed sequences have one more argument before the weights
         flat, between, bidirectional = args[where], args[where + 3], args[where + 5]
         site = self.by_weight.get(id(flat[0]))
+        self.hit |= {site} if site is not None else set()
         name = site or f"#{self.calls}"
         self.calls += 1
         placed = 0.0 if site is None else self._rate(site)

@@ -134,7 +134,7 @@ def sampled(
         masks = Masks(dropout, {**shared, **params}, seed=varying["dropout:seed"] if consistent else None, folding=known.folding)
         with common or nullcontext(), masks:
             f = model.call(params, x, buffers)[0]
-        if masks.waiting:  # the network took another way than before, and a mask is left over: again, without folding
+        if not masks.close():  # the network took another way than before, and a mask has no place: again, without folding
             known.folding = Folding()
             return once(varying, common and common.again())
         return f
