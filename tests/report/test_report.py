@@ -203,7 +203,8 @@ def test_every_figure_is_a_drawing_of_its_own():
             assert root.tag.endswith("svg"), name
             assert root.get("viewBox"), name
             assert root.get("width") is None, name
-            assert "nan" not in drawn.image.lower().replace("nano", ""), name
+            words = re.sub(r"base64,[^\"]*", "", drawn.image).lower()  # the letters of a picture may spell anything
+            assert "nan" not in words, name
             assert drawn.alt, name
 
 
