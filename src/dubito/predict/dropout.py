@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -177,10 +178,10 @@ class Masks(TorchFunctionMode):
             return hashed_uniform(self.seed, site, (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])) >= rate
         if isinstance(rate, Tensor):
             return torch.rand(shape, device=device) >= rate
-        # integers of 32 bits, drawn two at a time, cost half of what floats do, and masks are most of the work
-        count = math.prod(shape)
-        bits = torch.randint(-(2**63), 2**63 - 1, ((count + 1) // 2,), device=device).view(torch.int32)
-        return bits[:count].reshape(shape) >= round(rate * 2**32) - 2**31
+        # the two halves of 64-bit integers cost less than floats do, and masks are most of the work
+        count, limit = math.prod(shape), round(rate * 2**32)
+        bits = torch.randint(-(2**63), 2**63 - 1, ((count + 1) // 2,), device=device)
+        return torch.cat([(bits & (2**32 - 1)) >= limit, (bits >> 32) >= limit - 2**31])[:count].reshape(shape)
 
     def mask(self, site: str, shape: tuple[int, ...], rate: float | Tensor, like: Tensor, batch_axis: int = 0) -> Tensor | None:
         """Kept entries hold 1 / keep, dropped ones 0; None where nothing is dropped."""
@@ -342,4 +343,8 @@ class Masks(TorchFunctionMode):
                 state = mask(f"hidden{layer}{direction}", (1, flat[first + 1].shape[1]))
                 masked[first] = flat[first] if inputs is None else flat[first] * inputs
                 masked[first + 1] = flat[first + 1] if state is None else flat[first + 1] * state
-        return func(*without[:where], masked, *without[where + 1 :])
+        with (
+            warnings.catch_warnings()
+        ):  # on a GPU: masked weights are copies, which do not lie side by side as the layer's own do
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+            return func(*without[:where], masked, *without[where + 1 :])
