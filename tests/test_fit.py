@@ -65,11 +65,20 @@ def run(folder: Path, method: str, pause: float) -> subprocess.Popen:
 
 @pytest.mark.parametrize("method", ["mc_dropout", "ensemble"])
 def test_a_killed_run_goes_on_to_the_same_bits(method, tmp_path):
+    kill_and_resume(method, tmp_path, (0.2, 0.5))
+
+
+@pytest.mark.slow
+def test_a_run_killed_many_times_goes_on_to_the_same_bits(tmp_path):
+    kill_and_resume("mc_dropout", tmp_path, tuple(0.05 + 0.03 * torch.rand(12).double().numpy()))
+
+
+def kill_and_resume(method: str, tmp_path: Path, delays: tuple[float, ...]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = run(whole, method, 0.0)
     assert "done" in process.communicate()[0]
     kills = 0
-    for delay in (0.2, 0.5):
+    for delay in delays:
         process = run(killed, method, 0.02)
         while not (killed / "checkpoint.safetensors").exists():  # importing torch takes its time
             assert process.poll() is None

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import dubito
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model, MultiTask
+from dubito.batches import batches
 from dubito.predict.sampled import _KNOWN
 
 X, LABELS = torch.randn(100, 4, generator=torch.Generator().manual_seed(0)), torch.arange(100) % 3
@@ -96,7 +97,10 @@ def test_activations_that_others_see_are_not_folded():
 
 def test_the_last_batch_is_never_a_single_example():
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    dubito.fit(Model(net, Categorical()), Ensemble(MAP(epochs=1), 2), (X[:65], LABELS[:65]), batch_size=64)
+    model = Model(net, Categorical())
+    assert [len(y) for _, y in batches(model, (X[:65], LABELS[:65]), size=64)] == [32, 33]
+    posterior = dubito.fit(model, Ensemble(MAP(epochs=1), 2), (X[:65], LABELS[:65]), batch_size=64)
+    assert posterior.predict(X).mean.shape == (100, 3)
 
 
 def test_networks_that_cannot_run_batched_still_make_ensembles():
