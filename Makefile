@@ -22,7 +22,6 @@ define environment
 @echo "Installing $(2) into $(1)"
 @$(1)/bin/python $(PIP_INSTALL) hatchling
 @$(1)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '$(2)'
-@touch $@
 endef
 
 .PHONY: setup demo test lint tests test-slow test-gpu bench format clean FORCE
@@ -31,9 +30,14 @@ setup: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml constraints.txt $(call if_unusable,$(VENV))
 	$(call environment,$(VENV),.[dev])
+	@touch $@
 
-$(BENCH)/.stamp: pyproject.toml constraints.txt $(call if_unusable,$(BENCH))
+# The peers too, in an environment of their own and without their dependencies: benchmarks/requirements.txt says why.
+$(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/requirements.txt $(call if_unusable,$(BENCH))
 	$(call environment,$(BENCH),.)
+	@echo "Installing benchmarks/requirements.txt into $(BENCH)"
+	@$(BENCH)/bin/python $(PIP_INSTALL) --no-deps --requirement benchmarks/requirements.txt
+	@touch $@
 
 demo: setup
 	$(RUN)/dubito demo $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -41,6 +42,21 @@ def ratio(seconds: Mapping[str, list[float]], name: str, reference: str) -> dict
     """How many times as long, of the fastest rounds (other work on the machine only adds time) and of the median rounds."""
     a, b = seconds[name], seconds[reference]
     return {"fastest": min(a) / min(b), "median": statistics.median(a) / statistics.median(b)}
+
+
+def resident(what: str) -> float:
+    """VmRSS or its peak, VmHWM, of this process in megabytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+
+
+def growth(run: Callable[[], object]) -> float:
+    """How far the resident memory of this process rises while `run` runs, in megabytes: best in a process of its own."""
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator still holds would hide as much of the rise
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    run()
+    return resident("VmHWM") - before
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:

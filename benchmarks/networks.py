@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 def mlp(*widths: int, dropout: float = 0.0) -> nn.Sequential:
@@ -25,3 +26,50 @@ def lenet(*, dropout: float = 0.0) -> nn.Sequential:
         nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(),
         *([nn.Dropout(dropout)] if dropout else []), nn.Linear(84, 10),
     )  # fmt: skip
+
+
+class _Block(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut without weights: every other position, and zeros for the new channels."""
+
+    def __init__(self, fan_in: int, fan_out: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(fan_in, fan_out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(fan_out)
+        self.relu1 = nn.ReLU()  # a module for each call: what records layers by their modules then sees each once
+        self.conv2 = nn.Conv2d(fan_out, fan_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(fan_out)
+        self.relu2 = nn.ReLU()
+        self.stride, self.new = stride, fan_out - fan_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
+        if self.stride > 1:
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.new // 2, self.new // 2))
+        return self.relu2(out + x)
+
+
+class _ResNet(nn.Module):
+    def __init__(self, blocks: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU()
+        self.layer1 = nn.Sequential(*(_Block(16, 16, 1) for _ in range(blocks)))
+        self.layer2 = nn.Sequential(*(_Block(16 if i == 0 else 32, 32, 2 if i == 0 else 1) for i in range(blocks)))
+        self.layer3 = nn.Sequential(*(_Block(32 if i == 0 else 64, 64, 2 if i == 0 else 1) for i in range(blocks)))
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.linear(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
+
+
+def resnet20() -> nn.Module:
+    """ResNet-20 for CIFAR-10 (He et al. 2016, option A), named as in `weights/resnet20_cifar10.safetensors`.
+
+    Those weights expect images normalised by `CIFAR_MEAN` and `CIFAR_STD`; `strict=False`, for they lack BatchNorm's counters.
+    """
+    return _ResNet(3)
+
+
+CIFAR_MEAN, CIFAR_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

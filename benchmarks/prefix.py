@@ -12,10 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
-from measure import interleaved, ratio, show, write
+from measure import growth, interleaved, ratio, show, write
 from networks import lenet
 
 import dubito
@@ -75,20 +74,11 @@ def timings(repeats: int) -> dict:
     return figures
 
 
-def resident(what: str) -> float:
-    """VmRSS or its peak, VmHWM, of this process in megabytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
-
-
 def peak(memory: float) -> None:
     """In a process of its own: how far its resident memory rises while predicting, in megabytes."""
     posterior, x = dropout_posterior(at=""), torch.rand(BATCH, 1, 28, 28)
     posterior.predict(x[:1], draws=2)  # code and constants
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
-    posterior.predict(x, memory=memory)
-    print(json.dumps(resident("VmHWM") - before))
+    print(json.dumps(growth(lambda: posterior.predict(x, memory=memory))))
 
 
 def main() -> None:

@@ -502,7 +502,7 @@ def test_help_shows_every_field_of_a_method(ok, monkeypatch, name, width):
     flags = set(out.replace(",", " ").split())
     for method in methods(name).values():
         for field in dataclasses.fields(method):
-            if "Callable" in str(field.type) or field.name == wrapped(type(method)):
+            if "Callable" in str(field.type) or "Method" in str(field.type):  # given in Python only, or by the name of the method
                 assert f"--{field.name.replace('_', '-')}" not in flags
             else:
                 assert f"--{field.name.replace('_', '-')}" in flags

@@ -14,7 +14,9 @@ from dubito.likelihoods import HeteroscedasticCategorical as HeteroscedasticCate
 from dubito.likelihoods import HeteroscedasticGaussian as HeteroscedasticGaussian
 from dubito.likelihoods import MultiTask as MultiTask
 from dubito.methods import MAP as MAP
+from dubito.methods import SWAG as SWAG
 from dubito.methods import Ensemble as Ensemble
+from dubito.methods import Laplace as Laplace
 from dubito.methods import MCDropout as MCDropout
 from dubito.model import Model as Model
 

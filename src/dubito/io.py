@@ -9,11 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from dubito import store, tree
+from dubito.curvature.evidence import Evidence
+from dubito.linalg import STRUCTURES, Blocks, Covariance
 from dubito.model import Model
-from dubito.posteriors import Mixture, Point, Posterior, Samples, Stochastic
+from dubito.posteriors import Conjugate, Gaussian, Mixture, Point, Posterior, Samples, Stochastic
 from dubito.predict.dropout import Dropout
 
-FORMS: dict[str, type[Posterior]] = {"point": Point, "samples": Samples, "stochastic": Stochastic, "mixture": Mixture}
+FORMS: dict[str, type[Posterior]] = {
+    "point": Point,
+    "samples": Samples,
+    "stochastic": Stochastic,
+    "mixture": Mixture,
+    "conjugate": Conjugate,
+    "gaussian": Gaussian,
+}
 NAMES = {form: name for name, form in FORMS.items()}
 
 
@@ -70,8 +79,34 @@ def _pack(posterior: Posterior, tensors: dict[str, Tensor], path: str) -> dict:
         if item.name == "members":
             content["members"] = [_pack(member, tensors, f"{path}{i}/") for i, member in enumerate(value)]
         elif item.name != "model":
-            content[item.name] = store.pack(value, tensors, f"{path}{item.name}")
+            content[item.name] = _pack_value(value, tensors, f"{path}{item.name}")
     return content
+
+
+def _pack_value(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """As `store.pack`, with the covariances, whose structure has a name, and the evidence, which may hold one."""
+    if isinstance(value, Covariance):
+        inner = {item.name: getattr(value, item.name) for item in fields(value)}  # pyright: ignore[reportArgumentType]
+        if isinstance(value, Blocks):
+            parts = [_pack_value(block, tensors, f"{path}/{i}") for i, block in enumerate(value.blocks)]
+            return {"structure": "blocks", "blocks": parts}
+        name = next(name for name, kind in STRUCTURES.items() if kind is type(value))
+        return {"structure": name, "fields": {key: store.pack(v, tensors, f"{path}/{key}") for key, v in inner.items()}}
+    if isinstance(value, Evidence):
+        inner = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {"evidence": {key: _pack_value(v, tensors, f"{path}/{key}") for key, v in inner.items()}}
+    return store.pack(value, tensors, path)
+
+
+def _unpack_value(value: Any, tensors: dict[str, Tensor], template: Any) -> Any:
+    if "structure" in value:
+        if value["structure"] == "blocks":
+            return Blocks(tuple(_unpack_value(block, tensors, None) for block in value["blocks"]))
+        kind = STRUCTURES[value["structure"]]
+        return kind(**{key: store.unpack(v, tensors) for key, v in value["fields"].items()})
+    if "evidence" in value:
+        return Evidence(**{key: _unpack_value(v, tensors, None) for key, v in value["evidence"].items()})
+    return store.unpack(value, tensors, template)
 
 
 def _unpack(content: dict, tensors: dict[str, Tensor], model: Model, path: str) -> Posterior:
@@ -83,7 +118,7 @@ def _unpack(content: dict, tensors: dict[str, Tensor], model: Model, path: str) 
         if name == "members":
             values[name] = tuple(_unpack(member, tensors, model, path) for member in value)
         elif name != "form":
-            values[name] = store.unpack(value, tensors, Dropout() if name == "dropout" else None)
+            values[name] = _unpack_value(value, tensors, Dropout() if name == "dropout" else None)
     if isinstance(values.get("weights"), list):
         values["weights"] = tuple(values["weights"])
     return form(**values)

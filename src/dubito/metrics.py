@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from dubito.likelihoods import Bernoulli, Classes, MultiTask
-from dubito.predictive import LatentMixture, Predictive
+from dubito.predictive import LatentMixture, Predictive, StudentT
 
 PAIRS = 2**22  # pairs of components that `crps` holds in memory at once
 
@@ -103,14 +103,17 @@ def rmse(p: Predictive, y: Tensor) -> Tensor:
 def crps(p: Predictive, y: Tensor) -> Tensor:
     r"""Continuous ranked probability score, :math:`E|X - y| - \frac12 E|X - X'|`, the mean over examples and outputs.
 
-    It is in the units of y and 0 at best; for a point it is the absolute error. Exact for a mixture of Gaussians, from
-    :math:`E|N(\mu, \sigma^2)| = 2 \sigma \varphi(\mu/\sigma) + \mu (2 \Phi(\mu/\sigma) - 1)` of each one and each pair.
+    It is in the units of y and 0 at best; for a point it is the absolute error. Exact for a Student-t (see there), and for a
+    mixture of Gaussians, from :math:`E|N(\mu, \sigma^2)| = 2 \sigma \varphi(\mu/\sigma) + \mu (2 \Phi(\mu/\sigma) - 1)` of each one and
+    each pair.
 
     >>> from dubito import Gaussian
     >>> crps(LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 1, 1)), torch.tensor([0.0]))
     tensor(0.2337)
     """
     y = _target(p, y, "crps", classes=False)
+    if isinstance(p, StudentT):
+        return p.crps(y).mean()
     if not isinstance(p, LatentMixture):
         raise ValueError(f"crps is exact for mixtures of Gaussians; a {type(p).__name__} is none")
     marginal, weights = p.marginals

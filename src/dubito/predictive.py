@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch.distributions import Distribution, Independent
 
 from dubito import tree
 from dubito.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, nodes
-from dubito.randomness import forked, fresh
+from dubito.randomness import forked, fresh, generator
 from dubito.tree import Params
+
+LINKS = ("nodes", "mc", "probit", "bridge")
 
 
 class Predictive(ABC):
@@ -80,6 +83,25 @@ class LatentMixture(Predictive):
     weights: Tensor | None = None  # [S], sums to 1
     params: Params | None = None  # what the likelihood learned, leaves [K] or [S, K]
     quadrature: int = 128  # nodes for each Gaussian where there is no closed form
+    root: Tensor | None = None  # [S, B, *D, C, R], a root of the covariances, given in the place of `cov` where C is large
+    link: str = "nodes"  # class probabilities of a Gaussian over logits: nodes, mc (random nodes), probit or bridge
+
+    def __post_init__(self):
+        if self.link not in LINKS:
+            raise ValueError(f"link is one of {', '.join(LINKS)}; got {self.link!r}")
+
+    @property
+    def certain(self) -> bool:
+        """No covariances: the components are points."""
+        return self.cov is None and self.root is None
+
+    @cached_property
+    def covariances(self) -> Tensor:
+        """[S, B, *D, C] or [S, B, *D, C, C]."""
+        if self.cov is not None:
+            return self.cov
+        assert self.root is not None
+        return self.root @ self.root.mT
 
     @cached_property
     def _weights(self) -> Tensor:
@@ -96,6 +118,8 @@ class LatentMixture(Predictive):
     @cached_property
     def _root(self) -> Tensor:
         """A square root of the covariances, in their shape."""
+        if self.root is not None:
+            return self.root
         assert self.cov is not None
         if self.cov.ndim == self.means.ndim:
             return self.cov.clamp_min(0).sqrt()
@@ -105,18 +129,27 @@ class LatentMixture(Predictive):
     @cached_property
     def _points(self) -> LatentMixture:
         """The same predictive without covariances: every Gaussian as nodes with its mean and covariance."""
-        if self.cov is None:
+        if self.certain:
             return self
-        n = self.quadrature
-        unit = nodes(n, self.means).reshape(1, n, *[1] * (self.means.ndim - 2), self.means.shape[-1])
-        return self._finer(self.means.unsqueeze(1) + _times(self._root.unsqueeze(1), unit), None)
+        n, width = self.quadrature, (self.means if self.root is None else self.root).shape[-1]
+        if self.link == "mc":
+            unit = torch.randn(n, width, generator=generator("cpu", "link"), dtype=torch.float64).to(self.means)
+        else:
+            unit = nodes(n, self.means if self.root is None else self.root)
+        if self._root.ndim == self.means.ndim:
+            spread = self._root.unsqueeze(1) * unit.reshape(1, n, *[1] * (self.means.ndim - 2), width)
+        else:
+            spread = torch.einsum("s...cr,nr->sn...c", self._root, unit)
+        return self._finer(self.means.unsqueeze(1) + spread, None)
 
     @cached_property
     def _resolved(self) -> LatentMixture:
         """The same predictive, of components whose distribution of y has a closed form: as many as that takes."""
-        if self.cov is None or self._exact is not None:
+        if self.certain or self._exact is not None:
             return self
-        finer = self.likelihood.resolve(self.means, self.cov, self.quadrature)
+        if self.likelihood.discrete:
+            return self._points
+        finer = self.likelihood.resolve(self.means, self.covariances, self.quadrature)
         return self._points if finer is None else self._finer(*finer)
 
     def _finer(self, means: Tensor, cov: Tensor | None) -> LatentMixture:
@@ -124,16 +157,17 @@ class LatentMixture(Predictive):
         n = means.shape[1]
         params = {k: v.repeat_interleave(n, 0) if v.ndim == 2 else v for k, v in (self.params or {}).items()}
         weights = self._weights.repeat_interleave(n) / n
-        return replace(
-            self, means=means.flatten(0, 1), cov=None if cov is None else cov.flatten(0, 1), weights=weights, params=params
-        )
+        cov = None if cov is None else cov.flatten(0, 1)
+        return replace(self, means=means.flatten(0, 1), cov=cov, weights=weights, params=params, root=None, link="nodes")
 
     @cached_property
     def _exact(self) -> Distribution | None:
         """The components' distributions of y in closed form, batch [S, B, *D]."""
-        if self.cov is None:
+        if self.certain:
             return self.likelihood(self.means, self._params)
-        return self.likelihood.convolve(self.means, self.cov, self._params)
+        if self.likelihood.discrete:
+            return None
+        return self.likelihood.convolve(self.means, self.covariances, self._params)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -146,14 +180,24 @@ class LatentMixture(Predictive):
         return self._points._weights
 
     @cached_property
+    def _linked(self) -> LatentMixture | None:
+        """The mean under one of the closed approximations, as a predictive of its own; None for nodes."""
+        if self.certain or self.link in ("nodes", "mc") or not self.likelihood.discrete:
+            return None
+        probs = average(self.likelihood.linked(self.means, self.covariances, self._params, self.link), self._weights)
+        return LatentMixture(*self.likelihood.fixed(probs.unsqueeze(0)))
+
+    @cached_property
     def mean(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return average(self.probs, self.draw_weights)
+        return average(self.probs, self.draw_weights) if self._linked is None else self._linked.mean
 
     @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
         points = self._points
         split = self.likelihood.uncertainty(points.means, points._weights, points._params)
-        if self.cov is None or self._exact is None:
+        if self._linked is not None:
+            return Uncertainty.of(self._linked.uncertainty.total, split.aleatoric)
+        if self.certain or self._exact is None:
             return split
         # exact where the likelihood integrates in closed form: the nodes' aleatoric part plus the full variance of f
         return Uncertainty(split.aleatoric + self.f_var, split.aleatoric, self.f_var)
@@ -165,12 +209,16 @@ class LatentMixture(Predictive):
     @cached_property
     def f_var(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         between = average((self.means - self.f_mean) ** 2, self._weights)
+        if self.root is not None:
+            return between + average(self.root.square().sum(-1), self._weights)
         if self.cov is None:
             return between
         within = self.cov if self.cov.ndim == self.means.ndim else self.cov.diagonal(dim1=-2, dim2=-1)
         return between + average(within, self._weights)
 
     def log_prob(self, y: Tensor) -> Tensor:
+        if self._linked is not None:
+            return self._linked.log_prob(y)
         closed = self._resolved
         y = self.likelihood.target(tree.tensors(y), self.means[0])
         if closed.cov is None:
@@ -188,8 +236,9 @@ class LatentMixture(Predictive):
         which = torch.multinomial(self._weights, n, replacement=True, generator=generator)
         params = {k: v[which] if v.ndim == 2 else v for k, v in (self.params or {}).items()}
         f = self.means[which]
-        if self.cov is not None:  # from the Gaussians themselves: nodes would leave gaps where the noise is small
-            unit = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=device)
+        if not self.certain:  # from the Gaussians themselves: nodes would leave gaps where the noise is small
+            width = f.shape[-1] if self.root is None else self.root.shape[-1]
+            unit = torch.randn((*f.shape[:-1], width), generator=generator, dtype=f.dtype, device=device)
             f = f + _times(self._root if len(self._root) == 1 else self._root[which], unit)
         # torch.distributions draws from the global generator only: lend it a seed from ours and put it back
         seed = int(torch.randint(2**62, (1,), generator=generator, device=device))
@@ -232,8 +281,8 @@ class LatentMixture(Predictive):
     def to(self, device: torch.device | str) -> LatentMixture:
         """The same predictive on another device."""
         params = {name: leaf.to(device) for name, leaf in (self.params or {}).items()}
-        cov, weights = (None if t is None else t.to(device) for t in (self.cov, self.weights))
-        return replace(self, means=self.means.to(device), cov=cov, weights=weights, params=params)
+        cov, weights, root = (None if t is None else t.to(device) for t in (self.cov, self.weights, self.root))
+        return replace(self, means=self.means.to(device), cov=cov, weights=weights, params=params, root=root)
 
     def task(self, name: str) -> LatentMixture:
         """The predictive of one task of a `MultiTask` likelihood."""
@@ -241,7 +290,7 @@ class LatentMixture(Predictive):
             raise ValueError(f"only a MultiTask predictive has tasks; this one is {type(self.likelihood).__name__}")
         if name not in self.likelihood.tasks:
             raise ValueError(f"there is no task {name!r}; the tasks are {list(self.likelihood.tasks)}")
-        likelihood, split, cov = self.likelihood.tasks[name][0], self.likelihood.split, self.cov
+        likelihood, split, cov = self.likelihood.tasks[name][0], self.likelihood.split, None if self.certain else self.covariances
         if cov is not None:
             cov = split(cov)[name] if cov.ndim == self.means.ndim else split(split(cov)[name].mT)[name]
         return replace(
@@ -250,25 +299,181 @@ class LatentMixture(Predictive):
             means=split(self.means)[name],
             cov=cov,
             params=self.likelihood.of(name, self.params or {}),
+            root=None,
         )
 
 
 def _times(root: Tensor, unit: Tensor) -> Tensor:
-    """A diagonal [..., C] or dense [..., C, C] root times vectors [..., C]."""
-    return root * unit if root.ndim == unit.ndim else (root @ unit.unsqueeze(-1)).squeeze(-1)
+    """A diagonal [..., C] or dense [..., C, R] root times vectors [..., R]."""
+    if root.ndim == unit.ndim:
+        return root * unit
+    return (root @ unit.unsqueeze(-1)).squeeze(-1)
 
 
-def concatenate(parts: list[LatentMixture]) -> LatentMixture:
+@dataclass(frozen=True)
+class StudentT(Predictive):
+    r"""The predictive of a conjugate regression with unknown noise: Student-t, exactly.
+
+    Each output is :math:`y = f + \epsilon` with :math:`\sigma^2 \sim \mathrm{InvGamma}(a, b)`,
+    :math:`f \mid \sigma^2 \sim N(m, \sigma^2 q)` and :math:`\epsilon \mid \sigma^2 \sim N(0, \sigma^2)`. Then
+
+    .. math:: y \sim t_{2a}\left(m,\; \tfrac{b}{a} (1 + q)\right), \qquad
+        \mathrm{Var}[y] = \underbrace{\tfrac{b}{a - 1}}_{\text{aleatoric}} + \underbrace{\tfrac{b}{a - 1}\, q}_{\text{epistemic}}
+
+    For :math:`a \le 1` (two observations or fewer, with a weak prior) the noise has no mean: the variances are infinite, as they should
+    be, while densities, quantiles and intervals stay finite. Outputs that share one noise are a joint Student-t, and are scored so.
+
+    >>> import dubito
+    >>> one = torch.ones(1, 1, 1)
+    >>> p = StudentT(dubito.Gaussian(), 0 * one, one, torch.tensor([3.0]), torch.tensor([4.0]))
+    >>> p.uncertainty.total, p.uncertainty.aleatoric
+    (tensor([[4.]]), tensor([[2.]]))
+    """
+
+    likelihood: Likelihood
+    means: Tensor  # [1, B, *D, C]
+    spread: Tensor  # q, [1, B, *D, C]: the variance of f in units of the noise's
+    shape: Tensor  # a, [C] or, for one noise shared by all outputs, [1]
+    rate: Tensor  # b, [C] or [1]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.means[0]
+
+    @property
+    def f_mean(self) -> Tensor:
+        return self.means[0]
+
+    @property
+    def f_var(self) -> Tensor:
+        return self.uncertainty.epistemic
+
+    @cached_property
+    def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
+        noise = torch.where(self.shape > 1, self.rate / (self.shape - 1), torch.inf).to(self.means).expand_as(self.mean)
+        known = torch.where(self.spread[0] > 0, noise * self.spread[0], 0.0)  # not inf * 0, where f is certain
+        return Uncertainty(noise + known, noise, known)
+
+    @cached_property
+    def _scale(self) -> Tensor:
+        """The scale of the Student-t, [B, *D, C], in float64: a difference of log gammas needs it."""
+        return (self.rate.double() / self.shape.double() * (1 + self.spread[0].double())).sqrt()
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        y, dof = self.likelihood.target(tree.tensors(y), self.mean), 2 * self.shape.double()
+        squares, logs = ((y - self.mean) / self._scale) ** 2, self._scale.log()
+        width = 1
+        if len(self.shape) < y.shape[-1]:  # one noise for all outputs: what one output shows of it counts for the others
+            squares, logs, width = squares.sum(-1, keepdim=True), logs.sum(-1, keepdim=True), y.shape[-1]
+        constant = torch.lgamma((dof + width) / 2) - torch.lgamma(dof / 2) - width / 2 * (math.pi * dof).log()
+        score = (constant - logs - (dof + width) / 2 * torch.log1p(squares / dof)).sum(-1).to(self.means)
+        return score.flatten(1).sum(1) if score.ndim > 1 else score
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        device = self.means.device
+        source = fresh(device) if generator is None else generator
+        unit = torch.randn((n, *self.mean.shape), generator=source, dtype=torch.float64, device=device)
+        seed = int(torch.randint(2**62, (1,), generator=source, device=device))
+        with forked(seed):  # torch.distributions draws from the global generator only
+            chi2 = torch.distributions.Chi2(2 * self.shape.double()).sample((n, *self.mean.shape[:-1]))
+        return (self.mean + self._scale * unit * (2 * self.shape.double() / chi2).sqrt()).to(self.means)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """P(Y <= y) of every output on its own, [B, *D, C], for y [B, *D, C]."""
+        z = (y - self.mean) / self._scale
+        tail = _student_t_tail(z.abs(), 2 * self.shape.double())
+        return torch.where(z > 0, 1 - tail, tail).to(self.means)
+
+    def quantile(self, level: float) -> Tensor:
+        """The level-quantile of every output, [B, *D, C]: that of the standard Student-t, moved and scaled."""
+        if not 0 < level < 1:
+            raise ValueError(f"a quantile's level lies between 0 and 1; got {level}")
+        low = torch.zeros(1, len(self.shape), dtype=torch.float64, device=self.shape.device)
+        high, cuts = torch.ones_like(low), torch.linspace(0, 1, 257, dtype=torch.float64, device=low.device).unsqueeze(-1)
+        for _ in range(7):  # 8 bits at a time, over (0, 1), which a Cauchy's quantile function takes to the whole tail
+            grid = low + (high - low) * cuts  # [257, G]
+            inside = _student_t_tail(torch.tan(grid * math.pi / 2), 2 * self.shape.double()) > min(level, 1 - level)
+            last = (inside.sum(0, keepdim=True) - 1).clamp(0, 255)
+            low, high = grid.gather(0, last), grid.gather(0, last + 1)
+        z = math.copysign(1, level - 0.5) * torch.tan((low + high) * math.pi / 4).squeeze(0)
+        return (self.mean + z * self._scale).to(self.means)
+
+    def crps(self, y: Tensor) -> Tensor:
+        r"""Continuous ranked probability score of every output on its own, [B, *D, C], for y [B, *D, C].
+
+        :math:`\frac{\mathrm{crps}}{s} = z (2 F(z) - 1) + \frac{2 (\nu + z^2)}{\nu - 1} p(z) - \frac{2 \sqrt\nu}{\nu - 1}
+        \frac{B(1/2, \nu - 1/2)}{B(1/2, \nu / 2)^2}` with :math:`z = (y - m) / s`, :math:`\nu = 2a > 1`; infinite for :math:`\nu \le 1`.
+        """
+        dof, half = 2 * self.shape.double(), torch.tensor(0.5, dtype=torch.float64, device=self.shape.device)
+        z = (y - self.mean) / self._scale
+        beta = _log_beta(half, dof / 2)
+        density = (-(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - beta).exp()
+        centre = z.abs() * (1 - 2 * _student_t_tail(z.abs(), dof))
+        spread = dof.sqrt() * (_log_beta(half, dof - 0.5) - 2 * beta).exp()
+        score = self._scale * (centre + 2 * ((dof + z * z) * density - spread) / (dof - 1))
+        return torch.where(dof > 1, score, torch.inf).to(self.means)
+
+    def to(self, device: torch.device | str) -> StudentT:
+        """The same predictive on another device."""
+        means, spread, shape, rate = (t.to(device) for t in (self.means, self.spread, self.shape, self.rate))
+        return replace(self, means=means, spread=spread, shape=shape, rate=rate)
+
+    def rescaled(self, shift: Tensor, scale: Tensor) -> StudentT:
+        """The predictive of shift + scale * y, each [C]: back to the units that y was standardised from."""
+        return replace(self, means=shift + scale * self.means, rate=self.rate * scale.to(self.rate) ** 2)
+
+
+def _log_beta(a: Tensor, b: Tensor) -> Tensor:
+    return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+
+
+def _student_t_tail(z: Tensor, dof: Tensor) -> Tensor:
+    r"""P(T > z) of a standard Student-t for z >= 0: :math:`\frac12 I_x(\nu/2, 1/2)` at :math:`x = \nu / (\nu + z^2)`.
+
+    The incomplete beta function is its continued fraction, on the side where that converges: 40 terms give all digits for any dof.
+    """
+    ratio = z * z / dof
+    log_x, log_rest = -torch.log1p(ratio), ratio.log() - torch.log1p(ratio)
+    a, b = (dof / 2).expand_as(z), torch.full_like(z, 0.5)
+    direct = log_x.exp() < (a + 1) / (a + 2.5)
+    p, q, x = torch.where(direct, a, b), torch.where(direct, b, a), torch.where(direct, log_x, log_rest).exp()
+    upper, lower = torch.ones_like(x), 1 / (1 - (p + q) * x / (p + 1))
+    fraction = lower
+    for m in range(1, 41):
+        even = m * (q - m) * x / ((p + 2 * m - 1) * (p + 2 * m))
+        odd = -(p + m) * (p + q + m) * x / ((p + 2 * m) * (p + 2 * m + 1))
+        for term in (even, odd):
+            upper, lower = 1 + term / upper, 1 / (1 + term * lower)
+            fraction = fraction * upper * lower
+    value = (a * log_x + b * log_rest - _log_beta(a, b)).exp() / p * fraction
+    return 0.5 * torch.where(direct, value, 1 - value)
+
+
+P = TypeVar("P", LatentMixture, StudentT)
+
+
+def concatenate(parts: list[P]) -> P:
     """Predictives of consecutive batches, from the same draws, as one predictive of all inputs."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    cov = None if first.cov is None else torch.cat([p.cov for p in parts if p.cov is not None], 1)
-    return replace(first, means=torch.cat([p.means for p in parts], 1), cov=cov)
+    if isinstance(first, StudentT):
+        spread = torch.cat([p.spread for p in parts if isinstance(p, StudentT)], 1)
+        return replace(first, means=torch.cat([p.means for p in parts], 1), spread=spread)
+    rest = [p for p in parts if isinstance(p, LatentMixture)]
+    cov = None if first.cov is None else torch.cat([p.cov for p in rest if p.cov is not None], 1)
+    root = None if first.root is None else torch.cat([p.root for p in rest if p.root is not None], 1)
+    return replace(first, means=torch.cat([p.means for p in parts], 1), cov=cov, root=root)
 
 
 def mix(parts: list[LatentMixture], weights: list[float]) -> LatentMixture:
     """Predictives of the same inputs, mixed with weights that sum to 1."""
+    if not all(isinstance(p, LatentMixture) for p in parts):
+        raise ValueError("predictives of other kinds than LatentMixture cannot be mixed exactly: predict with how='sampled'")
+    parts = [p if p.root is None else replace(p, cov=p.covariances, root=None) for p in parts]
     stacked = [{k: v if v.ndim == 2 else v.expand(p.means.shape[0], -1) for k, v in (p.params or {}).items()} for p in parts]
     if any(p.cov is not None for p in parts) and any(p.cov is None for p in parts):
         parts = [replace(p, cov=torch.zeros_like(p.means)) if p.cov is None else p for p in parts]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
 
 import dubito
-from dubito import MAP, Categorical, Ensemble, Gaussian, Model
+from contract.methods import ULA
+from contract.test_contract import tensors
+from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model, tree
 from dubito.methods.ensemble import _keys
 from dubito.model import Target
+from dubito.posteriors import Mixture, Samples
 
 
 def net(outputs: int = 1) -> nn.Sequential:
@@ -149,3 +155,143 @@ def test_bad_options_are_refused_in_words():
     words = Model(nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 2)), Categorical())
     with pytest.raises(ValueError, match="real numbers"):
         dubito.fit(words, Ensemble(MAP(epochs=1), 2, adversarial=0.1), (ids, torch.zeros(8).long()))
+
+
+@dataclass
+class CloudState:
+    params: dict
+    buffers: dict
+    spread: dict
+    optimizer: torch.optim.Optimizer
+    rest: int
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A method for trained networks, such as Laplace: one pass for a spread around the weights it starts from, then two draws."""
+
+    post_hoc: ClassVar[bool] = True
+    seen: list = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def data(self):
+        return "batches"
+
+    def steps(self, n_batches):
+        return n_batches
+
+    def init(self, target, start, batch, generator, *, steps):
+        self.seen.append((start, steps))
+        spread = {n: torch.rand(p.shape, generator=generator, dtype=p.dtype) for n, p in start.params.items()}
+        return CloudState(start.params, start.buffers, spread, torch.optim.Adam(list(spread.values()), lr=0.1), steps)
+
+    def step(self, target, state, data, generator):
+        slopes = target.gradient(state.params, data, state.buffers).gradient
+        for name, leaf in state.spread.items():
+            leaf.grad = slopes[name] + torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        state.optimizer.step()
+        state.rest -= 1
+        return state, {}
+
+    def draw(self, state):
+        return None
+
+    def posterior(self, target, state, draws):
+        around = [tree.apply(op, state.params, state.spread) for op in (torch.add, torch.sub)]
+        return Samples(target.model, tree.stack(around), state.buffers)
+
+
+@pytest.mark.parametrize("vectorize", [None, False])
+def test_a_start_trains_the_members_and_the_method_goes_on_from_there(vectorize):
+    """With all that was learned, the noise and the statistics of BatchNorm too; the training is batched where it can be."""
+    model, cloud, kinds = Model(net(), Gaussian()), Cloud(), []
+
+    def look(event):
+        kinds.append([stage.stacked for stage in event.state.stages])
+
+    method = Ensemble(cloud, 3, start=MAP(epochs=4), vectorize=vectorize)
+    posterior = dubito.fit(model, method, data(), batch_size=16, callbacks=[look])
+    trained = dubito.fit(model, Ensemble(MAP(epochs=4), 3, vectorize=vectorize), data(), batch_size=16)
+    assert isinstance(posterior, Mixture)
+    assert len(cloud.seen) == 6, "once to find out early what cannot work"
+    for i, ((start, steps), member) in enumerate(zip(cloud.seen[3:], posterior.members, strict=True)):
+        assert steps == 4
+        assert all(torch.equal(leaf, trained.params[name][i]) for name, leaf in start.params.items())
+        assert all(torch.equal(start.buffers[name][None], leaf[i][None]) for name, leaf in trained.own_buffers.items())
+        assert "likelihood:log_scale" in start.params
+        assert torch.allclose(member.params["0.weight"].mean(0), trained.params["0.weight"][i], atol=1e-6)
+    assert len(kinds) == 20
+    assert all(kind == [vectorize is None, False] for kind in kinds)
+
+
+@pytest.mark.parametrize("at", [1, 4, 7, 8, 9, 11, 12])
+def test_a_run_of_two_stages_goes_on_after_a_stop_in_either(at, tmp_path):
+    def run(**options):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Model(net(), Gaussian())
+        method = Ensemble(Cloud(), 2, start=MAP(epochs=2))
+        return dubito.fit(model, method, data(), seed=3, batch_size=16, **options)
+
+    run(checkpoint=tmp_path, callbacks=[lambda event: event.step == at])
+    resumed = run(checkpoint=tmp_path, resume=True)
+    assert all(torch.equal(p, q) for p, q in zip(tensors(run()), tensors(resumed), strict=True))
+
+
+def test_validation_looks_at_both_stages_and_keeps_the_best_state():
+    """The spread of this method is nonsense, so the trained members are best; the state of another stage is brought back."""
+    model, (x, y) = Model(net(), Gaussian(scale=0.3)), data()
+    options = dict(batch_size=16, validation=(x, y), seed=1)
+    best = dubito.fit(model, Ensemble(Cloud(), 2, start=MAP(epochs=5, learning_rate=0.01)), (x, y), **options)
+    trained = dubito.fit(model, Ensemble(MAP(epochs=5, learning_rate=0.01), 2), (x, y), **options)
+    assert isinstance(best, Samples)
+    assert all(torch.equal(best.params[name], trained.params[name]) for name in best.params)
+    patient = dubito.fit(model, Ensemble(Cloud(), 2, start=MAP(epochs=50, learning_rate=10.0)), (x, y), patience=1, **options)
+    assert isinstance(patient, Samples)
+
+
+def test_methods_for_trained_networks_have_map_as_their_start_and_others_none():
+    assert Ensemble(Cloud(), 2).methods == (MAP(), Cloud())
+    assert Ensemble(Cloud(), 2, start=MAP(epochs=7)).methods == (MAP(epochs=7), Cloud())
+    assert Ensemble(MAP(), 2).methods == (MAP(),)
+    assert Ensemble(Cloud(), 2).steps(6) == 606
+    model = Model(nn.Linear(3, 1), Gaussian(scale=0.1))
+    assert isinstance(dubito.fit(model, Ensemble(Cloud(), 2), data()), Mixture)
+
+
+def test_a_method_of_no_steps_still_has_the_last_word():
+    model = Model(net(), Gaussian())
+    method = Ensemble(MCDropout(epochs=0, at="3", draws=4), 2, start=MAP(epochs=2))
+    posterior = dubito.fit(model, method, data(), batch_size=16)
+    trained = dubito.fit(model, Ensemble(MAP(epochs=2), 2), data(), batch_size=16)
+    assert isinstance(posterior, Mixture)
+    assert torch.equal(posterior.members[1].params["0.weight"], trained.params["0.weight"][1])
+    nothing = dubito.fit(model, Ensemble(MCDropout(epochs=0, at="3"), 2, start=MAP(epochs=0)), data())
+    assert isinstance(nothing, Mixture)
+
+
+def test_draws_are_those_of_the_method_not_of_its_start():
+    @dataclass(frozen=True)
+    class Slow(MAP):
+        @property
+        def data(self):
+            return "full"
+
+        def draw(self, state):
+            return state.params
+
+    model = Model(nn.Linear(3, 1).double(), Gaussian(scale=0.5))
+    x, y = (t.double() for t in data())
+    posterior = dubito.fit(model, Ensemble(ULA(n_draws=8, burn_in=0), 2, start=Slow(epochs=300, learning_rate=0.05)), (x, y))
+    for member in posterior.members:
+        assert len(member) == 8
+        assert (member.params["weight"] - torch.tensor([2.0, -1.0, 0.0]).double()).abs().max() < 0.5, "no need to burn in"
+
+
+def test_starts_that_cannot_work_are_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="MAP takes its data as 'batches' and ULA as 'full'"):
+        Ensemble(ULA(), 2, start=MAP())
+    with pytest.raises(ValueError, match="ULA cannot be a start.*single setting"):
+        dubito.fit(Model(nn.Linear(3, 1), Gaussian(scale=0.1)), Ensemble(ULA(), 2, start=ULA()), data())
+    with pytest.raises(ValueError, match="ULA cannot run members in one pass"):
+        Ensemble(ULA(), 2, vectorize=True)

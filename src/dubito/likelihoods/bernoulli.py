@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,19 @@ class Bernoulli(Likelihood):
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         probs = self.mean(f, params)
         return torch.diag_embed(probs * (1 - probs) * self._logits(torch.ones_like(f), params) ** 2)
+
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        return self.fisher(f, params).sqrt().movedim(-1, 0)  # it is diagonal
+
+    def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
+        if link != "probit":
+            return super().linked(f_mean, f_cov, params, link)
+        slope = self._logits(torch.ones_like(f_mean), params)
+        variance = slope**2 * (f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1))
+        return torch.sigmoid(self._logits(f_mean, params) / (1 + math.pi / 8 * variance).sqrt())
+
+    def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
+        return Bernoulli(dim=self.dim), torch.logit(probs, eps=1e-7)
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         def entropies(probs: Tensor) -> Tensor:

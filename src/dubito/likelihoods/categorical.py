@@ -63,6 +63,13 @@ class Classes(Likelihood):
         index = torch.where(keep, y, 0).unsqueeze(-1)
         return torch.where(keep, log_probs.gather(-1, index.expand(*log_probs.shape[:-1], 1)).squeeze(-1), 0.0)
 
+    def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
+        return Categorical(dim=self.dim, ignore_index=self.ignore_index), probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        keep = y != self.ignore_index
+        return None if bool(keep.all()) else keep
+
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         probs = self.mean(f, params)
         return Uncertainty.of(entropy(average(probs, weights)), average(entropy(probs), weights))
@@ -97,6 +104,39 @@ class Categorical(Classes):
         slope = self._logits(torch.ones_like(f), params)
         outer = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
         return outer * slope.unsqueeze(-1) * slope.unsqueeze(-2)
+
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        r"""The Cholesky factor of diag(p) - p p^T in closed form, which has one column less than there are classes.
+
+        With the tails :math:`t_k = \sum_{j \ge k} p_j`, column k is :math:`\sqrt{p_k t_{k+1} / t_k}` times 1 at k and
+        :math:`-p_j / t_{k+1}` at every later j.
+        """
+        probs = self.mean(f, params)
+        tails = probs.flip(-1).cumsum(-1).flip(-1)
+        here, later = tails[..., :-1], tails[..., 1:].clamp_min(torch.finfo(f.dtype).tiny)
+        size = (probs[..., :-1] * later / here.clamp_min(torch.finfo(f.dtype).tiny)).sqrt()  # [..., K]
+        share = (probs.unsqueeze(-2) / later.unsqueeze(-1)).triu(1)  # [..., K, C]
+        columns = size.unsqueeze(-1) * (torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)[:-1] - share)
+        return (columns * self._logits(torch.ones_like(f), params).unsqueeze(-2)).movedim(-2, 0)
+
+    def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
+        r"""Probit: :math:`\mathrm{softmax}(m_c / \sqrt{1 + \pi V_{cc} / 8})`. Bridge (Hobbhahn et al. 2022): the mean of the Dirichlet
+        with :math:`\alpha_c = \frac{1}{V_{cc}} (1 - \frac{2}{C} + \frac{e^{m_c}}{C^2} \sum_d e^{-m_d})`, after the logits
+        are made to sum to zero."""
+        mean, classes = self._logits(f_mean, params), f_mean.shape[-1]
+        slope = self._logits(torch.ones_like(f_mean), params)
+        cov = (f_cov if f_cov.ndim > f_mean.ndim else torch.diag_embed(f_cov)) * slope.unsqueeze(-1) * slope.unsqueeze(-2)
+        variance = cov.diagonal(dim1=-2, dim2=-1)
+        if link == "probit":
+            return F.softmax(mean / (1 + math.pi / 8 * variance).sqrt(), -1)
+        ones = cov.sum(-1)  # covariance with the sum of the logits
+        total = ones.sum(-1, keepdim=True).clamp_min(torch.finfo(cov.dtype).tiny)
+        mean = mean - ones * mean.sum(-1, keepdim=True) / total
+        variance = (variance - ones**2 / total).clamp_min(1e-12)
+        inverse = (mean - mean.logsumexp(-1, keepdim=True)).exp()  # e^m / sum e^m; the sums are formed in logs
+        log_sum = torch.logsumexp(-mean, -1, keepdim=True) + mean.logsumexp(-1, keepdim=True)
+        alpha = (1 - 2 / classes + inverse * log_sum.exp() / classes**2) / variance
+        return alpha / alpha.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,14 @@ class Gaussian(Likelihood):
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         return torch.diag_embed(self.noise(f, params).expand_as(f) ** -2)
 
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        return torch.diag_embed(1 / self.noise(f, params).expand_as(f)).movedim(-1, 0)
+
+    def noise_groups(self, width: int) -> Tensor | None:
+        if self.scale is not None:
+            return None
+        return torch.zeros(width, dtype=torch.long) if self.outputs == 1 else torch.arange(width)
+
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         variance = f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1)
         noise = self.noise(f_mean, params) ** 2
@@ -133,6 +141,9 @@ class HeteroscedasticGaussian(Likelihood):
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         mean, log_variance = self._split(f)
         return torch.diag_embed(torch.cat([(-log_variance).exp(), torch.full_like(mean, 0.5)], -1))
+
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        return self.fisher(f, params).sqrt().movedim(-1, 0)  # it is diagonal
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         """Closed if the log variances are known: then the spread of the means adds to the noise."""

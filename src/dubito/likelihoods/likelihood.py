@@ -168,6 +168,19 @@ class Likelihood(ABC):
             (g,) = torch.autograd.grad(self.log_prob(copies, y, params).sum(), copies)
         return torch.einsum("n...c,n...d->...cd", g, g) / draws
 
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        r"""Cotangents :math:`s_k` with :math:`\sum_k s_k s_k^T` = `fisher`, [K, ..., C]."""
+        values, vectors = torch.linalg.eigh(self.fisher(f, params))
+        return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).movedim(-1, 0)
+
+    def noise_groups(self, width: int) -> Tensor | None:
+        """Where `fisher` is 1 / noise^2 with learned noises `likelihood:log_scale`: which of them each output has, [C]; else None."""
+        return None
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        """Which positions of targets (in the layout of `target`) are there at all, [...]; None if all are."""
+        return None
+
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         """Draws of f [S, ..., C] with weights [S] to an `Uncertainty`: here the law of total variance."""
         distribution = self(f, params)
@@ -178,6 +191,14 @@ class Likelihood(ABC):
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         """p(y) for f ~ N(f_mean, f_cov) where it has a closed form, else None; f_cov is [..., C] or [..., C, C]."""
         return None
+
+    def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
+        """Class probabilities for Gaussian logits by a closed approximation, "probit" or "bridge"."""
+        raise ValueError(f"{type(self).__name__} has no {link!r} approximation: use link='nodes'")
+
+    def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
+        """A likelihood of this kind and an f that has these probabilities."""
+        raise NotImplementedError
 
     def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
         """Each Gaussian over f [S, ...] as n Gaussians [S, n, ...] of equal weight for which `convolve` has a closed form, or None

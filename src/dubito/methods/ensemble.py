@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dubito import store, tree
-from dubito.fit import Info, Method, Start
+from dubito.fit import Info, Method, Start, _start
+from dubito.methods.map import MAP
 from dubito.model import Target
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.randomness import derive, forked
@@ -21,9 +23,19 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 @dataclass
-class EnsembleState:
+class Stage:
     members: list[Any]  # one state each, or a single stacked one
     stacked: bool
+
+
+@dataclass
+class EnsembleState:
+    stages: list[Stage]  # of `start`, if there is one, and of the method
+    stage: int  # the one the last step belongs to
+    step: int
+    first: int  # steps of the first stage
+    steps: int  # of all
+    batched: bool  # whether the network can run all members in one pass
     low: Tensor | None  # smallest and largest input seen, element by element, for adversarial steps
     high: Tensor | None
 
@@ -34,6 +46,11 @@ class Ensemble:
 
     Members are re-initialised by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network), and see
     the same batches. Where that is faster they are trained in one batched pass: `vectorize` forces or forbids it.
+
+    `start`, a method that ends at a single setting of the weights, trains each member first, and `method` goes on from there:
+    `Ensemble(Laplace(), 5, start=MAP(epochs=50))`. Methods that expect a trained network (`post_hoc` is true of them) have
+    `start=MAP()` by default, since nothing else would train members that are initialised anew. Where `fit` is given `validation`,
+    the state that scores best counts, be it of the start or of what follows.
 
     `bagging` weighs the examples of each member as a bootstrap would (how often an example counts is Poisson, and depends on nothing
     but the example and the member, whatever the order of the data; examples that are augmented at random are not recognised).
@@ -48,6 +65,7 @@ class Ensemble:
 
     method: Method
     size: int = 5  # members
+    start: Method | None = field(default=None, kw_only=True)  # trains the members first; MAP() where `method` does not train
     bagging: bool = field(default=False, kw_only=True)  # weigh the examples of each member as a bootstrap would
     adversarial: float | None = field(default=None, kw_only=True)  # step of adversarial training, a share of the inputs' range
     vectorize: bool | None = field(default=None, kw_only=True)  # train all members in one batched pass, or never; None decides
@@ -58,39 +76,71 @@ class Ensemble:
             raise ValueError(f"an ensemble has at least one member; got size={self.size}")
         if self.adversarial is not None and not self.adversarial > 0:
             raise ValueError(f"adversarial is a positive share of the inputs' range, such as 0.01; got {self.adversarial}")
-        if self.vectorize and not hasattr(self.method, "unstack"):
-            raise ValueError(f"{type(self.method).__name__} cannot run its members in one pass: leave out `vectorize`")
+        names = [type(method).__name__ for method in self.methods]
+        if self.vectorize and not any(hasattr(method, "unstack") for method in self.methods):
+            raise ValueError(f"{' and '.join(names)} cannot run members in one pass: leave out `vectorize`")
+        if self.methods[0].data != self.data:
+            raise ValueError(
+                f"{names[0]} takes its data as {self.methods[0].data!r} and {names[1]} as {self.data!r}, and one run cannot give "
+                f"both: choose a start that takes them as {self.data!r}"
+            )
 
     starts_anew: ClassVar[bool] = True  # members do not start from the weights that `fit` is given
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """What each member goes through: the start, if there is one, and the method."""
+        if self.start is None and not getattr(self.method, "post_hoc", False):
+            return (self.method,)
+        return (self.start or MAP(), self.method)
 
     @property
     def data(self) -> Literal["batches", "full"]:
         return self.method.data
 
     def steps(self, n_batches: int) -> int:
-        return self.method.steps(n_batches)
+        return sum(method.steps(n_batches) for method in self.methods)
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> EnsembleState:
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         starts = [self._reset(target, start, derive(seed, i)) for i in range(self.size)]
-        together = Start(tree.stack([s.params for s in starts]), _stacked_buffers(target, starts))
-        stacked = self._vectorized(target) and self._works(target, together, batch)
-        if stacked:
-            members = [self.method.init(self._stack(target), together, batch, generator, steps=steps)]
-        else:
-            members = [self.method.init(target, own, batch, generator, steps=steps) for own in starts]
-        x = target.model.split(batch)[0]
-        if self.adversarial is None:
-            return EnsembleState(members, stacked, None, None)
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise ValueError("adversarial training perturbs one tensor of real numbers; this model takes other inputs")
-        return EnsembleState(members, stacked, x.amin(0), x.amax(0))
+        pays = any(self._vectorized(target, stage) for stage in range(len(self.methods)))
+        batched = pays and self._works(target, _together(target, starts), batch)
+        # How many batches a pass has is not told, but the sum of all steps tells it: the steps of every stage grow with them.
+        n_batches = bisect_left(range(2**40), steps, key=self.steps)
+        first = self.methods[0].steps(n_batches) if len(self.methods) > 1 else steps
+        state = EnsembleState([], 0, 0, first, steps, batched, None, None)
+        state.stages.append(self._stage(0, target, state, starts, batch, generator))
+        if len(self.methods) > 1:
+            # Made anew once the first stage is over. Here it finds out early what cannot work, and a state holds all stages at all
+            # times, so that a checkpoint of any can be read into it.
+            self._follow(target, state, batch, generator)
+            state.stage = int(steps == 0)
+        if self.adversarial is not None:
+            x = target.model.split(batch)[0]
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                raise ValueError("adversarial training perturbs one tensor of real numbers; this model takes other inputs")
+            state.low, state.high = x.amin(0), x.amax(0)
+        return state
 
     def step(
         self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[EnsembleState, Info]:
         if self.bagging or self.adversarial is not None:
             data = list(data)
+        if state.step == state.first:
+            self._advance(target, state, data, generator)
+        state, info = self._step(target, state, data, generator)
+        state.step += 1
+        if state.step == state.steps:  # a method of no steps, such as MCDropout(epochs=0), still comes last
+            self._advance(target, state, data, generator)
+        return state, info
+
+    def _step(
+        self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[EnsembleState, Info]:
+        """A step of the stage that is under way."""
+        method, stage = self.methods[state.stage], state.stages[state.stage]
         if self.adversarial is not None:
             assert state.low is not None
             assert state.high is not None
@@ -98,28 +148,60 @@ class Ensemble:
             state.low, state.high = torch.minimum(state.low, x.amin(0)), torch.maximum(state.high, x.amax(0))
             target = replace(target, adversary=self.adversarial * (state.high - state.low))
         bags = [self._bag(target, batch) for batch in data] if self.bagging else None  # [S, B] each
-        if state.stacked:
+        if stage.stacked:
             weights = None if bags is None else tuple(bags)
-            members = [self.method.step(replace(self._stack(target), weights=weights), state.members[0], data, generator)]
+            members = [method.step(replace(self._stack(target), weights=weights), stage.members[0], data, generator)]
         else:
             members = []
-            for i, member in enumerate(state.members):
+            for i, member in enumerate(stage.members):
                 weights = None if bags is None else tuple(bag[i] for bag in bags)
-                members.append(self.method.step(replace(target, weights=weights), member, data, generator))
-        state.members = [member for member, _ in members]
+                members.append(method.step(replace(target, weights=weights), member, data, generator))
+        stage.members = [member for member, _ in members]
         infos = [info for _, info in members]
         return state, {key: torch.stack([torch.as_tensor(info[key]) for info in infos]) for key in infos[0]}
 
+    def _advance(self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator) -> None:
+        """Go on to the next stage, if there is one."""
+        if state.stage + 1 < len(self.methods):
+            self._follow(target, state, next(iter(data)), generator)
+            state.stage += 1
+
+    def _follow(self, target: Target, state: EnsembleState, batch: Any, generator: torch.Generator) -> None:
+        """Begin the second stage where the first has come to."""
+        del state.stages[1:]
+        y, name = target.model.split(batch)[1], type(self.methods[0]).__name__
+        try:
+            starts = [_start(target.model, ended, y) for ended in self._posteriors(0, target, state, store.Draws())]
+        except ValueError as error:
+            raise ValueError(
+                f"{name} cannot be a start, which ends at a single setting of the weights as MAP does ({error})"
+            ) from error
+        state.stages.append(self._stage(1, target, state, starts, batch, generator))
+
+    def _stage(
+        self, stage: int, target: Target, state: EnsembleState, starts: list[Start], batch: Any, generator: torch.Generator
+    ) -> Stage:
+        method, steps = self.methods[stage], state.first if stage == 0 else state.steps - state.first
+        if state.batched and self._vectorized(target, stage):
+            return Stage([method.init(self._stack(target), _together(target, starts), batch, generator, steps=steps)], True)
+        return Stage([method.init(target, own, batch, generator, steps=steps) for own in starts], False)
+
     def draw(self, state: EnsembleState) -> Params | None:
-        """The members' draws side by side, leaves [size, ...]."""
-        drawn = [draw for member in state.members if (draw := self.method.draw(member)) is not None]
+        """The members' draws side by side, leaves [size, ...]; a start's are not kept."""
+        if state.stage + 1 < len(self.methods):
+            return None
+        drawn = [draw for member in state.stages[state.stage].members if (draw := self.method.draw(member)) is not None]
         return tree.stack(drawn) if drawn else None
 
+    def _posteriors(self, stage: int, target: Target, state: EnsembleState, draws: store.Draws) -> list[Posterior]:
+        """What every member has come to in a stage."""
+        method, states = self.methods[stage], state.stages[stage].members
+        if state.stages[stage].stacked:
+            states = method.unstack(self._stack(target), states[0])  # pyright: ignore[reportAttributeAccessIssue]
+        return [method.posterior(target, own, draws.column(i)) for i, own in enumerate(states)]
+
     def posterior(self, target: Target, state: EnsembleState, draws: store.Draws) -> Posterior:
-        states = state.members
-        if state.stacked:
-            states = self.method.unstack(self._stack(target), states[0])  # pyright: ignore[reportAttributeAccessIssue]
-        members = [self.method.posterior(target, own, draws.column(i)) for i, own in enumerate(states)]
+        members = self._posteriors(state.stage, target, state, draws)
         points = [member for member in members if isinstance(member, Point)]
         if len(points) < len(members):
             return Mixture.equal(members)
@@ -132,13 +214,15 @@ class Ensemble:
     def _stack(self, target: Target) -> Target:
         return replace(target, members=self.size)
 
-    def _vectorized(self, target: Target) -> bool:
+    def _vectorized(self, target: Target, stage: int = -1) -> bool:
         """One batched pass pays where launching many small operations costs more than doing them: not for convolutions or
         wide layers on a CPU, whose batched kernels are slower than one member after another."""
-        if self.vectorize is not None:
-            return self.vectorize
+        if self.vectorize is False or not hasattr(self.methods[stage], "unstack"):
+            return False
+        if self.vectorize:
+            return True
         network = target.model.network
-        if not hasattr(self.method, "unstack") or any(isinstance(module, nn.RNNBase) for module in network.modules()):
+        if any(isinstance(module, nn.RNNBase) for module in network.modules()):
             return False
         if target.model.device.type != "cpu":
             return True
@@ -182,11 +266,12 @@ class Ensemble:
         return counts.float()
 
 
-def _stacked_buffers(target: Target, starts: list[Start]) -> Params:
-    """Buffers for every member; parameters that are not Bayesian are the same for all and stay single."""
+def _together(target: Target, starts: list[Start]) -> Start:
+    """All members' starts, stacked; parameters that are not Bayesian are the same for all and stay single."""
     fixed = {name for name, _ in target.model.network.named_parameters()}
     first = starts[0].buffers
-    return {name: leaf if name in fixed else torch.stack([s.buffers[name] for s in starts]) for name, leaf in first.items()}
+    buffers = {name: leaf if name in fixed else torch.stack([s.buffers[name] for s in starts]) for name, leaf in first.items()}
+    return Start(tree.stack([s.params for s in starts]), buffers)
 
 
 def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:

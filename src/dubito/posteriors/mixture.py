@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dubito import tree
+from dubito.posteriors.conjugate import Conjugate
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.stochastic import Stochastic
 from dubito.predictive import LatentMixture, mix
@@ -40,9 +41,11 @@ class Mixture(Posterior):
         return tree.select(tree.concatenate(drawn), torch.randperm(n, generator=source, device=source.device))
 
     def predict(
-        self, x: Any, how: str = "sampled", *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """`draws` is shared out evenly among the members."""
+        if how is None and any(isinstance(member, Conjugate) and member.rate is not None for member in self.members):
+            how = "sampled"  # Student-t predictives cannot be mixed in closed form
         each = None if draws is None else -(-draws // len(self.members))
         parts = [member.predict(x, how, draws=each, memory=memory, seed=derive(seed, i)) for i, member in enumerate(self.members)]
         return mix(parts, list(self.weights))

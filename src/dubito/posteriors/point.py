@@ -25,7 +25,7 @@ class Point(Posterior):
         return tree.repeat(self.params, n)
 
     def predict(
-        self, x: Any, how: str = "sampled", *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         self._only(how, "sampled")
         return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)

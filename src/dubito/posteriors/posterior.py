@@ -30,7 +30,7 @@ class Posterior(ABC):
 
     @abstractmethod
     def predict(
-        self, x: Any, how: str = "sampled", *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """The predictive at x (what the network takes: a tensor, a tuple or a dict).
 
@@ -41,13 +41,13 @@ class Posterior(ABC):
     def predict_batches(
         self,
         loader: Iterable[Any],
-        how: str = "sampled",
+        how: str | None = None,
         *,
         draws: int | None = None,
         memory: float = 1.0,
         seed: int = 0,
     ) -> Iterator[tuple[LatentMixture, Any]]:
-        """Stream over a loader: the predictive and the targets (None if it has none) of every batch."""
+        """Stream over a loader: the predictive and the targets (None if it has none) of every batch. `how`: as `predict` does."""
         for batch in loader:
             x, y = inputs_of(self.model, batch)
             yield self.predict(x, how, draws=draws, memory=memory, seed=seed), tree.move(y, self.model.device)
@@ -55,7 +55,7 @@ class Posterior(ABC):
     def predict_loader(
         self,
         loader: Iterable[Any],
-        how: str = "sampled",
+        how: str | None = None,
         *,
         draws: int | None = None,
         memory: float = 1.0,
@@ -79,8 +79,8 @@ class Posterior(ABC):
             raise ValueError(f"the batches give outputs of different shapes, {sorted(map(list, shapes))}: use predict_batches")
         return concatenate(predictives), _joined(targets)
 
-    def _only(self, how: str, *known: str) -> None:
-        if how not in known:
+    def _only(self, how: str | None, *known: str) -> None:
+        if how is not None and how not in known:
             raise ValueError(f"a {type(self).__name__} posterior predicts how={' or '.join(map(repr, known))}; got {how!r}")
 
 

@@ -39,7 +39,7 @@ class Samples(Posterior):
         return tree.select(self.params, which)
 
     def predict(
-        self, x: Any, how: str = "sampled", *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """All draws by default; `draws` takes that many, evenly spaced."""
         self._only(how, "sampled")

@@ -36,7 +36,7 @@ class Stochastic(Posterior):
     def predict(
         self,
         x: Any,
-        how: str = "sampled",
+        how: str | None = None,
         *,
         draws: int | None = None,
         memory: float = 1.0,

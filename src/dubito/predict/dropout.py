@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model, mode
-from dubito.predict.recurrent import unrolled
 from dubito.randomness import derive, forked
+from dubito.recurrent import RECURRENT, unrolled
 from dubito.tree import Params
 
 PREFIX = "dropout:"
-RECURRENT = {getattr(torch._VF, kind): kind for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 WEIGHTED = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
 ELEMENTS = {F.dropout, F.alpha_dropout}
 CHANNELS = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3, F.feature_alpha_dropout: None}

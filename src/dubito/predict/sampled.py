@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from dubito import tree
 from dubito.likelihoods import own
 from dubito.model import Model, mode
-from dubito.predict.dropout import RECURRENT, Dropout, Folding, Masks
-from dubito.predict.recurrent import unrolled
+from dubito.predict.dropout import Dropout, Folding, Masks
 from dubito.predictive import LatentMixture
 from dubito.randomness import derive, forked
+from dubito.recurrent import RECURRENT, unrolled
 from dubito.tree import Buffers, Params
 
 GIGABYTE = 2**30

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from dubito.predict.recurrent import Mask, unrolled
+from dubito.recurrent import Mask, unrolled
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 NETWORKS: dict[str, Any] = {

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+# torch's fused functions, by the name of their kind
+RECURRENT = {getattr(torch._VF, kind): kind for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+
 Mask = Callable[[str, tuple[int, ...]], Tensor | None]
 State = tuple[Tensor, ...]  # (h, c) for the LSTM, (h,) for the others
 Step = Callable[..., State]  # (projected input, masked h, *state) -> state

@@ -1,0 +1,199 @@
+r"""One forward pass, with the input of every layer recorded and a tap on its output.
+
+Curvature needs, for each layer, its inputs and the gradients of cotangents of the network's output with respect to the layer's
+outputs; gradients of weights, which for every example and output would be a Jacobian of outputs x parameters, are never formed.
+A layer is recognised by the function it calls (`linear`, `conv2d`, `layer_norm` ...) on one of the weights, so that a network written
+with functions is understood as well as one of modules. What is not recognised, or not surely, is left to `generic`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from dubito import tree
+from dubito.model import Model, mode
+from dubito.tree import Buffers, Params
+
+CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+NORMS = (F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm)
+
+
+class Use(NamedTuple):
+    """One call of a layer in a pass."""
+
+    kind: str  # "affine", "scale" or "lookup"
+    weight: str | None  # the Bayesian ones among the call's weights
+    bias: str | None
+    x: Tensor  # input: of a scale the normalised input, of a lookup the indices
+    version: int  # of x when it was recorded
+    edge: GradientEdge  # where the gradient of the output is to be had, whatever is done to the output in place
+    shape: torch.Size  # of the output
+    channel: int  # the axis of channels in x and the output
+    convolution: tuple | None = None  # kernel, stride, padding, dilation
+
+
+def _without_check(function: Callable) -> Callable:
+    """The same Python function, which does not hand itself to the modes that are active, so that its parts are seen."""
+    known = {**function.__globals__, "has_torch_function": lambda *_: False}
+    copy = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_attention = _without_check(F.multi_head_attention_forward)
+
+
+class Capture(TorchFunctionMode):
+    """Records the uses of the `named` weights; those in `skip` are left alone."""
+
+    def __init__(self, named: Params, skip: Iterable[str] = ()):
+        super().__init__()
+        skip = set(skip)
+        self.names = {id(leaf): name for name, leaf in named.items() if name not in skip}
+        # In the recorded calls, copies stand in for the weights. What else reaches the output then comes from other uses, and the
+        # layer's own output has a gradient even where its input has none.
+        self.proxies = {name: leaf.detach().requires_grad_() for name, leaf in named.items()}
+        self.uses: list[Use] = []
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _attention(*args, **kwargs)
+        if func is F.linear:
+            return self._linear(func, *args, **kwargs)
+        if func in CONVOLUTIONS:
+            return self._convolution(func, *args, **kwargs)
+        if func is F.embedding:
+            return self._embedding(func, *args, **kwargs)
+        if func in NORMS:
+            return self._norm(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _name(self, weight: Any) -> str | None:
+        return None if weight is None else self.names.get(id(weight))
+
+    def _proxy(self, weight: Any) -> Any:
+        name = self._name(weight)
+        return weight if name is None else self.proxies[name]
+
+    def _record(self, kind: str, weight: Any, bias: Any, x: Tensor, h: Tensor, channel: int, convolution: tuple | None = None):
+        names = self._name(weight), self._name(bias)
+        self.uses.append(Use(kind, *names, x.detach(), x._version, get_gradient_edge(h), h.shape, channel, convolution))
+        return h
+
+    def _linear(self, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._name(weight) is None and self._name(bias) is None:
+            return func(input, weight, bias)
+        h = func(input, self._proxy(weight), self._proxy(bias))
+        return self._record("affine", weight, bias, input, h, -1)
+
+    def _convolution(
+        self, func: Callable, input: Tensor, weight: Tensor, bias: Any = None,
+        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    ) -> Tensor:  # fmt: skip
+        axes = CONVOLUTIONS[func]
+        known = self._name(weight) is not None or self._name(bias) is not None
+        if not known or groups != 1 or input.ndim != axes + 2:
+            return func(input, weight, bias, stride, padding, dilation, groups)
+        h = func(input, self._proxy(weight), self._proxy(bias), stride, padding, dilation, groups)
+        kernel = tuple(weight.shape[2:])
+        stride, dilation = (_tuple(value, axes) for value in (stride, dilation))
+        if padding == "valid":
+            padding = 0
+        sides = _same(kernel, dilation) if padding == "same" else tuple((p, p) for p in _tuple(padding, axes))
+        return self._record("affine", weight, bias, input, h, 1, (kernel, stride, sides, dilation))
+
+    def _embedding(
+        self, func: Callable, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if self._name(weight) is None:
+            return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        if max_norm is not None:
+            raise ValueError(
+                f"{self._name(weight)} is renormalised while it is used (max_norm): curvature needs a fixed function"
+            )
+        h = func(input, self._proxy(weight), None)
+        return self._record("lookup", weight, None, input, h, -1)
+
+    def _norm(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        names = _SIGNATURES[func]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if func is F.batch_norm and given.get("training"):
+            raise ValueError(
+                "a BatchNorm layer uses the statistics of the batch, which makes every output depend on all inputs: curvature is of "
+                "the network in eval mode. Keep running statistics (track_running_stats=True), and do not override train()"
+            )
+        weight, bias = given.get("weight"), given.get("bias")
+        if self._name(weight) is None and self._name(bias) is None:
+            return func(*args, **kwargs)
+        normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in names else {})})
+        channel = -1 if func in (F.layer_norm, F.rms_norm) else 1
+        shape = [1] * normalised.ndim
+        if channel == 1:
+            shape[1] = -1
+        else:
+            assert weight is not None or bias is not None
+            shape = list((bias if weight is None else weight).shape)  # pyright: ignore[reportOptionalMemberAccess]
+        h = normalised
+        if weight is not None:
+            h = h * self._proxy(weight).view(shape)
+        if bias is not None:
+            h = h + self._proxy(bias).view(shape)
+        return self._record("scale", weight, bias, normalised, h, channel)
+
+
+_SIGNATURES = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.instance_norm: ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+}
+
+
+def _tuple(value: Any, n: int) -> tuple[int, ...]:
+    return (int(value),) * n if isinstance(value, int) else tuple(value) if len(value) == n else tuple(value) * n
+
+
+def _same(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """What padding="same" puts on either side."""
+    totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    return tuple((total // 2, total - total // 2) for total in totals)
+
+
+@dataclass
+class Forward:
+    """The result of a pass: the output f [B, *D, C] with its graph, and the uses on the way to it."""
+
+    f: Tensor
+    uses: list[Use]
+
+
+def forward(model: Model, params: Params, x: Any, buffers: Buffers, *, wanted: Params, skip: Iterable[str] = ()) -> Forward:
+    """Run the network in eval mode at `params`, recording the uses of the `wanted` weights (leaves of `params`)."""
+    capture = Capture(wanted, skip)
+    fixed = {name: leaf.detach() for name, leaf in buffers.items()}
+    with torch.enable_grad(), mode(model.network, False), capture:
+        f, _ = model.call(params, x, fixed)
+    for use in capture.uses:
+        if use.x._version != use.version:
+            raise ValueError(
+                f"the input of the layer with {use.weight or use.bias} is changed in place after the layer has used it, which training "
+                "would refuse too: write x = x + y instead of x += y there"
+            )
+    return Forward(f, capture.uses)
+
+
+def example_count(x: Any) -> int:
+    return next(iter(tree.leaves(x))).shape[0]

@@ -1,0 +1,450 @@
+r"""Curvature summed over data, batch by batch, in a structure.
+
+Every statistic is a sum over examples, held in float32 or better whatever the network computes in; `Collector.add` adds a batch, and
+`Collector.covariance` turns the sums and a prior into a covariance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dubito import tree
+from dubito.curvature.capture import Forward, forward
+from dubito.curvature.cotangents import Kind, cotangents, groups_of, monte_carlo
+from dubito.curvature.cotangents import slope as slope_of
+from dubito.curvature.generic import example_gradients
+from dubito.curvature.layout import Layout, Part, grouped, layout
+from dubito.curvature.rows import Layer, pieces, squared_products
+from dubito.likelihoods import own
+from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker
+from dubito.model import Model, batch_size
+from dubito.tree import Buffers, Params
+
+Structure = Literal["diagonal", "kronecker", "dense"]
+SMALL = 512  # weights of a normalisation or a bias on its own that get an exact block of their own beside Kronecker blocks
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Which curvature."""
+
+    structure: Structure = "kronecker"
+    kind: Kind = "ggn"
+    draws: int | None = None  # Monte Carlo draws; None is exact
+    shared: Literal["expand", "reduce"] = "expand"  # KFAC's two forms for weights shared over positions
+
+
+@dataclass
+class Seen:
+    """What a pass over some data tells beside the curvature: sums in float64."""
+
+    examples: int
+    log_likelihood: Tensor  # []
+    errors: Tensor  # [G]: squared residuals of each noise group
+    counts: Tensor  # [G]: numbers behind them
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Collects the curvature of `model` at `params` over the weights `names`.
+
+    `index` restricts a dense structure to picked positions in the vector of those weights.
+    """
+
+    model: Model
+    params: Params
+    buffers: Buffers
+    names: tuple[str, ...]
+    spec: Spec = field(default_factory=Spec)
+    index: Tensor | None = None
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: self.params[name].shape for name in self.names}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.params[self.names[0]].dtype, torch.float32)
+
+    def layout(self, x: Any) -> Layout:
+        return layout(self.model, self.params, x, self.buffers, self.names)
+
+    # -- the sums, before any data
+
+    def zeros(self, x: Any) -> Params:
+        """All sums at zero; `x` is an example batch of inputs."""
+        with torch.no_grad():
+            f = self.model.forward(self.params, x, tree.clone(self.buffers))[0]
+        groups = groups_of(self.model, f, self.spec.kind)
+        n = 1 if groups is None else int(groups.max()) + 1
+        return {
+            key: torch.zeros(shape, dtype=self.dtype, device=f.device) for key, shape in self._shapes(self.layout(x), n).items()
+        }
+
+    def _shapes(self, found: Layout, groups: int) -> dict[str, tuple[int, ...]]:
+        shapes = self.shapes
+        if self.spec.structure == "dense":
+            size = sum(shape.numel() for shape in shapes.values()) if self.index is None else len(self.index)
+            return {"H": (groups, size, size)}
+        if self.spec.structure == "diagonal":
+            return {name: (groups, *shape) for name, shape in shapes.items()}
+        sums: dict[str, tuple[int, ...]] = {name: (groups, *shapes[name]) for name in found.generic}
+        for part in found.parts:
+            if _has_matrix(part):
+                assert part.weight is not None
+                outputs = shapes[part.weight][0]
+                inputs = shapes[part.weight].numel() // outputs + (part.bias is not None)
+                sums |= {f"{part.weight}|A": (inputs, inputs), f"{part.weight}|B": (groups, outputs, outputs)}
+            elif self._small(part):
+                size = sum(shapes[name].numel() for name in part.names)
+                sums[f"{part.names[0]}|H"] = (groups, size, size)
+            else:
+                sums |= {name: (groups, *shapes[name]) for name in part.names}
+        return sums
+
+    def _small(self, part: Part) -> bool:
+        return part.kind != "lookup" and sum(self.shapes[name].numel() for name in part.names) <= SMALL
+
+    # -- a batch
+
+    def add(
+        self,
+        sums: Params,
+        batch: Any,
+        *,
+        generator: torch.Generator | None = None,
+        gradient: Params | None = None,
+        basis: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> Seen:
+        """Add a batch to `sums`; to `gradient`, if given, the gradient of the log likelihood.
+
+        With `basis`, matrices for the outputs and the inputs of some layers, the sums are of squares in that basis, `weight|L`
+        [out, in] (EKFAC)."""
+        x, y = self.model.split(batch)
+        size = batch_size(y)
+        found = self.layout(x)
+        wanted = {name: self.params[name].detach() for name in self.names}
+        done = forward(self.model, {**self.params, **wanted}, x, self.buffers, wanted=wanted, skip=found.generic)
+        layers = [Layer(p, uses, size, {n: self.shapes[n] for n in p.names}) for p, uses in grouped(done, found).items() if uses]
+        with torch.no_grad():
+            seen = self._seen(done.f, y, size)
+            if gradient is not None:
+                self._add_gradient(gradient, done, layers, found, x, y)
+            if basis is not None:
+                self._add_corrections(sums, basis, done, layers, x, y, generator)
+            elif self._closed(done, layers, found):
+                self._add_closed(sums, layers[0], done.f, y)
+            else:
+                self._add_all(sums, done, layers, found, x, y, generator)
+        return seen
+
+    def look(self, batch: Any, gradient: Params | None) -> Seen:
+        """What a batch tells beside the curvature; adds the gradient of the log likelihood, if wanted."""
+        x, y = self.model.split(batch)
+        if gradient is not None:
+            live = {name: self.params[name].detach().requires_grad_() for name in self.names}
+            with torch.enable_grad():
+                value = self.model.log_likelihood({**self.params, **live}, batch, self.buffers)[0].sum()
+            slopes = torch.autograd.grad(value, list(live.values()), allow_unused=True, materialize_grads=True)
+            for name, slope in zip(live, slopes, strict=True):
+                gradient[name] += slope
+        with torch.no_grad():
+            f = self.model.forward(self.params, x, tree.clone(self.buffers))[0]
+            return self._seen(f, y, f.shape[0])
+
+    def _seen(self, f: Tensor, y: Any, size: int) -> Seen:
+        f = f.detach()
+        log_likelihood = self.model.score(f, y, self.params).double().sum()
+        groups = groups_of(self.model, f, self.spec.kind)
+        n = 1 if groups is None else int(groups.max()) + 1
+        errors, counts = (torch.zeros(n, dtype=torch.float64, device=f.device) for _ in range(2))
+        if groups is not None:
+            residuals = (self.model.likelihood.target(y, f).double() - f.double()) ** 2
+            by_output = residuals.reshape(-1, f.shape[-1]).sum(0)
+            errors.index_add_(0, groups, by_output)
+            counts.index_add_(0, groups, torch.full_like(by_output, residuals[..., 0].numel()))
+        return Seen(size, log_likelihood, errors, counts)
+
+    def _backward(self, done: Forward, layers: list[Layer], s: Tensor) -> list[Tensor]:
+        """Gradients of <s, f> with respect to every layer's outputs, as rows [B, T, O]."""
+        edges = [use.edge for layer in layers for use in layer.uses]
+        if not edges:
+            return []
+        found = iter(torch.autograd.grad(done.f, edges, s.to(done.f.dtype), retain_graph=True, allow_unused=True))
+        return [layer.outputs([next(found) for _ in layer.uses]) for layer in layers]
+
+    def _add_gradient(self, gradient: Params, done: Forward, layers: list[Layer], found: Layout, x: Any, y: Any) -> None:
+        f = done.f.detach()
+        f = f.float() if f.dtype.itemsize < 4 else f
+        s = slope_of(self.model, f, self.model.likelihood.target(y, f), self.params)
+        for layer, g in zip(layers, self._backward(done, layers, s), strict=True):
+            for name, leaf in layer.summed(g).items():
+                gradient[name] += leaf
+        for name, leaf in self._generic(found, x, s.unsqueeze(0)).items():
+            gradient[name] += leaf[0].sum(0)
+
+    def _generic(self, found: Layout, x: Any, s: Tensor) -> Params:
+        if not found.generic:
+            return {}
+        return example_gradients(self.model, self.params, x, self.buffers, found.generic, s)
+
+    def _add_all(
+        self, sums: Params, done: Forward, layers: list[Layer], found: Layout, x: Any, y: Any, generator: torch.Generator | None
+    ) -> None:
+        spec = self.spec
+        if spec.structure == "kronecker":
+            self._add_inputs(sums, layers)
+        single: dict[tuple[int, int], Tensor] = {}  # squared gradients of layers with one position, summed over cotangents
+        for group, s in cotangents(self.model, done.f, y, self.params, spec.kind, spec.draws, generator):
+            rows = self._backward(done, layers, s)
+            others = {name: leaf[0] for name, leaf in self._generic(found, x, s.unsqueeze(0)).items()}  # [B, *shape]
+            if spec.structure == "dense":
+                leaves = dict(others)
+                for layer, g in zip(layers, rows, strict=True):
+                    leaves |= layer.gradients(g)
+                size = next(iter(leaves.values())).shape[0]
+                flat = torch.cat(
+                    [
+                        leaves[n].reshape(size, -1) if n in leaves else s.new_zeros(size, self.shapes[n].numel())
+                        for n in self.names
+                    ],
+                    1,
+                ).to(self.dtype)
+                flat = flat if self.index is None else flat[:, self.index]
+                sums["H"][group].addmm_(flat.mT, flat)
+                continue
+            for name, leaf in others.items():
+                sums[name][group] += (leaf**2).sum(0)
+            for i, (layer, g) in enumerate(zip(layers, rows, strict=True)):
+                part = layer.part
+                if spec.structure == "kronecker" and _has_matrix(part):
+                    flat = g.sum(1) if spec.shared == "reduce" else g.flatten(0, 1)
+                    sums[f"{part.weight}|B"][group].addmm_(flat.mT, flat)
+                elif spec.structure == "kronecker" and self._small(part):
+                    leaves = layer.gradients(g)
+                    flat = torch.cat([leaves[name].reshape(layer.batch, -1) for name in part.names], 1)
+                    sums[f"{part.names[0]}|H"][group].addmm_(flat.mT, flat)
+                elif part.kind == "affine" and layer.positions == 1:
+                    key, squared = (i, group), g.squeeze(1) ** 2
+                    single[key] = squared if key not in single else single[key].add_(squared)
+                else:
+                    for name, leaf in layer.squares(g).items():
+                        sums[name][group] += leaf
+        for (i, group), squared in single.items():
+            for name, leaf in layers[i]._single_squares(squared).items():
+                sums[name][group] += leaf
+
+    def _add_inputs(self, sums: Params, layers: list[Layer]) -> None:
+        """A: the mean over positions of a a^T, with the bias as an input that is always 1."""
+        for layer in layers:
+            if not _has_matrix(layer.part):
+                continue
+            total = sums[f"{layer.part.weight}|A"]
+            a = layer.a.mean(1) if self.spec.shared == "reduce" else layer.a.flatten(0, 1)
+            share = 1.0 if self.spec.shared == "reduce" else 1 / layer.positions
+            width = a.shape[1]
+            total[:width, :width].addmm_(a.mT, a, alpha=share)
+            if layer.part.bias is not None:
+                mean = a.sum(0) * share
+                total[:width, width] += mean
+                total[width, :width] += mean
+                total[width, width] += layer.batch
+
+    def _add_corrections(
+        self,
+        sums: Params,
+        basis: Mapping[str, tuple[Tensor, Tensor]],
+        done: Forward,
+        layers: list[Layer],
+        x: Any,
+        y: Any,
+        generator: Any,
+    ) -> None:
+        chosen = [layer for layer in layers if layer.part.weight in basis]
+        inputs = [layer.rotated(basis[layer.part.weight][1]) for layer in chosen if layer.part.weight is not None]
+        for _, s in cotangents(self.model, done.f, y, self.params, self.spec.kind, self.spec.draws, generator):
+            for layer, a, g in zip(chosen, inputs, self._backward(done, chosen, s), strict=True):
+                assert layer.part.weight is not None
+                g = g @ basis[layer.part.weight][0]
+                total = sums[f"{layer.part.weight}|L"]
+                if layer.positions == 1:
+                    total.addmm_((g.squeeze(1) ** 2).mT, a.squeeze(1) ** 2)
+                else:
+                    total += squared_products(g, a)
+
+    # -- the output layer alone: its Jacobian is its input, and nothing is back-propagated
+
+    def _closed(self, done: Forward, layers: list[Layer], found: Layout) -> bool:
+        if (
+            found.generic
+            or len(layers) != 1
+            or self.spec.kind != "ggn"
+            or monte_carlo("ggn", self.spec.draws, done.f) is not None
+        ):
+            return self._closed_many(done, layers, found)
+        return self._is_output(done, layers)
+
+    def _closed_many(self, done: Forward, layers: list[Layer], found: Layout) -> bool:
+        """Thousands of classes: exact all the same, where only the output layer is asked for and no draws are."""
+        alone = not found.generic and len(layers) == 1 and self.spec.kind == "ggn" and self.spec.draws is None
+        return alone and self.spec.structure != "dense" and self._is_output(done, layers)
+
+    def _is_output(self, done: Forward, layers: list[Layer]) -> bool:
+        layer = layers[0]
+        affine = layer.part.kind == "affine" and layer.part.weight is not None and len(layer.uses) == 1
+        return affine and self.index is None and done.f.ndim == 2 and layer.uses[0].edge.node is done.f.grad_fn
+
+    def _add_closed(self, sums: Params, layer: Layer, f: Tensor, y: Any) -> None:
+        part, a = layer.part, layer.a.squeeze(1)
+        assert part.weight is not None
+        f = f.detach()
+        f = f.float() if f.dtype.itemsize < 4 else f
+        if self.spec.structure == "kronecker":
+            self._add_inputs(sums, [layer])
+        target = self.model.likelihood.target(y, f)
+        seen = self.model.likelihood.observed(target)
+        groups = groups_of(self.model, f, self.spec.kind)
+        extended = layer.extended.squeeze(1)
+        for piece in pieces(len(f), f.shape[1] ** 2):
+            if groups is None:
+                fisher = self.model.likelihood.fisher(f[piece], own(self.params))
+            else:
+                fisher = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f[piece]), -1, -1)
+            if seen is not None:
+                fisher = fisher * seen[piece].reshape(-1, 1, 1).to(fisher)
+            for group in range(1 if groups is None else int(groups.max()) + 1):
+                mine = fisher if groups is None else fisher * (groups == group).to(fisher)
+                if self.spec.structure == "diagonal":
+                    for name, leaf in layer_squares(layer, mine.diagonal(dim1=1, dim2=2), a[piece]).items():
+                        sums[name][group] += leaf
+                elif self.spec.structure == "kronecker":
+                    sums[f"{part.weight}|B"][group] += mine.sum(0)
+                else:
+                    _add_blocks(sums["H"][group], mine, extended[piece], self.shapes, part)
+
+    # -- the result
+
+    def covariance(
+        self,
+        sums: Params,
+        *,
+        seen: float,
+        n_data: float,
+        prior: Mapping[str, Tensor],
+        scale: Tensor,
+        temperature: float = 1.0,
+        found: Layout,
+    ) -> Blocks:
+        """The covariance of n_data examples like the `seen` ones, under a prior."""
+        factor = n_data / seen
+        scale = scale.to(next(iter(sums.values())))
+        blocks: list[Covariance] = []
+        if self.spec.structure == "dense":
+            shapes = {name: list(shape) for name, shape in self.shapes.items()}
+            mine = {name: prior[name] for name in self.names}
+            return Blocks((Dense(shapes, sums["H"] * factor, mine, scale, temperature, self.index),))
+        plain = [name for name in self.names if name in sums]
+        for part in found.parts if self.spec.structure == "kronecker" else ():
+            if _has_matrix(part):
+                assert part.weight is not None
+                left, right = sums[f"{part.weight}|B"] * factor, sums[f"{part.weight}|A"] / seen
+                shape = list(self.shapes[part.weight])
+                block = Kronecker.of(
+                    part.weight, part.bias, shape, left, right, prior, scale=scale, count=n_data, temperature=temperature
+                )
+                blocks.append(block)
+            elif f"{part.names[0]}|H" in sums:
+                shapes = {name: list(self.shapes[name]) for name in part.names}
+                mine = {name: prior[name] for name in part.names}
+                blocks.append(Dense(shapes, sums[f"{part.names[0]}|H"] * factor, mine, scale, temperature))
+        if plain:
+            curvature = {name: sums[name] * factor for name in plain}
+            blocks.append(Diagonal(curvature, {name: prior[name].to(curvature[name]) for name in plain}, scale, temperature))
+        order = {name: i for i, name in enumerate(self.names)}
+        return Blocks(tuple(sorted(blocks, key=lambda block: order[next(iter(block.shapes))])))
+
+
+def layer_squares(layer: Layer, squared: Tensor, a: Tensor) -> Params:
+    """Squares summed over examples of the output layer, from the diagonal of the Fisher information [B, C]."""
+    part, found = layer.part, {}
+    if part.weight is not None:
+        found[part.weight] = (squared.mT @ a**2).reshape(layer.shapes[part.weight])
+    if part.bias is not None:
+        found[part.bias] = squared.sum(0).reshape(layer.shapes[part.bias])
+    return found
+
+
+def _add_blocks(total: Tensor, fisher: Tensor, a: Tensor, shapes: Mapping[str, torch.Size], part: Part) -> None:
+    """sum_n Lambda_n (x) a_n a_n^T, block by block, in the order weight then bias."""
+    classes, width = fisher.shape[1], a.shape[1]
+    inputs = width - (part.bias is not None)
+    first = next(iter(shapes)) == part.weight
+    weight0, bias0 = (0, classes * inputs) if first else (classes, 0)
+    for c in range(classes):
+        for d in range(c, classes):
+            if not bool(fisher[:, c, d].any()):
+                continue
+            block = (a * fisher[:, c, d].unsqueeze(1)).mT @ a  # [width, width], symmetric
+            for i, j in {(c, d), (d, c)}:
+                rows, columns = (slice(weight0 + k * inputs, weight0 + (k + 1) * inputs) for k in (i, j))
+                total[rows, columns] += block[:inputs, :inputs]
+                if part.bias is not None:
+                    total[rows, bias0 + j] += block[:inputs, inputs]
+                    total[bias0 + i, columns] += block[inputs, :inputs]
+                    total[bias0 + i, bias0 + j] += block[inputs, inputs]
+
+
+def _has_matrix(part: Part) -> bool:
+    return part.kind == "affine" and part.weight is not None
+
+
+def curvature(
+    model: Model,
+    params: Params,
+    data: Iterable[Any],
+    buffers: Buffers,
+    *,
+    names: tuple[str, ...] | None = None,
+    spec: Spec | None = None,
+    prior: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Blocks:
+    """The curvature of all data at once, as the precision of a covariance under a flat prior plus `prior`.
+
+    >>> import dubito
+    >>> net = torch.nn.Linear(2, 1, bias=False)
+    >>> model = dubito.Model(net, dubito.Gaussian(scale=1.0))
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> found = curvature(model, model.parameters(), [(x, torch.zeros(2, 1))], {}, spec=Spec("dense"), prior=1.0)
+    >>> torch.linalg.inv(found.dense()).round(decimals=3)
+    tensor([[2., 0.],
+            [0., 5.]])
+    """
+    names = names or tuple(name for name in params if ":" not in name)
+    collector = Collector(model, params, buffers, names, spec or Spec())
+    sums: Params | None = None
+    seen, found = 0, None
+    for batch in data:
+        x = model.split(batch)[0]
+        if sums is None:
+            sums, found = collector.zeros(x), collector.layout(x)
+        seen += collector.add(sums, batch, generator=generator).examples
+    if sums is None or found is None:
+        raise ValueError("there is no data: the loader gave no batch")
+    groups = next(leaf.shape[0] for key, leaf in sums.items() if not key.endswith("|A"))
+    scale = noise_scale(params, groups)
+    flat = {name: torch.tensor(prior, dtype=collector.dtype, device=model.device) for name in names}
+    return collector.covariance(sums, seen=seen, n_data=seen, prior=flat, scale=scale, found=found)
+
+
+def noise_scale(params: Params, groups: int) -> Tensor:
+    """1 / noise^2 of every learned noise [G]; a single 1 where the curvature holds the noise already."""
+    log_scale = params.get("likelihood:log_scale")
+    if log_scale is None or len(log_scale) != groups:
+        return torch.ones(groups)
+    return (-2 * log_scale.detach()).exp()

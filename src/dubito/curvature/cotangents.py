@@ -1,0 +1,110 @@
+r"""What is back-propagated: vectors in output space whose outer products make the curvature of the likelihood in f.
+
+.. math:: \mathrm{GGN} = \sum_n J_n^T \Lambda_n J_n = \sum_n \sum_k (J_n^T s_{nk}) (J_n^T s_{nk})^T,
+          \qquad \sum_k s_{nk} s_{nk}^T = \Lambda_n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dubito.likelihoods import own
+from dubito.model import Model
+from dubito.randomness import forked
+from dubito.tree import Params
+
+Kind = Literal["ggn", "fisher", "empirical", "hessian"]
+KINDS = ("ggn", "fisher", "empirical", "hessian")
+MANY = 256  # outputs of an example above which `draws=None` takes one Monte Carlo draw instead of all of them
+
+
+def monte_carlo(kind: Kind, draws: int | None, f: Tensor) -> int | None:
+    """How many random cotangents there will be; None for the exact ones."""
+    if kind == "fisher":
+        return draws or 1
+    return draws or (1 if f[0].numel() > MANY else None) if kind == "ggn" else None
+
+
+def cotangents(
+    model: Model, f: Tensor, y: Any, params: Params, kind: Kind, draws: int | None, generator: torch.Generator | None
+) -> Iterator[tuple[int, Tensor]]:
+    """(noise group, s [B, *D, C]) one after another. Where the noise is learned, `s` is that of unit noise."""
+    likelihood = model.likelihood
+    f = f.detach()
+    f = f.float() if f.dtype.itemsize < 4 else f
+    target = likelihood.target(y, f)
+    seen = likelihood.observed(target)
+    seen = None if seen is None else seen.unsqueeze(-1).to(f)
+    groups = groups_of(model, f, kind)
+
+    def masked(s: Tensor) -> Tensor:
+        return s if seen is None else s * seen
+
+    if kind == "empirical":
+        yield 0, masked(slope(model, f, target, params))
+        return
+    count = monte_carlo(kind, draws, f)
+    if groups is not None:  # unit noise: unit vectors, one group of outputs at a time
+        units = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+        if count is None:
+            for s in _everywhere(f, units):
+                yield int(groups[int(s.reshape(-1, f.shape[-1]).abs().sum(0).argmax())]), s
+            return
+        for _ in range(count):
+            noise = _normal(f, generator) / count**0.5
+            for group in groups.unique().tolist():
+                yield group, noise * (groups == group).to(noise)
+        return
+    if count is None:
+        for root in likelihood.fisher_root(f, own(params)):
+            for s in _positions(masked(root)):
+                yield 0, s
+        return
+    for _ in range(count):
+        with forked(
+            int(torch.randint(2**62, (1,), generator=generator, device="cpu" if generator is None else generator.device))
+        ):
+            drawn = likelihood(f, own(params)).sample()
+        yield 0, masked(slope(model, f, drawn, params)) / count**0.5
+
+
+def groups_of(model: Model, f: Tensor, kind: Kind) -> Tensor | None:
+    """The noise of each output [C] where curvature is kept apart by noise, so that the noise can be changed afterwards."""
+    if kind in ("empirical", "hessian"):
+        return None
+    groups = model.likelihood.noise_groups(f.shape[-1])
+    return None if groups is None else groups.to(f.device)
+
+
+def slope(model: Model, f: Tensor, y: Tensor, params: Params) -> Tensor:
+    """The gradient of log p(y | f) in f."""
+    leaf = f.detach().requires_grad_()
+    with torch.enable_grad():
+        value = model.likelihood.log_prob(leaf, y, {name: p.detach() for name, p in own(params).items()}).sum()
+    return torch.autograd.grad(value, leaf)[0]
+
+
+def _positions(s: Tensor) -> Iterator[Tensor]:
+    """A cotangent of every position on its own: their gradients must not be added before they are squared."""
+    if s.ndim == 2:
+        yield s
+        return
+    flat = s.reshape(s.shape[0], -1, s.shape[-1])
+    for i in range(flat.shape[1]):
+        one = torch.zeros_like(flat)
+        one[:, i] = flat[:, i]
+        yield one.reshape(s.shape)
+
+
+def _everywhere(f: Tensor, units: Tensor) -> Iterator[Tensor]:
+    for unit in units:
+        yield from _positions(unit.expand_as(f))
+
+
+def _normal(f: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = f.device if generator is None else generator.device
+    return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=device).to(f.device)

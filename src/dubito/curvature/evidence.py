@@ -1,0 +1,163 @@
+r"""The log evidence of a Laplace approximation, as a function of prior precisions, noise and temperature.
+
+.. math:: \log p(D) \approx \log p(D \mid \theta^*) - \tfrac12 \Big( \log\det(H + P_0) - \log\det P_0
+          + (\theta^* - \mu_0)^T P_0 (\theta^* - \mu_0) \Big)
+
+At a temperature T the likelihood and the quadratic term are divided by T: it is the evidence of the likelihood
+:math:`p(D \mid \theta)^{1/T}` under the prior :math:`p(\theta)^{1/T}`, normalised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dubito.linalg import Blocks, Covariance, Dense
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the evidence is made of beside the curvature: sums over all data, in float64."""
+
+    log_likelihood: Tensor  # [], at the fitted noise
+    errors: Tensor  # [G], squared residuals of each learned noise
+    counts: Tensor  # [G], how many; zero where the noise is not learned
+    prior: Params  # precision of every leaf, [] or [*shape]
+    deviation: Params  # mean minus prior mean, of the leaves the covariance is over
+    base: Covariance | None = None  # the prior's covariance, where the prior is an earlier posterior
+
+    @property
+    def noisy(self) -> bool:
+        """Whether there is a learned noise."""
+        return bool(self.counts.any())
+
+    def likelihood(self, scale: Tensor) -> Tensor:
+        """Log likelihood at noise precisions `scale` [G]."""
+        if not self.noisy:
+            return self.log_likelihood
+        scale = scale.double().to(self.errors.device)
+        return 0.5 * (self.counts * (scale.log() - math.log(2 * math.pi)) - self.errors * scale).sum()
+
+    def value(
+        self, covariance: Covariance, prior: Mapping[str, Tensor], scale: Tensor, temperature: Tensor | float = 1.0
+    ) -> Tensor:
+        """The log evidence, differentiable in `prior`, `scale` and `temperature`."""
+        if self.base is not None:
+            return self._continued(covariance, scale, temperature)
+        quadratic, log_prior = self._prior_terms(covariance, prior)
+        occam = covariance.log_precision(prior, scale) - log_prior
+        return self.likelihood(scale) / temperature - 0.5 * (occam + quadratic / temperature)
+
+    def _prior_terms(self, covariance: Covariance, prior: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(theta - mu)^T P0 (theta - mu) and log det P0, over the weights the covariance is over."""
+        picked = _picked(covariance)
+        quadratic, logs = [], []
+        for name, deviation in self.deviation.items():
+            precision, squared = prior[name].double(), self._squares[name]
+            if name in picked:
+                chosen = picked[name]
+                quadratic.append((precision.expand(deviation.shape).reshape(-1) * squared)[chosen].sum())
+                logs.append(precision.expand(deviation.shape).reshape(-1)[chosen].log().sum())
+            elif precision.ndim == 0:
+                quadratic.append(precision * squared.sum())
+                logs.append(deviation.numel() * precision.log())
+            else:
+                quadratic.append((precision.reshape(-1) * squared).sum())
+                logs.append(precision.expand(deviation.shape).log().sum())
+        return torch.stack(quadratic).sum(), torch.stack(logs).sum()
+
+    @property
+    def _squares(self) -> Params:
+        return {name: leaf.double().reshape(-1) ** 2 for name, leaf in self.deviation.items()}
+
+    def _continued(self, covariance: Covariance, scale: Tensor, temperature: Tensor | float) -> Tensor:
+        assert self.base is not None
+        stacked = {name: leaf.unsqueeze(0) for name, leaf in self.deviation.items()}
+        pulled = self.base.solve(stacked)
+        quadratic = torch.stack([(stacked[name].double() * pulled[name].double()).sum() for name in stacked]).sum()
+        occam = self.base.logdet() - covariance.logdet()
+        return self.likelihood(scale) / temperature - 0.5 * (occam + quadratic / temperature)
+
+
+def _picked(covariance: Covariance) -> dict[str, Tensor]:
+    """For a subnetwork: the picked positions of every leaf."""
+    found: dict[str, Tensor] = {}
+    for block in covariance.blocks if isinstance(covariance, Blocks) else (covariance,):
+        if isinstance(block, Dense) and block.index is not None:
+            start = 0
+            for name, shape in block.shapes.items():
+                size = math.prod(shape)
+                inside = (block.index >= start) & (block.index < start + size)
+                found[name] = block.index[inside] - start
+                start += size
+    return found
+
+
+def groups(names: tuple[str, ...], by: str) -> dict[str, tuple[str, ...]]:
+    """Which leaves share a prior precision: all ("one"), those of a module ("layer"), or each its own ("parameter").
+
+    >>> groups(("0.weight", "0.bias", "2.weight"), "layer")
+    {'0': ('0.weight', '0.bias'), '2': ('2.weight',)}
+    """
+    key: Callable[[str], str] = {
+        "one": lambda name: "",
+        "layer": lambda name: name.rpartition(".")[0],
+        "parameter": lambda name: name,
+    }[by]
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(key(name), []).append(name)
+    return {group: tuple(members) for group, members in found.items()}
+
+
+def maximize(
+    evidence: Evidence,
+    covariance: Covariance,
+    scale: Tensor,
+    *,
+    by: str,
+    prior: bool,
+    noise: bool,
+    temperature: float = 1.0,
+    steps: int = 60,
+) -> tuple[Params, Tensor, Tensor]:
+    """Prior precisions of the groups and noise precisions that maximise the evidence, and its value: L-BFGS over their logarithms."""
+    names = tuple(covariance.shapes)
+    members = groups(names, by)
+    device = evidence.log_likelihood.device
+    start = [float(evidence.prior[group[0]].double().mean().log()) for group in members.values()]
+    log_prior = torch.tensor(start, dtype=torch.float64, device=device, requires_grad=prior)
+    log_scale = scale.detach().double().to(device).log().requires_grad_(noise)
+    free = [p for p, wanted in ((log_prior, prior), (log_scale, noise)) if wanted]
+
+    def precisions() -> Params:
+        if not prior:
+            return dict(evidence.prior)
+        values = log_prior.clamp(-25, 25).exp()
+        return {name: values[i] for i, group in enumerate(members.values()) for name in group}
+
+    def value() -> Tensor:
+        return evidence.value(covariance, precisions(), log_scale.exp(), temperature)
+
+    if free:
+        size = float(evidence.counts.sum()) or float(abs(evidence.log_likelihood)) or 1.0
+        optimizer = torch.optim.LBFGS(
+            free, max_iter=steps, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = -value() / max(1.0, size)
+            loss.backward()
+            return loss
+
+        with torch.enable_grad():
+            optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    with torch.no_grad():
+        found = {name: leaf.detach() for name, leaf in precisions().items()}
+        return found, log_scale.detach().exp(), value()

@@ -1,0 +1,67 @@
+"""Gradients example by example for any weight of any network, by torch.func; what no rule knows ends here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dubito.curvature.capture import example_count
+from dubito.curvature.rows import pieces
+from dubito.model import Model, mode
+from dubito.recurrent import RECURRENT, unrolled
+from dubito.tree import Buffers, Params
+
+
+class Unrolled(TorchFunctionMode):
+    """Recurrent layers step by step: torch's fused ones can neither be batched nor differentiated twice."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in RECURRENT:
+            return unrolled(RECURRENT[func], args)
+        return func(*args, **(kwargs or {}))
+
+
+def example_gradients(
+    model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...], cotangents: Tensor
+) -> Params:
+    """Leaves [K, B, *shape]: gradients of <s_k, f> for cotangents [K, B, *D, C], each example on its own."""
+    batch = example_count(x)
+    live = {name: params[name].detach() for name in names}
+    fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
+    buffers = {name: leaf.detach() for name, leaf in buffers.items()}
+    inputs, structure = tree_flatten(x)
+    own = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in inputs]  # the rest is the same for all examples
+
+    def one(inputs: list[Any], s: Tensor) -> Params:  # s [K, *D, C]
+        def output(live: Params) -> Tensor:
+            x = tree_unflatten([leaf.unsqueeze(0) if each else leaf for leaf, each in zip(inputs, own, strict=True)], structure)
+            with Unrolled():
+                return model.call({**fixed, **live}, x, buffers)[0].squeeze(0)
+
+        f, back, *_ = vjp(output, live)
+        return vmap(lambda s: back(s)[0])(s.to(f.dtype))
+
+    def of(index: slice | int) -> list[Any]:
+        return [leaf[index] if each else leaf for leaf, each in zip(inputs, own, strict=True)]
+
+    found: list[Params] = []
+    size = cotangents.shape[0] * sum(leaf.numel() for leaf in live.values())
+    with mode(model.network, False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*performance drop because we have not yet implemented the batching rule.*")
+        for piece in pieces(batch, size):
+            s = cotangents[:, piece]
+            try:
+                dims = [0 if each else None for each in own]
+                found.append(vmap(one, in_dims=(dims, 1), out_dims=1)(of(piece), s))
+            except RuntimeError:  # what cannot be batched runs one after another; an error of the network itself comes back here
+                rows = [one(of(i), cotangents[:, i]) for i in range(batch)[piece]]
+                found.append({name: torch.stack([row[name] for row in rows], 1) for name in live})
+    joined = {name: torch.cat([part[name] for part in found], 1) for name in live}
+    return {name: leaf.float() if leaf.dtype.itemsize < 4 else leaf for name, leaf in joined.items()}

@@ -1,0 +1,190 @@
+"""Which weights belong to which layer, and where each layer has its examples: found once for a network and a kind of input."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from dubito import tree
+from dubito.curvature.capture import Forward, Use, forward
+from dubito.model import Model
+from dubito.tree import Buffers, Params
+
+MERGED = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer: its Bayesian weights, and how its rows are to be read."""
+
+    kind: str  # "affine", "scale", "lookup"
+    weight: str | None
+    bias: str | None
+    axis: int  # of the examples in inputs and outputs: 0; 1 in [T, B, ...]; MERGED in [T B, ...], where the examples run faster
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    parts: tuple[Part, ...]
+    generic: tuple[str, ...]  # weights for which only gradients example by example are right
+    reasons: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+    outputs: int = 0  # numbers in the output for one example
+    flat: bool = True  # one output vector an example, no positions
+    taps: int = 0  # numbers in the outputs of all recorded layers for one example
+
+    def packed(self) -> list[list]:
+        """As plain lists, for a state."""
+        return [[[p.kind, p.weight, p.bias, p.axis] for p in self.parts], list(self.generic)]
+
+    @staticmethod
+    def unpacked(packed: list[list]) -> Layout:
+        return Layout(tuple(Part(*part) for part in packed[0]), tuple(packed[1]))
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[tuple, Layout]] = WeakKeyDictionary()
+
+
+def layout(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> Layout:
+    """The layout of the layers that hold `names`, for inputs like x."""
+    leaves = list(tree.leaves(x))
+    kind = (names, *((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves), min(leaves[0].shape[0], 2))
+    known = _KNOWN.setdefault(model.network, {})
+    if kind not in known:
+        known[kind] = _find(model, params, x, buffers, names)
+    return known[kind]
+
+
+def _find(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> Layout:
+    live = {name: params[name].detach().requires_grad_() for name in names}
+    everything = {**params, **live}
+    done = forward(model, everything, x, buffers, wanted=live)
+    slopes: Any = [None] * len(live)
+    if done.f.requires_grad:
+        slopes = torch.autograd.grad(done.f, list(live.values()), torch.ones_like(done.f), allow_unused=True)
+    reasons = {
+        name: "it is used otherwise than by a known layer" for name, slope in zip(live, slopes, strict=True) if slope is not None
+    }
+    reasons |= _shared(done.uses)
+    batch = next(iter(tree.leaves(x))).shape[0]
+    axes: dict[tuple, int] = {}
+    fewer: list[Use] | None = None
+    for i, use in enumerate(done.uses):
+        key = (use.weight, use.bias)
+        axis = _axis(use, batch)
+        if axis is None:
+            fewer = _with_fewer(model, everything, x, buffers, live) if fewer is None else fewer
+            axis = _compared(use, fewer[i], batch) if len(fewer) == len(done.uses) else None
+        if axis is None or axes.setdefault(key, axis) != axis:
+            reasons |= {name: "it is not clear which of its inputs belong to which example" for name in key if name is not None}
+    grown = True
+    while grown:  # a call is recorded as a whole or not at all
+        grown = False
+        for weight, bias in {(use.weight, use.bias) for use in done.uses}:
+            if weight is not None and bias is not None and (weight in reasons) != (bias in reasons):
+                reasons |= {weight: reasons.get(weight, ""), bias: reasons.get(bias, "")}
+                grown = True
+    used = {name for use in done.uses for name in (use.weight, use.bias)}
+    reasons |= {name: "the network does not use it" for name in names if name not in used and name not in reasons}
+    parts: dict[tuple, Part] = {}
+    for use in done.uses:
+        if not {use.weight, use.bias} & set(reasons):
+            parts.setdefault((use.weight, use.bias), Part(use.kind, use.weight, use.bias, axes[use.weight, use.bias]))
+    taps = sum(use.shape.numel() for use in done.uses) // batch
+    generic = tuple(name for name in names if name in reasons)
+    return Layout(tuple(parts.values()), generic, reasons, done.f[0].numel(), done.f.ndim == 2, taps)
+
+
+def _shared(uses: list[Use]) -> dict[str, str]:
+    """Weights that meet different partners, or are used in different ways (an embedding that is also the output layer)."""
+    partners: dict[str, set] = defaultdict(set)
+    for use in uses:
+        for name in (use.weight, use.bias):
+            if name is not None:
+                partners[name].add((use.kind, use.weight, use.bias))
+    wrong = {name: "it is shared by layers of different kinds" for name, found in partners.items() if len(found) > 1}
+    return wrong
+
+
+def _axis(use: Use, batch: int) -> int | None:
+    """The axis of examples where the shape alone tells; None where it does not."""
+    shape = use.x.shape
+    if not shape:
+        return None
+    if use.convolution is not None or use.channel == 1:
+        return 0 if shape[0] == batch else None
+    if (
+        shape[0] == batch
+        and (len(shape) < 3 or shape[1] != batch)
+        and (use.kind != "lookup" or len(shape) < 2 or shape[1] != batch)
+    ):
+        return 0
+    if len(shape) >= 3 and shape[1] == batch and shape[0] != batch and shape[0] % batch:
+        return 1
+    return None
+
+
+def _with_fewer(model: Model, params: Params, x: Any, buffers: Buffers, live: Params) -> list[Use]:
+    """The uses of a pass over one example less (or over two copies of a single one), whose shapes tell the axes apart."""
+    batch = next(iter(tree.leaves(x))).shape[0]
+
+    def change(leaf: Tensor) -> Tensor:
+        if leaf.shape[0] != batch:
+            return leaf
+        return leaf[:-1] if batch > 1 else torch.cat([leaf, leaf])
+
+    try:
+        return forward(model, params, tree.apply_leaves(change, x), buffers, wanted=live).uses
+    except (RuntimeError, ValueError, IndexError):
+        return []
+
+
+def _compared(use: Use, other: Use, batch: int) -> int | None:
+    """The axis whose size follows the number of examples, where the rows of the common examples are the same."""
+    if use.x.ndim != other.x.ndim:
+        return None
+    count = batch - 1 if batch > 1 else 2
+    changed = [i for i, (a, b) in enumerate(zip(use.x.shape, other.x.shape, strict=True)) if a != b]
+    if len(changed) != 1 or changed[0] > 1 or use.x.shape[changed[0]] * count != other.x.shape[changed[0]] * batch:
+        return None
+    axis = changed[0]
+    if axis == 1 and use.x.shape[1] != batch:
+        return None
+    if _agree(use.x, other.x, axis):
+        return axis
+    if axis == 0 and use.channel == -1 and use.convolution is None:
+        a, b = use.x.unflatten(0, (-1, batch)), other.x.unflatten(0, (-1, count))
+        return MERGED if _agree(a, b, 1) else None
+    return None
+
+
+def _agree(a: Tensor, b: Tensor, axis: int) -> bool:
+    """Whether the examples that both have are the same."""
+    shorter = min(a.shape[axis], b.shape[axis])
+    a, b = a.narrow(axis, 0, shorter), b.narrow(axis, 0, shorter)
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-5 * float(a.abs().max() + 1e-30))
+
+
+def grouped(done: Forward, layout: Layout) -> dict[Part, list[Use]]:
+    """The uses of each part; a network that takes another way than the layout knows is an error."""
+    by_names = {(part.weight, part.bias): part for part in layout.parts}
+    found: dict[Part, list[Use]] = {part: [] for part in layout.parts}
+    for use in done.uses:
+        part = by_names.get((use.weight, use.bias))
+        if part is None:
+            raise ValueError(
+                f"{use.weight or use.bias} is used in another way than in the first batch: curvature needs a network that does the "
+                "same for all inputs"
+            )
+        found[part].append(use)
+    return found

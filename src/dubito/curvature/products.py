@@ -1,0 +1,154 @@
+r"""Curvature times vectors, without the curvature: for low-rank structures, conjugate gradients and spectra.
+
+:math:`G v = \sum_n J_n^T \Lambda_n J_n v` takes one forward-mode and one reverse-mode pass a batch; :math:`H v` two reverse ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dubito import tree
+from dubito.curvature.generic import Unrolled
+from dubito.likelihoods import own
+from dubito.model import Model, mode
+from dubito.tree import Buffers, Params
+
+Product = Callable[[Params], Params]
+
+
+def batch_product(
+    model: Model, params: Params, batch: Any, buffers: Buffers, v: Params, kind: Literal["ggn", "hessian"] = "ggn"
+) -> Params:
+    """The curvature of one batch (a sum over its examples) times v, leaves stacked [k, *shape]."""
+    x, y = model.split(batch)
+    live = {name: params[name].detach() for name in v}
+    fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
+    buffers = {name: leaf.detach() for name, leaf in buffers.items()}
+    learned = own({**fixed, **live})
+
+    def output(live: Params) -> Tensor:
+        with Unrolled():
+            return model.call({**fixed, **live}, x, buffers)[0]
+
+    def ggn(delta: Params) -> Params:
+        f, slope, *_ = jvp(output, (live,), (delta,))
+        fisher = model.likelihood.fisher(f.detach(), learned)
+        seen = model.likelihood.observed(model.likelihood.target(y, f))
+        weighted = (fisher @ slope.unsqueeze(-1)).squeeze(-1)
+        return back(weighted if seen is None else weighted * seen.unsqueeze(-1))[0]
+
+    def hessian(delta: Params) -> Params:
+        points = {name: leaf.clone().requires_grad_() for name, leaf in live.items()}
+        with torch.enable_grad():
+            loss = -model.score(output(points), y, {**fixed, **points}).sum()
+            slopes = torch.autograd.grad(
+                loss, list(points.values()), create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            inner = sum((s * delta[name]).sum() for name, s in zip(points, slopes, strict=True))
+            assert isinstance(inner, Tensor)
+            if not inner.requires_grad:
+                return {name: torch.zeros_like(leaf) for name, leaf in live.items()}
+            found = torch.autograd.grad(inner, list(points.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(points, found, strict=True))
+
+    with mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own deprecated parts
+        if kind == "hessian":
+            return tree.stack([hessian(tree.select(v, i)) for i in range(tree.count(v))])
+        back = vjp(output, live)[1]
+        with torch.no_grad():
+            return tree.stack([ggn(tree.select(v, i)) for i in range(tree.count(v))])
+
+
+def product(
+    model: Model,
+    params: Params,
+    data: Iterable[Any],
+    buffers: Buffers,
+    *,
+    kind: Literal["ggn", "hessian"] = "ggn",
+    damping: float = 0.0,
+) -> Product:
+    """v -> (curvature over all data + damping I) v, for leaves stacked [k, *shape]; `data` is gone through for every product."""
+
+    def times(v: Params) -> Params:
+        total = {name: damping * leaf for name, leaf in v.items()}
+        for batch in data:
+            for name, leaf in batch_product(model, params, batch, buffers, v, kind).items():
+                total[name] = total[name] + leaf
+        return total
+
+    return times
+
+
+def conjugate_gradients(times: Product, b: Params, *, steps: int = 100, tolerance: float = 1e-6) -> Params:
+    """The solution of A x = b for a positive definite A given by its products; leaves [*shape].
+
+    >>> A = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
+    >>> x = conjugate_gradients(lambda v: {"w": v["w"] @ A}, {"w": torch.tensor([1.0, 0.0])})
+    >>> torch.allclose(A @ x["w"], torch.tensor([1.0, 0.0]), atol=1e-5)
+    True
+    """
+    x = {name: torch.zeros_like(leaf) for name, leaf in b.items()}
+    r, p = dict(b), dict(b)
+    size = start = _dot(r, r)
+    for _ in range(steps):
+        if float(size) <= tolerance**2 * float(start) or float(size) == 0:
+            break
+        q = tree.select(times({name: leaf.unsqueeze(0) for name, leaf in p.items()}), 0)
+        curvature = _dot(p, q)
+        if float(curvature) <= 0:
+            raise ValueError(
+                f"a direction has curvature {float(curvature):.3g}: the matrix is not positive definite; add damping, or use the GGN"
+            )
+        step = size / curvature
+        x = {name: leaf + step.to(leaf) * p[name] for name, leaf in x.items()}
+        r = {name: leaf - step.to(leaf) * q[name] for name, leaf in r.items()}
+        size, before = _dot(r, r), size
+        p = {name: leaf + (size / before).to(leaf) * p[name] for name, leaf in r.items()}
+    return x
+
+
+def lanczos(
+    times: Product, like: Params, rank: int, *, generator: torch.Generator | None = None, extra: int = 10
+) -> tuple[Tensor, Params]:
+    """The `rank` eigenvalues of largest size and their eigenvectors (leaves [rank, *shape]) of a symmetric A given by its products.
+
+    Lanczos with full orthogonalisation, in rank + `extra` products.
+    """
+    size = sum(leaf.numel() for leaf in like.values())
+    steps = min(size, rank + extra)
+    first = next(iter(like.values()))
+    q = torch.randn(size, generator=generator, dtype=first.dtype, device=first.device if generator is None else generator.device)
+    basis = [(q / q.norm()).to(first.device)]
+    alphas, betas = [], []
+    for i in range(steps):
+        w = tree.flatten(times(tree.unflatten(basis[-1].unsqueeze(0), like)), stacked=True)[0]
+        alphas.append(w @ basis[-1])
+        for _ in range(2):  # once is not enough in floating point
+            stacked = torch.stack(basis)
+            w = w - stacked.mT @ (stacked @ w)
+        beta = w.norm()
+        if i + 1 == steps or float(beta) < 1e-7 * float(max(abs(float(a)) for a in alphas) or 1.0):
+            break
+        betas.append(beta)
+        basis.append(w / beta)
+    t = torch.diag(torch.stack(alphas))
+    if betas:
+        off = torch.stack(betas[: len(alphas) - 1])
+        t = t + torch.diag(off, 1) + torch.diag(off, -1)
+    values, vectors = torch.linalg.eigh(t.double())
+    order = values.abs().argsort(descending=True)[:rank]
+    rows = vectors[:, order].mT.to(first) @ torch.stack(basis[: len(alphas)])
+    return values[order].to(first), tree.unflatten(rows, like)
+
+
+def _dot(a: Params, b: Params) -> Tensor:
+    return torch.stack([(a[name] * b[name]).double().sum() for name in a]).sum()

@@ -1,0 +1,214 @@
+r"""Layers as rows: inputs a [B, T, I] and gradients g [B, T, O] of the outputs, T positions (pixels, time, repeated uses).
+
+The gradient of a cotangent with respect to the matrix of an affine layer is, for each example, :math:`\sum_t g_t a_t^T`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dubito.curvature.capture import Use
+from dubito.curvature.layout import MERGED, Part
+from dubito.tree import Params
+
+CHUNK = 2**24  # numbers that may be formed at a time, where something is formed piece by piece
+
+
+def examples_first(value: Tensor, part: Part, batch: int) -> Tensor:
+    """The same with the axis of examples first."""
+    if part.axis == MERGED:
+        return value.unflatten(0, (-1, batch)).transpose(0, 1)
+    return value.transpose(0, 1) if part.axis == 1 else value
+
+
+def rows(value: Tensor, part: Part, channel: int, batch: int) -> Tensor:
+    """[B, T, C] of an input or output of a layer: examples first, channels last, all other axes are positions."""
+    if channel == 1:  # [B m, C, *positions]
+        value = value.flatten(2).transpose(1, 2) if value.ndim > 2 else value.unsqueeze(1)  # [B m, positions, C]
+        return value if value.shape[0] == batch else value.reshape(batch, -1, value.shape[-1])
+    value = examples_first(value, part, batch)
+    if value.ndim == 2 and value.shape[0] == batch:
+        return value.unsqueeze(1)
+    return value.reshape(batch, -1, value.shape[-1])
+
+
+def patches(x: Tensor, convolution: tuple) -> Tensor:
+    """What a convolution sees at each of its positions, [B, C prod(kernel), positions]."""
+    kernel, stride, sides, dilation = convolution
+    if len(kernel) <= 2 and all(a == b for a, b in sides):
+        if len(kernel) == 1:  # a line is an image of height 1
+            x, one = x.unsqueeze(2), (1,)
+            padding = (0, sides[0][0])
+            return F.unfold(x, one + kernel, one + dilation, padding, one + stride)
+        return F.unfold(x, kernel, dilation, (sides[0][0], sides[1][0]), stride)
+    x = F.pad(x, [side for pair in reversed(sides) for side in pair])
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]  # the window comes last
+    n = len(kernel)  # [B, C, *positions, *kernel]
+    order = [0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n)]
+    positions = math.prod(x.shape[2 : 2 + n])
+    return x.permute(order).reshape(x.shape[0], -1, positions)
+
+
+class Layer:
+    """A part in one pass: its inputs, and what follows from gradients of its outputs."""
+
+    def __init__(self, part: Part, uses: Sequence[Use], batch: int, shapes: dict[str, torch.Size]):
+        self.part, self.uses, self.batch, self.shapes = part, uses, batch, shapes
+
+    @cached_property
+    def a(self) -> Tensor:
+        """Inputs [B, T, I], the homogeneous 1 of a bias not included; indices [B, T] for a lookup."""
+        found = []
+        for use in self.uses:
+            if use.convolution is not None and self.part.weight is not None:
+                value = patches(use.x, use.convolution)  # [B m, I, positions]
+                value = value.transpose(1, 2)
+                found.append(value if value.shape[0] == self.batch else value.reshape(self.batch, -1, value.shape[-1]))
+            elif self.part.kind == "lookup":
+                found.append(examples_first(use.x, self.part, self.batch).reshape(self.batch, -1))
+            elif self.part.kind == "scale" and use.channel == -1:  # the scale may have several axes
+                width = math.prod(next(iter(self.shapes.values())))
+                found.append(examples_first(use.x, self.part, self.batch).reshape(self.batch, -1, width))
+            else:
+                found.append(rows(use.x, self.part, use.channel, self.batch))
+        value = found[0] if len(found) == 1 else torch.cat(found, 1)
+        return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value
+
+    def outputs(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of the outputs of all uses, as rows [B, T, O]."""
+        found = []
+        for use, g in zip(self.uses, gradients, strict=True):
+            if g is None:
+                g = torch.zeros(use.shape, dtype=use.x.dtype if use.x.is_floating_point() else torch.float32, device=use.x.device)
+            if self.part.kind == "scale" and use.channel == -1:
+                width = math.prod(next(iter(self.shapes.values())))
+                found.append(examples_first(g, self.part, self.batch).reshape(self.batch, -1, width))
+            else:
+                found.append(rows(g, self.part, use.channel, self.batch))
+        value = found[0] if len(found) == 1 else torch.cat(found, 1)
+        return value.float() if value.dtype.itemsize < 4 else value
+
+    @property
+    def positions(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Inputs I, the homogeneous 1 included where the bias is there too."""
+        return self.a.shape[-1] + (self.part.bias is not None)
+
+    def rotated(self, basis: Tensor) -> Tensor:
+        """Inputs with their homogeneous 1 times a matrix [in, J], without putting the two together: [B, T, J]."""
+        a = self.a
+        if self.part.bias is None:
+            return a @ basis
+        return torch.addmm(basis[-1], a.reshape(-1, a.shape[-1]), basis[:-1]).reshape(*a.shape[:2], -1)
+
+    @cached_property
+    def extended(self) -> Tensor:
+        """Inputs with the homogeneous 1, [B, T, I + 1]."""
+        a = self.a
+        return a if self.part.bias is None else torch.cat([a, a.new_ones(*a.shape[:2], 1)], -1)
+
+    def gradients(self, g: Tensor) -> Params:
+        """Gradients of the weights, example by example: leaves [B, *shape]."""
+        part, found = self.part, {}
+        if part.kind == "lookup":
+            assert part.weight is not None
+            vocabulary, width = self.shapes[part.weight]
+            flat = g.new_zeros(self.batch * vocabulary, width)
+            offset = torch.arange(self.batch, device=g.device).unsqueeze(1) * vocabulary
+            return {
+                part.weight: flat.index_add_(0, (self.a + offset).flatten(), g.reshape(-1, width)).unflatten(0, (self.batch, -1))
+            }
+        if part.weight is not None:
+            weight = g.mT @ self.a if part.kind == "affine" else (g * self.a).sum(1)
+            found[part.weight] = weight.reshape(self.batch, *self.shapes[part.weight])
+        if part.bias is not None:
+            found[part.bias] = g.sum(1).reshape(self.batch, *self.shapes[part.bias])
+        return found
+
+    def summed(self, g: Tensor) -> Params:
+        """Gradients of the weights, summed over the examples."""
+        part, found = self.part, {}
+        if part.kind == "lookup":
+            assert part.weight is not None
+            whole = g.new_zeros(self.shapes[part.weight])
+            return {part.weight: whole.index_add_(0, self.a.flatten(), g.reshape(-1, g.shape[-1]))}
+        if part.weight is not None:
+            weight = g.flatten(0, 1).mT @ self.a.flatten(0, 1) if part.kind == "affine" else (g * self.a).sum((0, 1))
+            found[part.weight] = weight.reshape(self.shapes[part.weight])
+        if part.bias is not None:
+            found[part.bias] = g.sum((0, 1)).reshape(self.shapes[part.bias])
+        return found
+
+    def squares(self, g: Tensor) -> Params:
+        """Squared gradients of the weights, summed over the examples."""
+        part = self.part
+        if part.kind == "affine" and self.positions == 1:
+            return self._single_squares((g**2).squeeze(1))
+        if part.kind == "lookup":
+            assert part.weight is not None
+            sums, _, index = self.lookups(g)
+            return {part.weight: g.new_zeros(self.shapes[part.weight]).index_add_(0, index, sums**2)}
+        found: Params = {}
+        if part.kind == "affine" and part.weight is not None:
+            found[part.weight] = squared_products(g, self.a).reshape(self.shapes[part.weight])
+        elif part.weight is not None:
+            found[part.weight] = ((g * self.a).sum(1) ** 2).sum(0).reshape(self.shapes[part.weight])
+        if part.bias is not None:
+            found[part.bias] = (g.sum(1) ** 2).sum(0).reshape(self.shapes[part.bias])
+        return found
+
+    def _single_squares(self, g2: Tensor) -> Params:
+        """The same for one position, from squared gradients [B, O]."""
+        found: Params = {}
+        if self.part.weight is not None:
+            found[self.part.weight] = (g2.mT @ self.squared).reshape(self.shapes[self.part.weight])
+        if self.part.bias is not None:
+            found[self.part.bias] = g2.sum(0).reshape(self.shapes[self.part.bias])
+        return found
+
+    @cached_property
+    def squared(self) -> Tensor:
+        """Squared inputs [B, I] of a layer with one position."""
+        return self.a.squeeze(1) ** 2
+
+    def lookups(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the looked-up rows [U, E], each row of each example once, with their example and their index [U]."""
+        assert self.part.weight is not None
+        vocabulary = self.shapes[self.part.weight][0]
+        keys, inverse = self._lookup_keys
+        sums = g.new_zeros(len(keys), g.shape[-1]).index_add_(0, inverse, g.reshape(-1, g.shape[-1]))
+        return sums, keys // vocabulary, keys % vocabulary
+
+    @cached_property
+    def _lookup_keys(self) -> tuple[Tensor, Tensor]:
+        assert self.part.weight is not None
+        vocabulary = self.shapes[self.part.weight][0]
+        offset = torch.arange(self.batch, device=self.a.device).unsqueeze(1) * vocabulary
+        keys, inverse = torch.unique((self.a + offset).flatten(), return_inverse=True)
+        return keys, inverse
+
+
+def squared_products(g: Tensor, a: Tensor) -> Tensor:
+    """sum_b (sum_t g_bt a_bt^T)^2, [O, I], in pieces of bounded size."""
+    total = g.new_zeros(g.shape[-1], a.shape[-1])
+    step = max(1, CHUNK // max(1, total.numel()))
+    for start in range(0, g.shape[0], step):
+        product = g[start : start + step].mT @ a[start : start + step]  # [b, O, I]
+        total += product.square_().sum(0)
+    return total
+
+
+def pieces(n: int, each: int) -> Iterator[slice]:
+    """n things in slices, so that things of `each` numbers stay within bounds."""
+    step = max(1, CHUNK // max(1, each))
+    return (slice(start, min(n, start + step)) for start in range(0, n, step))

@@ -1,0 +1,206 @@
+"""The Laplace approximation: a Gaussian around the network one has."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from dubito import store
+from dubito.curvature.collect import Collector, Spec
+from dubito.curvature.gather import Corrected, Gather, Hessian, Main, Plain, Subnetwork, Sums, last_layer
+from dubito.fit import Info, Start
+from dubito.model import Target
+from dubito.posteriors import Gaussian, Posterior
+from dubito.priors import MultivariateNormal, Normal
+from dubito.tree import Buffers, Params
+
+
+@dataclass
+class LaplaceState:
+    params: Params
+    buffers: Buffers
+    names: list[str]  # the weights the covariance is over
+    curvature: Sums
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Laplace:
+    r"""A Gaussian around the weights one has, with the curvature of the log joint there as its precision.
+
+    .. math:: \theta \sim N\big(\theta^*, (H + P_0)^{-1}\big), \qquad H = \sum_n J_n^T \Lambda_n J_n \ \text{(GGN)}
+
+    The network should be trained: `fit(model, Laplace(), data)` on a trained network, or `start=` a MAP posterior. One pass over the
+    data collects the curvature; then the prior precision of each layer, if the prior is `Normal()`, is set to maximise the evidence.
+    So is a learned noise with `optimize_noise`, which a dense or Kronecker structure can judge; a diagonal one overrates it grossly.
+    Predictions are linearised.
+
+    `subset` chooses the weights: "all" the Bayesian ones, "last_layer", or a pattern of names; what is left out stays a point. With
+    `subnetwork=k` the k weights of largest marginal variance (or magnitude) get a dense covariance.
+
+    >>> import dubito
+    >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=0.1))
+    >>> trained = dubito.fit(model, dubito.MAP(epochs=200, learning_rate=0.05), (x, 2 * x))
+    >>> posterior = dubito.fit(model, Laplace(), (x, 2 * x), start=trained)
+    >>> posterior.predict(torch.tensor([[0.0], [3.0]])).uncertainty.epistemic.sqrt().round(decimals=2)
+    tensor([[0.0100],
+            [0.0700]])
+    """
+
+    structure: Literal["kronecker", "diagonal", "lowrank", "dense"] = "kronecker"  # of the covariance
+    curvature: Literal["ggn", "fisher", "empirical", "hessian"] = "ggn"  # exact, Monte Carlo over labels, at the labels, full
+    optimize_evidence: bool = True  # set prior precisions that are not given to maximise the evidence
+    subset: str = field(default="all", kw_only=True)  # all, last_layer, or a pattern of parameter names
+    prior_groups: Literal["layer", "one", "parameter"] = field(default="layer", kw_only=True)  # what shares a learned precision
+    optimize_noise: bool = field(default=False, kw_only=True)  # the learned noise, too, rather than as it was trained
+    draws: int | None = field(default=None, kw_only=True)  # Monte Carlo draws of cotangents; None is exact where that is feasible
+    shared: Literal["expand", "reduce"] = field(default="expand", kw_only=True)  # Kronecker, for weights shared over positions
+    corrected: bool = field(default=False, kw_only=True)  # Kronecker with corrected eigenvalues (EKFAC), in a second pass
+    rank: int = field(default=20, kw_only=True)  # directions of a low-rank structure
+    subnetwork: int | None = field(
+        default=None, kw_only=True
+    )  # this many weights, picked over all layers, get a dense covariance
+    subnetwork_by: Literal["variance", "magnitude"] = field(default="variance", kw_only=True)  # how they are picked
+    damping: float = field(default=0.0, kw_only=True)  # a precision on top of the prior's
+    clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
+    check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
+
+    post_hoc: ClassVar[bool] = True  # expects a trained network
+
+    def __post_init__(self):
+        _one_of("structure", self.structure, ("kronecker", "diagonal", "lowrank", "dense"))
+        _one_of("curvature", self.curvature, ("ggn", "fisher", "empirical", "hessian"))
+        _one_of("prior_groups", self.prior_groups, ("layer", "one", "parameter"))
+        _one_of("shared", self.shared, ("expand", "reduce"))
+        _one_of("subnetwork_by", self.subnetwork_by, ("variance", "magnitude"))
+        if self.curvature == "hessian" and self.structure == "kronecker":
+            raise ValueError("a Hessian has no Kronecker form: use structure='dense' or 'lowrank', or curvature='ggn'")
+        if self.structure == "lowrank" and self.curvature not in ("ggn", "hessian"):
+            raise ValueError("a low-rank structure is of the exact curvature: use curvature='ggn' or 'hessian'")
+        if self.corrected and (self.structure != "kronecker" or self.shared != "expand"):
+            raise ValueError("corrected=True corrects the eigenvalues of structure='kronecker' in its expand form")
+        if self.subnetwork is not None and (self.structure != "dense" or self.subnetwork < 1 or self.curvature == "hessian"):
+            raise ValueError("a subnetwork of k >= 1 weights has structure='dense' and is not for curvature='hessian'")
+        if self.damping < 0 or (self.draws is not None and self.draws < 1) or self.rank < 1:
+            raise ValueError("damping is at least 0, draws and rank are at least 1")
+
+    @property
+    def data(self) -> Literal["batches", "full"]:
+        return "batches"
+
+    @property
+    def gather(self) -> Gather:
+        """How the curvature is gathered."""
+        if self.subnetwork is not None:
+            return Subnetwork(self.subnetwork, self.subnetwork_by)
+        if self.structure == "lowrank":
+            return Main(self.rank, self.clip)
+        if self.curvature == "hessian":
+            return Hessian(self.clip)
+        return Corrected() if self.corrected else Plain()
+
+    def steps(self, n_batches: int) -> int:
+        return self.gather.passes * n_batches
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LaplaceState:
+        if not isinstance(target.model.prior, Normal | MultivariateNormal):
+            raise ValueError(
+                f"Laplace adds the prior's precision to the curvature, so the prior is a Normal or an earlier posterior; got a "
+                f"{type(target.model.prior).__name__}"
+            )
+        names = self._names(target, start, batch)
+        if isinstance(target.model.prior, MultivariateNormal) and (set(names) - set(target.model.prior.covariance.shapes)):
+            raise ValueError("the prior is an earlier posterior over other weights: use the same `only` and `subset` as there")
+        at = self._at(target, start.params, start.buffers, names)
+        sums = Sums.zeros(self.gather, at, target.model.split(batch)[0], generator, gradient=self.check)
+        return LaplaceState(start.params, start.buffers, list(names), sums, 0, steps)
+
+    def step(
+        self, target: Target, state: LaplaceState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[LaplaceState, Info]:
+        at = self._at(target, state.params, state.buffers, tuple(state.names))
+        gather, sums = self.gather, state.curvature
+        which = min(gather.passes - 1, state.step // max(1, state.steps // gather.passes))
+        if which == 1 and sums.seen[1] == 0:
+            gather.between(at, sums.sums, sums.found(target, state.params, self._prior(target, state)))
+        # where only a draw or two is back-propagated a gradient would double the cost: then now and then is enough
+        check = (
+            self.check and which == 0 and (state.step % 8 == 0 or (self.curvature in ("ggn", "hessian") and self.draws is None))
+        )
+        score = sums.add(gather, at, data, which, generator, gradient=check)
+        state.step += 1
+        return state, {"log_likelihood": score}
+
+    def draw(self, state: LaplaceState) -> Params | None:
+        return None
+
+    def posterior(self, target: Target, state: LaplaceState, draws: store.Draws) -> Posterior:
+        at = self._at(target, state.params, state.buffers, tuple(state.names))
+        prior, sums = self._prior(target, state), state.curvature
+        found = sums.found(target, state.params, prior)
+        covariance = self.gather.covariance(at, sums.sums, found)
+        evidence = sums.evidence(target, state.params, state.names, prior)
+        if evidence.base is not None:
+            covariance = covariance.plus(evidence.base)
+        posterior = Gaussian(
+            target.model,
+            state.params,
+            state.buffers,
+            covariance,
+            fitted=evidence,
+            scale=found.scale,
+            temperature=target.temperature,
+        )
+        if self.optimize_evidence and evidence.base is None:
+            learned = isinstance(target.model.prior, Normal) and target.model.prior.scale is None
+            if learned or (evidence.noisy and self.optimize_noise):
+                posterior = posterior.optimized(by=self.prior_groups, prior=learned, noise=self.optimize_noise)
+        if self.check and sums.gradient_seen:
+            self._warn(target, state, posterior)
+        return posterior
+
+    def _at(self, target: Target, params: Params, buffers: Buffers, names: tuple[str, ...]) -> Collector:
+        structure = "dense" if self.structure == "lowrank" else self.structure
+        return Collector(target.model, params, buffers, names, Spec(structure, self.curvature, self.draws, self.shared))
+
+    def _names(self, target: Target, start: Start, batch: Any) -> tuple[str, ...]:
+        names = tuple(name for name in start.params if ":" not in name)
+        if self.subset == "all":
+            return names
+        if self.subset == "last_layer":
+            return last_layer(target.model, start.params, target.model.split(batch)[0], start.buffers, names)
+        chosen = tuple(name for name in names if re.search(self.subset, name))
+        if not chosen:
+            raise ValueError(f"subset={self.subset!r} matches no Bayesian parameter; there are {list(names)[:8]}")
+        return chosen
+
+    def _prior(self, target: Target, state: LaplaceState) -> Params:
+        """The prior's precision, one number a leaf."""
+        prior, like = target.model.prior, next(iter(state.params.values()))
+        kind = torch.promote_types(like.dtype, torch.float32)
+        # that of an earlier posterior is added as a whole; until then any will do
+        values = {name: prior.scale_of(name) ** -2 if isinstance(prior, Normal) else 1.0 for name in state.names}
+        return {name: torch.tensor(value + self.damping, dtype=kind, device=like.device) for name, value in values.items()}
+
+    def _warn(self, target: Target, state: LaplaceState, posterior: Gaussian) -> None:
+        """Tell of weights that are not at an optimum, in posterior standard deviations."""
+        rise, effective, noise = state.curvature.decrement(target, state.params, posterior.covariance, posterior.prior_precision)
+        if rise > effective + 2 * noise + 10:
+            warnings.warn(
+                f"the weights are not at an optimum: the log joint could rise by about {rise / 2:.3g}, and the mode is about "
+                f"{(rise / effective) ** 0.5:.2g} posterior standard deviations away for each of {effective:.3g} effective parameters. "
+                "Train on with the same prior, or take the uncertainty with a grain of salt (Laplace(check=False) says nothing)",
+                stacklevel=2,
+            )
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is one of {', '.join(known)}; got {value!r}")

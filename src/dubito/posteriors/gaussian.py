@@ -1,0 +1,209 @@
+"""A Gaussian over the weights, with a structured covariance."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.curvature.evidence import Evidence, maximize
+from dubito.likelihoods import PREFIX
+from dubito.linalg import Covariance, Diagonal
+from dubito.model import Model
+from dubito.posteriors.posterior import Posterior
+from dubito.predict.linearized import functions, joint, linearized
+from dubito.predict.sampled import sampled
+from dubito.predictive import LatentMixture
+from dubito.priors import MultivariateNormal
+from dubito.randomness import fresh, generator
+from dubito.tree import Buffers, Params
+
+NOISE = PREFIX + "log_scale"
+
+
+@dataclass(frozen=True)
+class Gaussian(Posterior):
+    """N(params, covariance) over the weights that the covariance names; the other parameters are a point.
+
+    It predicts by linearising the network (`how="linearized"`: mean f(x), exact Gaussian over f) or by `draws` of the weights
+    (`how="sampled"`). A fitted Laplace approximation also has its `evidence`, and its prior can be changed afterwards.
+
+    >>> import dubito
+    >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=0.1))
+    >>> posterior = Gaussian.diagonal(model, {"weight": torch.ones(1, 1)}, {"weight": torch.full((1, 1), 0.04)})
+    >>> p = posterior.predict(torch.tensor([[2.0]]))
+    >>> p.mean, p.uncertainty.epistemic                      # 2^2 * 0.04
+    (tensor([[2.]]), tensor([[0.1600]]))
+    """
+
+    params: Params
+    buffers: Buffers
+    covariance: Covariance
+    how: str = "linearized"
+    draws: int = 30
+    fitted: Evidence | None = None
+    scale: Tensor | None = None  # [G], noise precisions the curvature is multiplied by
+    temperature: float = 1.0
+
+    @staticmethod
+    def diagonal(model: Model, mean: Params, variance: Params, buffers: Buffers | None = None) -> Gaussian:
+        """Independent weights, by hand."""
+        params = {name: mean.get(name, leaf) for name, leaf in model.parameters().items()}
+        return Gaussian(model, params, model.buffers() if buffers is None else buffers, Diagonal.of(variance))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        source = generator or fresh(self.model.device)
+        drawn = self.covariance.sample(n, source)
+        return {
+            name: (leaf + drawn[name]).to(leaf.dtype) if name in drawn else leaf.expand(n, *leaf.shape).clone()
+            for name, leaf in self.params.items()
+        }
+
+    def log_prob(self, params: Params) -> Tensor:
+        """Log density of the weights that the covariance is over, [] or, for stacked leaves, [n]."""
+        stacked = params[next(iter(self.covariance.shapes))].ndim > self.params[next(iter(self.covariance.shapes))].ndim
+        away = {
+            n: params[n] - self.params[n] if stacked else (params[n] - self.params[n]).unsqueeze(0)
+            for n in self.covariance.shapes
+        }
+        pulled = self.covariance.solve(away)
+        quadratic = torch.stack([(away[n] * pulled[n]).double().flatten(1).sum(1) for n in away]).sum(0)
+        value = -0.5 * (quadratic + self.covariance.logdet() + self.covariance.size * math.log(2 * math.pi))
+        return value if stacked else value[0]
+
+    def logdet(self) -> Tensor:
+        """Log determinant of the covariance."""
+        return self.covariance.logdet()
+
+    def predict(
+        self,
+        x: Any,
+        how: str | None = None,
+        *,
+        draws: int | None = None,
+        memory: float = 1.0,
+        seed: int = 0,
+        link: str = "nodes",
+    ) -> LatentMixture:
+        """The predictive at x. Linearised with `draws`, it is made of so many linear functions instead of their exact Gaussian.
+
+        `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "probit",
+        "bridge" (Laplace bridge) or "mc".
+        """
+        how = self.how if how is None else how
+        self._only(how, "linearized", "sampled")
+        source = generator(self.model.device, seed, "weights")
+        if how == "linearized":
+            p = linearized(
+                self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance,
+                draws=draws, memory=memory, generator=source,
+            )  # fmt: skip
+            return p if link == p.link else replace(p, link=link)
+        drawn = self.covariance.sample(draws or self.draws, source)
+        stacked = {name: (self.params[name] + leaf).to(self.params[name].dtype) for name, leaf in drawn.items()}
+        shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}
+        return sampled(self.model, x, shared=shared, stacked=stacked, memory=memory)
+
+    def joint(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Mean [B, C] and covariance [B, C, B, C] of the linearised outputs at all inputs together."""
+        return joint(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance)
+
+    def functions(self, x: Any, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of the linearised function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
+        deltas = self.covariance.sample(n, generator or fresh(self.model.device))
+        return functions(self.model, x, params=self.params, buffers=self.buffers, deltas=deltas)
+
+    # -- prior, noise, evidence
+
+    @property
+    def prior_precision(self) -> Params:
+        """The prior's precision of every leaf."""
+        return self._fitted.prior
+
+    @property
+    def _fitted(self) -> Evidence:
+        if self.fitted is None:
+            raise ValueError("this Gaussian was not fitted by a method that knows curvature and prior apart, such as Laplace")
+        return self.fitted
+
+    @property
+    def _scale(self) -> Tensor:
+        return torch.ones(1, dtype=torch.float64, device=self.model.device) if self.scale is None else self.scale
+
+    def _prior(self, precision: float | Tensor | Mapping[str, float | Tensor] | None) -> Params:
+        """Precisions of all leaves: a number for all; by pattern, where the first that is found in a name counts; or by leaf."""
+        known = self._fitted.prior
+        if precision is None:
+            return known
+        found: Params = {}
+        for name, old in known.items():
+            value: Any = old
+            if isinstance(precision, Mapping):
+                value = next((v for pattern, v in precision.items() if name == pattern or re.search(pattern, name)), old)
+            else:
+                value = precision
+            found[name] = (
+                value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device=old.device)
+            )
+        return found
+
+    def with_prior(
+        self,
+        precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
+        *,
+        noise: float | Tensor | None = None,
+        temperature: float | None = None,
+    ) -> Gaussian:
+        """The posterior under another prior precision (one, by pattern of names, or by leaf), noise, or temperature; same curvature.
+
+        One precision, or one for each layer, costs nothing; one for each weight is for diagonal and dense structures.
+        """
+        if self._fitted.base is not None:
+            raise ValueError("the prior is an earlier posterior: change it there, and fit again")
+        prior = self._prior(precision)
+        if any(bool((leaf <= 0).any()) for leaf in prior.values()):
+            raise ValueError("a prior precision is positive")
+        scale, params = self._scale, self.params
+        if noise is not None:
+            if not self._fitted.noisy:
+                raise ValueError(
+                    "the noise is not learned by this likelihood, so it is part of the curvature: fit with another noise"
+                )
+            sigma = torch.as_tensor(noise, dtype=torch.float64, device=scale.device).expand(scale.shape)
+            scale = sigma**-2
+            params = {**params, NOISE: sigma.log().to(params[NOISE])}
+        temperature = self.temperature if temperature is None else temperature
+        covariance = self.covariance.with_prior({n: p.detach() for n, p in prior.items()}, scale, temperature)
+        fitted = replace(self._fitted, prior=prior)
+        return replace(self, params=params, covariance=covariance, fitted=fitted, scale=scale, temperature=temperature)
+
+    def log_evidence(
+        self,
+        precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
+        *,
+        noise: float | Tensor | None = None,
+        temperature: float | Tensor | None = None,
+    ) -> Tensor:
+        """Log marginal likelihood, here or at another prior precision, noise or temperature; differentiable in what is a tensor."""
+        scale = self._scale
+        if noise is not None:
+            scale = torch.as_tensor(noise, dtype=torch.float64, device=scale.device).expand(scale.shape) ** -2
+        temperature = self.temperature if temperature is None else temperature
+        return self._fitted.value(self.covariance, self._prior(precision), scale, temperature)
+
+    def optimized(self, *, by: str = "layer", prior: bool = True, noise: bool = True) -> Gaussian:
+        """The posterior at the prior precisions and the noise that maximise the evidence."""
+        noise = noise and self._fitted.noisy
+        found, scale, _ = maximize(
+            self._fitted, self.covariance, self._scale, by=by, prior=prior, noise=noise, temperature=self.temperature
+        )
+        return self.with_prior(found if prior else None, noise=scale.rsqrt() if noise else None)
+
+    def as_prior(self) -> MultivariateNormal:
+        """This posterior as the prior of a fit on new data, which then continues from what is known."""
+        return MultivariateNormal({name: self.params[name] for name in self.covariance.shapes}, self.covariance)

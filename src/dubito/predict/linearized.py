@@ -1,0 +1,371 @@
+r"""Prediction by linearising the network in its weights: a Gaussian over f with mean f(x) and covariance :math:`J \Sigma J^T`.
+
+The Jacobian of outputs x parameters is never formed. One forward pass records every layer's inputs a; each output is back-propagated to
+the layers' outputs, which gives g; and a layer with covariance :math:`L \otimes R` in its eigenbasis, variances V, adds
+
+.. math:: (J \Sigma J^T)_{cd} \mathrel{+}= \sum_o \tilde g_{co} \tilde g_{do} v_o, \qquad v = V \tilde a^{\circ 2},
+          \qquad \tilde g = L^T g, \; \tilde a = R^T a.
+
+Where a layer has several positions its gradients are formed example by example, layer by layer, in pieces of bounded size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dubito import tree
+from dubito.curvature.capture import Forward, example_count, forward
+from dubito.curvature.generic import Unrolled, example_gradients
+from dubito.curvature.layout import Layout, grouped, layout
+from dubito.curvature.rows import Layer, pieces
+from dubito.likelihoods import own
+from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
+from dubito.model import Model, mode
+from dubito.predictive import LatentMixture
+from dubito.tree import Buffers, Params
+
+GIGABYTE = 2**30
+POSITIONS = 256  # outputs of an example (classes times pixels) above which draws of linearised functions take over
+WIDE = 100  # classes above which a root of the covariance is kept instead of the covariance
+
+
+def linearized(
+    model: Model,
+    x: Any,
+    *,
+    params: Params,
+    buffers: Buffers,
+    covariance: Covariance,
+    draws: int | None = None,
+    memory: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> LatentMixture:
+    """The predictive of the linearised network at x.
+
+    With `draws`, or where an example has very many outputs (segmentation), as so many functions f(x) + J(x) (theta - mean) with theta
+    from the posterior, the same functions for every x.
+    """
+    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    names = tuple(covariance.shapes)
+    found = layout(model, params, x, buffers, names)
+    if draws is not None or (found.outputs > POSITIONS and not found.flat):
+        means = functions(
+            model, x, params=params, buffers=buffers, deltas=covariance.sample(draws or 30, generator), memory=memory
+        )
+        return LatentMixture(model.likelihood, means, params=own(params))
+    size = example_count(x)
+    f, cov, root = [], [], []
+    # gradients of every output with respect to every layer's outputs must fit
+    alone = len(found.parts) == 1 and not found.generic
+    step = size if alone else max(1, min(size, int(memory * GIGABYTE / 8 / (4 * found.taps * (found.outputs + 2) or 1))))
+    for start in range(0, size, step):
+        part = tree.apply_leaves(lambda leaf: leaf[start : start + step] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
+        run = _Run(model, params, buffers, covariance, part, found, names)
+        if run.f.ndim == 2 and run.f.shape[-1] > WIDE and (wide := run.root()) is not None:
+            root.append(wide)
+        else:
+            cov.append(run.covariance())
+        f.append(run.f)
+    means = torch.cat(f).unsqueeze(0)
+    whole = torch.cat(cov or root).unsqueeze(0)
+    return LatentMixture(model.likelihood, means, whole if cov else None, params=own(params), root=None if cov else whole)
+
+
+def joint(model: Model, x: Any, *, params: Params, buffers: Buffers, covariance: Covariance) -> tuple[Tensor, Tensor]:
+    """Mean [B, C] and covariance [B, C, B, C] of the linearised outputs of all inputs together."""
+    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    names = tuple(covariance.shapes)
+    run = _Run(model, params, buffers, covariance, x, layout(model, params, x, buffers, names), names)
+    return run.f, run.joint()
+
+
+def functions(model: Model, x: Any, *, params: Params, buffers: Buffers, deltas: Params, memory: float = 1.0) -> Tensor:
+    """f(x) + J(x) delta for every delta, [S, B, *D, C]: draws of the linearised function, joint over all inputs."""
+    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    live = {name: params[name].detach() for name in deltas}
+    fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
+    buffers = {name: leaf.detach() for name, leaf in buffers.items()}
+
+    def output(live: Params) -> Tensor:
+        with Unrolled():
+            return model.call({**fixed, **live}, x, buffers)[0]
+
+    def one(delta: Params) -> Tensor:
+        f, slope, *_ = jvp(output, (live,), ({name: leaf.to(live[name].dtype) for name, leaf in delta.items()},))
+        return f + slope
+
+    with torch.no_grad(), mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own deprecated parts
+        found = [one(tree.select(deltas, i)) for i in range(tree.count(deltas))]
+    f = torch.stack(found)
+    return f.float() if f.dtype.itemsize < 4 else f
+
+
+class _Run:
+    """One pass over some inputs."""
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        buffers: Buffers,
+        covariance: Covariance,
+        x: Any,
+        found: Layout,
+        names: tuple[str, ...],
+    ):
+        self.model, self.params, self.buffers, self.x, self.found = model, params, buffers, x, found
+        self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        wanted = {name: params[name].detach() for name in names}
+        self.done: Forward = forward(model, {**params, **wanted}, x, buffers, wanted=wanted, skip=found.generic)
+        self.size = self.done.f.shape[0]
+        shapes = {name: params[name].shape for name in names}
+        self.layers = [
+            Layer(part, uses, self.size, {n: shapes[n] for n in part.names})
+            for part, uses in grouped(self.done, found).items()
+            if uses
+        ]
+        f = self.done.f.detach()
+        self.f = f.float() if f.dtype.itemsize < 4 else f
+
+    def _output(self) -> Layer | None:
+        """The layer, if it is the output layer alone."""
+        if len(self.layers) != 1 or self.found.generic or self.done.f.ndim != 2:
+            return None
+        layer = self.layers[0]
+        alone = layer.part.kind == "affine" and layer.part.weight is not None and len(layer.uses) == 1
+        return layer if alone and layer.uses[0].edge.node is self.done.f.grad_fn else None
+
+    def root(self) -> Tensor | None:
+        """A root [B, C, C] of the covariance where the output layer has a Kronecker block of its own."""
+        layer, block = self._output(), self.blocks[0]
+        if layer is None or not isinstance(block, Kronecker):
+            return None
+        v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.variances.mT  # [B, O]
+        return block.left * v.sqrt().unsqueeze(1)
+
+    def covariance(self) -> Tensor:
+        """[B, *D, C, C]."""
+        with torch.no_grad():
+            if (layer := self._output()) is not None and (closed := self._closed(layer)) is not None:
+                return closed
+            shape = self.f.shape
+            found = [self._position(i) for i in range(self.f[0].numel() // shape[-1])]
+            return torch.stack(found, 1).reshape(*shape[:-1], shape[-1], shape[-1])
+
+    def _closed(self, layer: Layer) -> Tensor | None:
+        """The output layer: its Jacobian is its input, and nothing is back-propagated."""
+        block = self.blocks[0]
+        a = layer.extended.squeeze(1)
+        if isinstance(block, Kronecker):
+            v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.variances.mT
+            return (block.left * v.unsqueeze(1)) @ block.left.mT
+        if isinstance(block, Diagonal):
+            return torch.diag_embed(_single(layer, block.variance()))
+        if isinstance(block, Dense) and block.index is None:
+            return _dense_output(block, layer, a, self.f.shape[-1])
+        return None
+
+    def _gradients(self, position: int) -> tuple[list[Tensor], Tensor]:
+        """Rows [C, B, T, O] for each layer of all outputs at a position, and the cotangents [C, B, *D, C]."""
+        f = self.done.f
+        classes = f.shape[-1]
+        unit = torch.zeros(classes, self.size, f[0].numel() // classes, classes, dtype=f.dtype, device=f.device)
+        for c in range(classes):
+            unit[c, :, position, c] = 1
+        unit = unit.reshape(classes, *f.shape)
+        edges = [use.edge for layer in self.layers for use in layer.uses]
+        rows: list[list[Tensor]] = [[] for _ in self.layers]
+        for c in range(classes if edges else 0):
+            found = iter(torch.autograd.grad(f, edges, unit[c], retain_graph=True, allow_unused=True))
+            for i, layer in enumerate(self.layers):
+                rows[i].append(layer.outputs([next(found) for _ in layer.uses]))
+        return [torch.stack(r) for r in rows], unit
+
+    def _position(self, position: int) -> Tensor:
+        """The covariance [B, C, C] of the outputs at one position."""
+        rows, unit = self._gradients(position)
+        total = self.f.new_zeros(self.size, unit.shape[0], unit.shape[0])
+        left = dict(zip(self.layers, rows, strict=True))
+        others: Params = {}
+        if self.found.generic:
+            others = example_gradients(self.model, self.params, self.x, self.buffers, self.found.generic, unit)
+        for block in self.blocks:
+            names = set(block.shapes)
+            mine = [(layer, g) for layer, g in left.items() if set(layer.part.names) <= names]
+            total += _block(block, mine, {name: others[name] for name in others if name in names}, total)
+        return total
+
+    def joint(self) -> Tensor:
+        """[B, C, B, C]: every block's gradients of all inputs together, times a root of its covariance."""
+        with torch.no_grad():
+            if self.f.ndim != 2:
+                raise ValueError("a joint covariance over inputs is for networks with one output vector an input")
+            rows, unit = self._gradients(0)
+            classes, total = unit.shape[0], 0
+            others: Params = {}
+            if self.found.generic:
+                others = example_gradients(self.model, self.params, self.x, self.buffers, self.found.generic, unit)
+            for block in self.blocks:
+                names = set(block.shapes)
+                leaves = {name: leaf for name, leaf in others.items() if name in names}
+                for layer, g in zip(self.layers, rows, strict=True):
+                    if set(layer.part.names) <= names:
+                        each = [layer.gradients(one) for one in g]
+                        leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
+                leaves = {n: leaves.get(n, unit.new_zeros(classes, self.size, *s)).flatten(0, 1) for n, s in block.shapes.items()}
+                product = block.product(leaves)
+                for name, leaf in leaves.items():
+                    total = total + leaf.flatten(1) @ product[name].flatten(1).mT
+            assert isinstance(total, Tensor)
+            return total.reshape(classes, self.size, classes, self.size).permute(1, 0, 3, 2)
+
+
+def _block(block: Covariance, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor) -> Tensor:
+    """What one block adds to the covariance [B, C, C]."""
+    total = torch.zeros_like(like)
+    if isinstance(block, Kronecker):
+        for layer, g in layers:
+            total += _kronecker(block, layer, g)
+        return total
+    if isinstance(block, Diagonal):
+        return _diagonal(block.variance(), layers, others, total)
+    if isinstance(block, LowRank):
+        total = _diagonal(block.diagonal, layers, others, total)
+        inner = _projected(block, layers, others, like)  # [B, C, k]
+        return total + (inner * block.logs.expm1()) @ inner.mT
+    assert isinstance(block, Dense)
+    for piece in pieces(like.shape[0], like.shape[1] * block.size):
+        leaves = {name: leaf[:, piece] for name, leaf in others.items()}
+        for layer, g in layers:
+            part = _slice(layer, piece)
+            each = [part.gradients(one) for one in g[:, piece]]
+            leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
+        n = piece.stop - piece.start
+        flat = [leaves.get(name, like.new_zeros(like.shape[1], n, *s)).flatten(2) for name, s in block.shapes.items()]
+        white = block.whiten(torch.cat(flat, -1).transpose(0, 1))  # [b, C, P]
+        total[piece] = white @ white.mT
+    return total
+
+
+def _slice(layer: Layer, piece: slice) -> Layer:
+    """The same layer for some of the examples."""
+    part = Layer(layer.part, layer.uses, piece.stop - piece.start, layer.shapes)
+    part.a = layer.a[piece]
+    return part
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """[C, B, n] to [B, C, C]."""
+    rows = rows.transpose(0, 1)
+    return rows @ rows.mT
+
+
+def _kronecker(block: Kronecker, layer: Layer, g: Tensor) -> Tensor:
+    classes, size, positions, outputs = g.shape
+    if positions == 1:
+        v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.variances.mT  # [B, O]
+        return _gram((g.squeeze(2) @ block.left) * v.sqrt())
+    root = block.variances.sqrt()
+    basis = block.inputs
+    inputs = basis.shape[0]
+    before = positions < classes * outputs  # whether it is cheaper to rotate the inputs than their products with the gradients
+    found = []
+    for piece in pieces(size, classes * outputs * inputs):
+        a = layer.a[piece]
+        n = a.shape[0]
+        rows = (g[:, piece] @ block.left).permute(1, 0, 3, 2).reshape(n, classes * outputs, positions)
+        if before:
+            rotated = a @ (basis if layer.part.bias is None else basis[:-1])
+            rotated = rotated if layer.part.bias is None else rotated + basis[-1]
+            product = rows @ rotated
+        else:
+            product = rows @ a
+            if layer.part.bias is not None:
+                product = torch.cat([product, rows.sum(-1, keepdim=True)], -1)
+            product = product @ basis
+        white = (product.reshape(n, classes, outputs, inputs) * root).flatten(2)
+        found.append(white @ white.mT)
+    return torch.cat(found)
+
+
+def _single(layer: Layer, variance: Params) -> Tensor:
+    """v [B, O] of an affine layer with one position and independent weights."""
+    part = layer.part
+    total: Tensor | float = 0.0
+    if part.weight is not None:
+        weight = variance[part.weight]
+        total = layer.squared @ weight.reshape(weight.shape[0], -1).mT
+    if part.bias is not None:
+        total = total + variance[part.bias]
+    assert isinstance(total, Tensor)
+    return total.expand(layer.batch, -1) if total.ndim == 1 else total
+
+
+def _diagonal(variance: Params, layers: list[tuple[Layer, Tensor]], others: Params, total: Tensor) -> Tensor:
+    for name, leaf in others.items():
+        total = total + _gram((leaf * variance[name].sqrt()).flatten(2))
+    for layer, g in layers:
+        part = layer.part
+        if part.kind == "affine" and layer.positions == 1:
+            total = total + _gram(g.squeeze(2) * _single(layer, variance).sqrt())
+        elif part.kind == "lookup":
+            assert part.weight is not None
+            found = [layer.lookups(one) for one in g]
+            sums = torch.stack([one for one, _, _ in found]) * variance[part.weight][found[0][2]].sqrt()  # [C, U, E]
+            inner = sums.transpose(0, 1)
+            total = total.index_add(0, found[0][1], inner @ inner.mT)
+        else:
+            for leaf, name, piece in _leaves(layer, g):
+                total[piece] = total[piece] + _gram((leaf * variance[name].sqrt()).flatten(2))
+    return total
+
+
+def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
+    """Gradients of a layer's weights [C, b, *shape], in pieces of the batch."""
+    size = sum(layer.shapes[name].numel() for name in layer.part.names)
+    for piece in pieces(layer.batch, g.shape[0] * size):
+        part = _slice(layer, piece)
+        each = [part.gradients(one) for one in g[:, piece]]
+        for name in each[0]:
+            yield torch.stack([e[name] for e in each]), name, piece
+
+
+def _projected(block: LowRank, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor) -> Tensor:
+    """J D^{1/2} Q, [B, C, k]."""
+    directions = {name: leaf * block.diagonal[name].sqrt() for name, leaf in block.directions.items()}  # [k, *shape]
+    total = like.new_zeros(like.shape[0], like.shape[1], len(block.logs))
+    for name, leaf in others.items():
+        total += (leaf.flatten(2) @ directions[name].flatten(1).mT).transpose(0, 1)
+    for layer, g in layers:
+        for leaf, name, piece in _leaves(layer, g):
+            total[piece] += (leaf.flatten(2) @ directions[name].flatten(1).mT).transpose(0, 1)
+    return total
+
+
+def _dense_output(block: Dense, layer: Layer, a: Tensor, classes: int) -> Tensor:
+    """phi^T Sigma_cd phi for every pair of outputs, from the blocks of the covariance."""
+    part = layer.part
+    inputs = layer.a.shape[-1]
+    first = next(iter(block.shapes)) == part.weight
+    weight0, bias0 = (0, classes * inputs) if first else (classes, 0)
+    sigma = block.inverse
+    cov = a.new_zeros(a.shape[0], classes, classes)
+    index = [
+        torch.cat(
+            [torch.arange(weight0 + c * inputs, weight0 + (c + 1) * inputs), torch.tensor([bias0 + c])[: layer.width - inputs]]
+        )
+        for c in range(classes)
+    ]
+    for c in range(classes):
+        for d in range(c, classes):
+            value = ((a @ sigma[index[c].to(a.device)][:, index[d].to(a.device)]) * a).sum(1)
+            cov[:, c, d] = cov[:, d, c] = value
+    return cov

@@ -1,0 +1,51 @@
+"""A Gaussian prior with a structured covariance, such as an earlier posterior."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dubito.linalg import Covariance
+from dubito.priors.prior import Prior
+from dubito.randomness import fresh
+from dubito.tree import Params
+
+
+@dataclass(frozen=True, eq=False)
+class MultivariateNormal(Prior):
+    """N(mean, covariance) over the weights that the covariance names: what `posterior.as_prior()` gives, to continue with new data.
+
+    >>> from dubito.linalg import Diagonal
+    >>> prior = MultivariateNormal({"w": torch.ones(2)}, Diagonal.of({"w": torch.ones(2)}))
+    >>> prior.gradient({"w": torch.zeros(2)})
+    {'w': tensor([1., 1.])}
+    """
+
+    mean: Params
+    covariance: Covariance
+
+    def _away(self, params: Params) -> Params:
+        missing = [name for name in params if name not in self.mean]
+        if missing:
+            raise ValueError(f"the prior says nothing of {missing}: the model it is for has only {list(self.mean)}; set `only`")
+        return {name: params[name] - self.mean[name].to(params[name]) for name in self.mean}
+
+    def log_prob(self, params: Params) -> Tensor:
+        away = {name: leaf.unsqueeze(0) for name, leaf in self._away(params).items()}
+        pulled = self.covariance.solve(away)
+        quadratic = torch.stack([(away[name] * pulled[name]).sum() for name in away]).sum()
+        return -0.5 * (quadratic + self.covariance.logdet().to(quadratic) + self.covariance.size * math.log(2 * math.pi))
+
+    def gradient(self, params: Params) -> Params:
+        away = self._away(params)
+        first = next(iter(away))
+        stacked = away[first].ndim > self.mean[first].ndim
+        pulled = self.covariance.solve(away if stacked else {name: leaf.unsqueeze(0) for name, leaf in away.items()})
+        return {name: -(pulled[name] if stacked else pulled[name][0]) for name in params}
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        drawn = self.covariance.sample(1, generator or fresh(next(iter(like.values())).device))
+        return {name: (self.mean[name] + drawn[name][0]).to(leaf) for name, leaf in like.items()}
