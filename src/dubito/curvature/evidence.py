@@ -138,8 +138,8 @@ def maximize(
     def precisions() -> Params:
         if not prior:
             return dict(evidence.prior)
-        values = log_prior.clamp(-25, 25).exp()
-        return {name: values[i] for i, group in enumerate(members.values()) for name in group}
+        values = log_prior.clamp(-25, 25).exp().unbind()  # one tensor for all of a group, by which it is known as one precision
+        return {name: value for value, group in zip(values, members.values(), strict=True) for name in group}
 
     def value() -> Tensor:
         return evidence.value(covariance, precisions(), log_scale.exp(), temperature)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito import tree
-from dubito.linalg.covariance import Covariance, Indefinite, expanded, normal
+from dubito.linalg.covariance import Covariance, Indefinite, alike, expanded, normal
 from dubito.linalg.diagonal import flat
 from dubito.tree import Params
 
@@ -95,11 +95,7 @@ class Dense(Covariance):
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         shift = self._prior(prior).double()
-        if (
-            len(self.curvature) == 1
-            and all(leaf.ndim == 0 for leaf in prior.values())
-            and len({id(p) for p in prior.values()}) == 1
-        ):
+        if len(self.curvature) == 1 and alike(prior[name] for name in self.leaves):
             return (scale.double()[0] * self._values + shift).log().sum()  # one precision for all: eigenvalues are enough
         matrix = torch.tensordot(scale.double(), self.curvature.double(), 1) + torch.diag(shift)
         return 2 * torch.linalg.cholesky(matrix).diagonal().log().sum()
