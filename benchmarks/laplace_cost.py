@@ -3,9 +3,11 @@
 The epoch (forward, backward, fused Adam, by hand) runs over the same few batches of random data as the fits do. laplace-torch runs on
 all three of its backends; Curvlinops is its default. Each case first runs once in a process of its own, which measures how far memory
 rises and stops what passes a limit of time or memory: a peer's case is then tried again on fewer examples and its time scaled up in
-proportion, which flatters what grows with the square of the batch. Such figures carry a ~ and the batch they are from. Its Kronecker
-structure refuses BatchNorm, so for it (alone) BatchNorm's weights are frozen; BackPACK cannot read a network with shortcuts. (This file
-is not called laplace.py: the peer's package has that name.)
+proportion. That flatters what grows with the square of the batch, and wrongs what a fit does only once, such as a dense
+factorisation. Such figures carry a ~ and the batch they are from, and are good for their order of magnitude only. What takes seconds
+runs once. Its Kronecker structure refuses BatchNorm, so for it (alone) BatchNorm's weights are frozen; BackPACK cannot read a network
+with shortcuts, and scales a convolution's Kronecker factors otherwise than the two others, so that its time there is that of another
+posterior. (This file is not called laplace.py: the peer's package has that name.)
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -41,9 +42,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {  #
     "LeNet": (lenet, (1, 28, 28), 8),
     "ResNet-20": (resnet20, (3, 32, 32), 2),
 }
-# Children are forked from a server that has loaded all this and run nothing, so that a probe starts at once. It takes up these
-# variables, without which the allocator keeps what is freed and a rise of memory would not be seen.
-os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", PYTHONWARNINGS="ignore")
+# Children are forked from a server that has loaded all this and run nothing, so that a probe starts at once.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["dubito", "laplace", "laplace.curvature"])
 FEWER = (None, 1.0, 1 / 4, 1 / 16, 1 / 64)  # on what a peer is tried in turn: all data, or a part of one batch
@@ -233,14 +232,15 @@ def compare(name: str, case: Case, args: argparse.Namespace) -> dict[str, dict]:
         ({who for who in runs if who in PEERS} - slow, args.repeats),
         *(({who}, 1) for who in runs if who in slow),
     ]
+    seconds: dict[str, list[float]] = {"plain": []}
     for group, repeats in groups:
         if group:
             times = interleaved({"plain": plain, **{who: runs[who] for who in runs if who in group}}, repeats)
-            for who in group:
-                over = ratio(times, who, "plain")
-                figures[who]["ratio"] = {key: value * figures[who]["scaled by"] for key, value in over.items()}
-                figures[who]["milliseconds"] = {"fastest": 1e3 * min(times[who]), "median": 1e3 * statistics.median(times[who])}
-                figures[who]["plain milliseconds"] = 1e3 * min(times["plain"])
+            seconds = {**seconds, **times, "plain": seconds["plain"] + times["plain"]}
+    for who in runs:
+        over = ratio(seconds, who, "plain")
+        figures[who]["ratio"] = {key: value * figures[who]["scaled by"] for key, value in over.items()}
+        figures[who]["milliseconds"] = {"fastest": 1e3 * min(seconds[who]), "plain": 1e3 * min(seconds["plain"])}
     return figures
 
 
@@ -285,6 +285,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=6.0, help="limit of the memory of a single run")
     parser.add_argument("--quick", action="store_true", help="only see that all runs: small batches, nothing is written")
     args, began = parser.parse_args(), time.time()
+    # for the server's children: without these the allocator keeps what is freed, and a rise of memory would not be seen
+    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", PYTHONWARNINGS="ignore")
     if args.quick:
         args.repeats, args.batch, args.batches, args.seconds, args.gigabytes = 2, 8, 2, 10.0, 2.0
     warnings.simplefilter("ignore")  # of the peer, and of ours, that these networks are not trained

@@ -14,9 +14,12 @@ from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
 from dubito import demo as package
 from dubito import metrics
-from dubito.demo import curve, demo, digits
-from dubito.demo.recipes import recipe
-from dubito.methods import MAP
+from dubito.demo import curve, demo, digits, recipes
+from dubito.demo.recipes import Fits, recipe, suiting
+from dubito.fit import fit
+from dubito.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
+from dubito.methods import MAP, Laplace
+from dubito.model import Model
 from dubito.registry import METHODS
 
 EFFORT = 0.03  # two epochs of digits and ten of the curve: poor, but no two methods alike
@@ -78,12 +81,15 @@ def test_the_page_is_whole_and_loads_nothing(made):
 def test_every_method_and_figure_is_there(made):
     report, path = made
     text = path.read_text(encoding="utf-8")
-    for name in METHODS:
+    names = [name for name in METHODS if name != "neural_linear"]
+    assert suiting(METHODS, Categorical) == suiting(METHODS, HeteroscedasticGaussian) == names
+    assert suiting(METHODS, Gaussian) == list(METHODS)
+    for name in names:
         label = recipe(name).label
         assert text.count(label) >= 8  # both tables, and reliability, histogram and two bands twice: title and alternative text
         assert {row["method"] for row in rows(path, "A curve with a gap")} >= {label}
     figures = {figure.title: figure for section in report.sections for figure in section.figures}
-    n = len(METHODS)
+    n = len(names)
     assert {title.split(",")[0]: len(figure.pictures) for title, figure in figures.items()} == {
         "Reliability": n,
         "Accuracy against coverage": 2,
@@ -95,6 +101,7 @@ def test_every_method_and_figure_is_there(made):
     }
     assert all(figure.caption for figure in figures.values())
     assert {"Seed", "Versions", "Made", "Duration"} <= set(report.facts)
+    assert report.facts["Not here"].startswith("Neural linear: for other likelihoods")
 
 
 def test_the_same_seed_gives_the_same_table_and_others_recompute_it(made, again):
@@ -149,6 +156,33 @@ def test_a_method_joins_by_being_registered(monkeypatch):
     monkeypatch.setitem(METHODS, "newcomer", Newcomer)
     _, outcomes = digits.run()
     assert outcomes["newcomer"].label == "Newcomer"
+
+
+def test_methods_that_need_a_trained_network_share_one(monkeypatch):
+    calls = []
+
+    def counted(model, method, data, *, start=None, **options):
+        calls.append((type(method).__name__, start))
+        return fit(model, method, data, start=start, **options)
+
+    monkeypatch.setattr(recipes, "fit", counted)
+    given = curve.problem(seed=0)
+    model = Model(recipes.Perceptron((1, 8, 1), torch.nn.Tanh, seed=0), Gaussian())
+    fits = Fits(model, (given.x, given.y), curve.TRAINING, seed=0, effort=EFFORT)
+    made = {name: fits(name) for name in ("laplace", "swag", "neural_linear", "map")}
+    assert [name for name, _ in calls] == ["MAP", "Laplace", "SWAG", "NeuralLinear"]
+    assert all(start is made["map"][0] for _, start in calls[1:])
+    assert all(seconds > made["map"][1] for name, (_, seconds) in made.items() if name != "map")  # with what they needed
+
+
+def test_a_method_without_a_recipe_is_given_a_trained_network_where_it_expects_one(monkeypatch):
+    @dataclass(frozen=True)
+    class Newcomer(Laplace):
+        check: bool = False
+
+    monkeypatch.setitem(METHODS, "newcomer", Newcomer)
+    assert recipe("newcomer").after_map
+    assert recipe("newcomer").label == "Newcomer"
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):

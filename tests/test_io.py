@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from torch import nn
 
 import dubito
-from dubito import Categorical, Gaussian, Model, posteriors
+from dubito import Categorical, Gaussian, Laplace, Model, posteriors
+from dubito.linalg import Blocks
 from dubito.predict.dropout import Dropout
 from dubito.store import FileError, write
 
@@ -77,3 +80,84 @@ def test_a_posterior_of_ones_own_has_no_format():
     m = model()
     with pytest.raises(TypeError, match="Mine"):
         dubito.save(Mine(m, m.parameters(), m.buffers()), "nowhere")
+
+
+STRUCTURES = {
+    "dense": Laplace("dense"),
+    "diagonal": Laplace("diagonal"),
+    "kronecker": Laplace(),
+    "corrected": Laplace(corrected=True),
+    "lowrank": Laplace("lowrank", rank=4),
+    "subnetwork": Laplace("dense", subnetwork=5),
+    "last layer": Laplace(subset="last_layer"),
+    "a prior for each": Laplace(prior_groups="parameter"),
+    "with noise": Laplace("dense", optimize_noise=True),
+    "hessian": Laplace("dense", "hessian", clip=True),
+}
+
+
+def same(a, b) -> None:
+    """Bit for bit, all the way down."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+        assert a.dtype == b.dtype
+    elif isinstance(a, Blocks):
+        same(list(a.blocks), list(b.blocks))
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        [same(a[key], b[key]) for key in a]
+    elif isinstance(a, list | tuple):
+        [same(x, y) for x, y in zip(a, b, strict=True)]
+    elif hasattr(a, "__dataclass_fields__") and not isinstance(a, Model):
+        [same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
+    elif not isinstance(a, Model):
+        assert a == b
+
+
+@pytest.mark.parametrize("outputs", [1, 3], ids=["one noise", "a noise each"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_covariance_round_trips(name, outputs, tmp_path):
+    if name == "corrected" and outputs == 3:
+        return
+    m = model(likelihood=Gaussian(outputs=outputs))
+    x, y = torch.randn(12, 2), torch.randn(12, 3)
+    posterior = dubito.fit(m, replace(STRUCTURES[name], check=False), (x, y), temperature=0.5)
+    dubito.save(posterior, tmp_path / "p")
+    again = dubito.load(tmp_path / "p", m)
+    same(again, posterior)
+    assert torch.equal(again.predict(x).cov, posterior.predict(x).cov)
+    assert torch.equal(again.log_evidence(), posterior.log_evidence())
+    assert torch.equal(again.with_prior(3.0).covariance.dense(), posterior.with_prior(3.0).covariance.dense())
+    assert torch.equal(
+        again.sample(2, torch.Generator().manual_seed(0))["2.weight"],
+        posterior.sample(2, torch.Generator().manual_seed(0))["2.weight"],
+    )
+    assert torch.equal(again.optimized().log_evidence(), posterior.optimized().log_evidence())
+
+
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal", "lowrank"])
+def test_a_continued_posterior_round_trips(structure, tmp_path):
+    """Its evidence holds the prior it continued from; and it can be continued again from the file."""
+    m = model()
+    x, y = torch.randn(12, 2), torch.randn(12, 3)
+    method = Laplace(structure, check=False)
+    first = dubito.fit(m, method, (x, y))
+    later = replace(m, prior=first.as_prior())
+    second = dubito.fit(later, method, (x + 1, y))
+    dubito.save(second, tmp_path / "p")
+    again = dubito.load(tmp_path / "p", later)
+    same(again, second)
+    assert torch.equal(again.log_evidence(), second.log_evidence())
+    third = [dubito.fit(replace(m, prior=p.as_prior()), method, (x - 1, y)).covariance.dense() for p in (again, second)]
+    assert torch.equal(*third)
+
+
+def test_mixtures_of_gaussians_round_trip(tmp_path):
+    m, data = model(), (torch.randn(12, 2), torch.randn(12, 3))
+    members = [dubito.fit(m, replace(STRUCTURES[n], check=False), data) for n in ("kronecker", "dense")]
+    mixture = posteriors.Mixture.equal(members)
+    dubito.save(mixture, tmp_path / "p")
+    again = dubito.load(tmp_path / "p", m)
+    same(again.members, mixture.members)
+    assert torch.equal(again.predict(data[0]).cov, mixture.predict(data[0]).cov)

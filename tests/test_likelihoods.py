@@ -77,6 +77,56 @@ def test_fisher_is_the_hessian_where_that_does_not_depend_on_y(name):
     torch.testing.assert_close(likelihood.fisher(f, params), hessian)
 
 
+@every
+@pytest.mark.parametrize("positions", [(3,), (2, 3)])
+def test_roots_of_the_fisher_information(likelihood, params, positions):
+    f = outputs(*positions, 4)
+    root = likelihood.fisher_root(f, params)  # [K, ..., C]
+    assert root.shape[1:] == f.shape
+    together = torch.einsum("k...c,k...d->...cd", root, root)
+    torch.testing.assert_close(together, likelihood.fisher(f, params), rtol=1e-9, atol=1e-10)
+    default = Likelihood.fisher_root(likelihood, f, params)
+    torch.testing.assert_close(torch.einsum("k...c,k...d->...cd", default, default), together, rtol=1e-7, atol=1e-9)
+    assert len(root) <= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_roots_of_confident_classes(dtype):
+    """Probabilities that round to 0 and 1, in any order of the classes."""
+    f = torch.tensor([[200.0, 0, -200], [-200, 0, 200], [0, 200, -200], [0, 0, 0], [90, 90, -90]], dtype=dtype)
+    root = Categorical().fisher_root(f, {})
+    assert torch.isfinite(root).all()
+    torch.testing.assert_close(torch.einsum("knc,knd->ncd", root, root), Categorical().fisher(f, {}), rtol=1e-5, atol=1e-6)
+
+
+def test_the_fisher_of_noisy_logits_does_not_depend_on_the_company():
+    f = outputs(5, 6)
+    likelihood = HeteroscedasticCategorical()
+    alone = torch.cat([likelihood.fisher(f[i : i + 1], {}) for i in range(5)])
+    torch.testing.assert_close(likelihood.fisher(f, {}), alone, rtol=1e-12, atol=1e-14)
+
+
+def test_noise_that_is_learned_is_grouped_by_output():
+    assert Gaussian().noise_groups(3).tolist() == [0, 0, 0]
+    assert Gaussian(outputs=3).noise_groups(3).tolist() == [0, 1, 2]
+    for name, (likelihood, params) in CASES.items():
+        groups = likelihood.noise_groups(4)
+        assert (groups is not None) == (name in ("gaussian, learned", "gaussian, learned each"))
+        if groups is not None:
+            fisher = likelihood.fisher(outputs(1, 4), params)[0]
+            torch.testing.assert_close(fisher, torch.diag((-2 * params["likelihood:log_scale"]).exp()[groups]))
+
+
+def test_what_is_there_at_all():
+    assert Gaussian(scale=1.0).observed(outputs(3, 2)) is None
+    assert Categorical().observed(torch.tensor([0, 1])) is None
+    assert Categorical(ignore_index=9).observed(torch.tensor([[0, 9], [9, 1]])).tolist() == [[True, False], [False, True]]
+    tasks = MultiTask({"depth": (HeteroscedasticGaussian(), 2), "label": (Categorical(), 3)})
+    y = tasks.target({"depth": outputs(3, 1), "label": torch.tensor([1, -100, 2])}, outputs(3, 5))
+    assert tasks.observed(y).tolist() == [[True] * 5, [True, True, False, False, False], [True] * 5]
+    assert tasks.observed(y[[0, 2]]) is None
+
+
 def test_fisher_of_noisy_logits_against_all_classes():
     likelihood, f = HeteroscedasticCategorical(), outputs(6)
     slopes = torch.func.jacrev(lambda f: likelihood.log_probs(f, {}))(f)  # [classes, 6]

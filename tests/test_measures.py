@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_in_words(name):
 class Moments(Predictive):
     """A predictive that has no draws."""
 
-    mean = uncertainty = f_mean = f_var = log_prob = sample = interval = None
+    mean = uncertainty = f_mean = f_var = log_prob = sample = interval = to = None
 
     def __init__(self, likelihood, mean):
         self.likelihood, self.mean = likelihood, mean

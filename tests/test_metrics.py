@@ -32,7 +32,7 @@ from dubito.predictive import LatentMixture, Predictive
 class Fixed(Predictive):
     """Class probabilities given exactly, not through logits."""
 
-    mean = uncertainty = f_mean = f_var = log_prob = sample = interval = None
+    mean = uncertainty = f_mean = f_var = log_prob = sample = interval = to = None
 
     def __init__(self, likelihood, mean):
         self.likelihood, self.mean, self.f_mean = likelihood, mean, mean

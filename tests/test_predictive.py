@@ -266,6 +266,37 @@ def test_one_of_several_tasks(covariance):
 # --- small print -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["none", "diagonal", "dense", "root"])
+@pytest.mark.parametrize("name", ["known noise", "one learned noise", "a noise for each", "heteroscedastic"])
+def test_other_units(name, kind):
+    """Of shift + scale * y: densities, quantiles and variances follow exactly."""
+    shift, scale = torch.tensor([1.0, -2.0]).double(), torch.tensor([10.0, 0.1]).double()
+    log_scale = torch.tensor([[0.3], [-0.2], [0.1]]).double()
+    likelihood, params = {
+        "known noise": (Gaussian(scale=0.4), {}),
+        "one learned noise": (Gaussian(), {"likelihood:log_scale": log_scale}),
+        "a noise for each": (Gaussian(outputs=2), {"likelihood:log_scale": log_scale + torch.tensor([0.0, 0.5])}),
+        "heteroscedastic": (HeteroscedasticGaussian(), {}),
+    }[name]
+    width = 4 if name == "heteroscedastic" else 2
+    means, root = 0.5 * torch.randn(3, 6, width).double(), 0.3 * torch.randn(3, 6, width, 3).double()
+    spread = {"diagonal": {"cov": root[..., 0] ** 2}, "dense": {"cov": root @ root.mT}, "root": {"root": root}}.get(kind, {})
+    p = LatentMixture(likelihood, means, params=params, **spread)
+    q, y = p.rescaled(shift, scale), torch.randn(6, 2).double()
+    assert torch.allclose(q.log_prob(shift + scale * y), p.log_prob(y) - scale.log().sum())
+    assert torch.allclose(q.quantile(0.3), shift + scale * p.quantile(0.3))
+    assert torch.allclose(q.mean, shift + scale * p.mean)
+    # a learned variance is averaged over nodes, and where these lie in the space of f depends on the units
+    close = {"rtol": 0.05} if name == "heteroscedastic" and kind != "none" else {"atol": 1e-12}
+    for part in ("total", "aleatoric", "epistemic"):
+        assert torch.allclose(getattr(q.uncertainty, part), scale**2 * getattr(p.uncertainty, part), **close)
+
+
+def test_classes_have_no_units():
+    with pytest.raises(ValueError, match="no units"):
+        LatentMixture(Categorical(), torch.zeros(1, 2, 3)).rescaled(torch.zeros(3), torch.ones(3))
+
+
 def test_equal_weights_add_up_in_double_precision():
     f = torch.randn(3, 4, 2, dtype=DOUBLE)
     torch.testing.assert_close(LatentMixture(Gaussian(scale=1.0), f).mean, f.mean(0), rtol=0, atol=1e-15)
@@ -330,3 +361,145 @@ def test_heteroscedastic_density_is_smooth_where_the_noise_is_small(width, dense
     low, high = p.interval(0.8)
     assert torch.allclose(low[0], draws[40_000], atol=0.02)
     assert torch.allclose(high[0], draws[-40_000], atol=0.02)
+
+
+# --- roots of covariances, and links ---------------------------------------------------------------------------------
+
+
+def rooted(likelihood, width=4, rank=2, params=None):
+    """The same predictive given by a root of its covariance and by the covariance."""
+    p = predictive(likelihood, params, width=width)
+    root = 0.7 * torch.randn(*p.means.shape, rank, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
+    return replace(p, root=root), replace(p, cov=root @ root.mT)
+
+
+@pytest.mark.parametrize("rank", [2, 4, 9])
+@pytest.mark.parametrize("name", ["fixed", "learned", "heteroscedastic"])
+def test_a_root_is_as_good_as_a_covariance_for_numbers(name, rank):
+    likelihood, params = REGRESSIONS[name]
+    a, b = rooted(likelihood, width=2, rank=rank, params=params)
+    y = torch.randn(3, 2, dtype=DOUBLE)
+    torch.testing.assert_close(a.covariances, b.cov)
+    torch.testing.assert_close(a.f_var, b.f_var)
+    close = dict(rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(a.log_prob(y), b.log_prob(y), **close)
+    torch.testing.assert_close(a.mean, b.mean, **close)
+    if name != "heteroscedastic":  # whose noise is a mean over nodes, which differ
+        torch.testing.assert_close(a.uncertainty.total, b.uncertainty.total, **close)
+        torch.testing.assert_close(a.quantile(0.3), b.quantile(0.3), **close)
+        draws = a.sample(40_000, torch.Generator().manual_seed(0))
+        torch.testing.assert_close(draws.var(0), a.uncertainty.total, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_root_is_as_good_as_a_covariance_for_classes(name):
+    likelihood, params = CLASSES[name]
+    a, b = rooted(likelihood, params=params)
+    for p in (a, b):
+        assert not p.certain
+    torch.testing.assert_close(a.mean, b.mean, rtol=0, atol=0.02)
+    torch.testing.assert_close(a.uncertainty.epistemic, b.uncertainty.epistemic, rtol=0, atol=0.05)
+    draws = a.sample(30_000, torch.Generator().manual_seed(0))
+    share = draws.double() if isinstance(likelihood, Bernoulli) else torch.nn.functional.one_hot(draws, 4).double()
+    torch.testing.assert_close(share.mean(0), a.mean, rtol=0, atol=0.02)
+
+
+def test_roots_are_concatenated_mixed_and_moved():
+    a, b = rooted(Categorical())
+    torch.testing.assert_close(concatenate([a, a]).root, torch.cat([a.root, a.root], 1))
+    torch.testing.assert_close(mix([a, b], [0.5, 0.5]).f_var, b.f_var)
+    assert torch.equal(a.to("cpu").root, a.root)
+    tasks = MultiTask({"depth": (Gaussian(scale=1.0), 1), "label": (Categorical(), 3)})
+    a, b = rooted(tasks)
+    torch.testing.assert_close(a.task("label").mean, b.task("label").mean)
+    torch.testing.assert_close(a.task("depth").f_var, b.task("depth").f_var)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "dense"])
+@pytest.mark.parametrize("link", ["nodes", "mc", "probit", "bridge"])
+@pytest.mark.parametrize("name", ["categorical", "learned", "bernoulli"])
+def test_links_against_monte_carlo(name, link, covariance):
+    """Nodes and draws tend to the truth; the closed approximations are off by what they are known to be off by."""
+    if name == "bernoulli" and link == "bridge":
+        return
+    likelihood, params = CLASSES[name]
+    p = replace(predictive(likelihood, params, covariance, width=3, spread=0.5), link=link, quadrature=2048)
+    f, inner = draws_of_f(replace(p, link="nodes"), 100_000)
+    exact = likelihood.mean(f, inner).mean(0)
+    tolerance = {"nodes": 0.01, "mc": 0.04, "probit": 0.12, "bridge": 0.4}[link]
+    torch.testing.assert_close(p.mean, exact, rtol=0, atol=tolerance)
+    if link != "nodes":
+        assert not torch.allclose(p.mean, replace(p, link="nodes").mean, atol=1e-6)
+    total = torch.ones(3, dtype=DOUBLE) if name != "bernoulli" else None
+    if total is not None:
+        torch.testing.assert_close(p.mean.sum(-1), total)
+    y = torch.tensor([0, 1, 2]) if name != "bernoulli" else torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 0]])
+    if link in ("probit", "bridge"):
+        score = (
+            p.mean.gather(1, y[:, None]).log()[:, 0]
+            if name != "bernoulli"
+            else torch.where(y == 1, p.mean, 1 - p.mean).log().sum(1)
+        )
+        torch.testing.assert_close(p.log_prob(y), score, rtol=1e-5, atol=1e-5)
+    split = p.uncertainty
+    torch.testing.assert_close(split.total, split.aleatoric + split.epistemic)
+    assert (split.epistemic >= 0).all()
+
+
+def test_the_probit_approximation_is_good_for_two_classes_and_known_in_closed_form():
+    mean, variance = torch.tensor([[[0.8]]], dtype=DOUBLE), torch.tensor([[[1.7]]], dtype=DOUBLE)
+    p = LatentMixture(Bernoulli(), mean, variance, link="probit")
+    assert p.mean.item() == pytest.approx(1 / (1 + math.exp(-0.8 / math.sqrt(1 + math.pi / 8 * 1.7))))
+    nodes = LatentMixture(Bernoulli(), mean, variance, quadrature=4096)
+    assert p.mean.item() == pytest.approx(nodes.mean.item(), abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+def test_the_bridge_is_exact_for_the_logits_of_a_dirichlet(shift, dtype):
+    """The Laplace bridge of a Dirichlet, there and back; such logits sum to zero, also in their covariance."""
+    alpha = torch.tensor([[0.7, 2.0, 5.0, 1.1], [30.0, 1.0, 1.0, 2.0]], dtype=DOUBLE)
+    mean = alpha.log() - alpha.log().mean(-1, keepdim=True)
+    inverse = 1 / alpha
+    cov = torch.diag_embed(inverse) - (inverse[:, :, None] + inverse[:, None] - inverse.mean(-1)[:, None, None]) / 4
+    p = LatentMixture(Categorical(), (mean + shift)[None].to(dtype), cov[None].to(dtype), link="bridge")
+    torch.testing.assert_close(p.mean, (alpha / alpha.sum(-1, keepdim=True)).to(dtype), rtol=1e-4, atol=1e-5)
+    free = replace(p, cov=p.cov + 0.3)  # a common shift of all logits, of which softmax knows nothing
+    torch.testing.assert_close(free.mean, p.mean, rtol=1e-3, atol=1e-4)
+
+
+def test_the_bridge_is_the_mean_of_its_dirichlet():
+    """With equal variances v and logits m that sum to zero: alpha_c = (1 - 2/C + e^{m_c} sum_d e^{-m_d} / C^2) / v'."""
+    mean, v = torch.tensor([0.5, -0.2, -0.3], dtype=DOUBLE), 0.4
+    p = LatentMixture(Categorical(), mean.reshape(1, 1, 3), torch.full((1, 1, 3), v, dtype=DOUBLE), link="bridge")
+    alpha = 1 - 2 / 3 + mean.exp() * (-mean).exp().sum() / 9
+    torch.testing.assert_close(p.mean[0], alpha / alpha.sum())
+
+
+@pytest.mark.parametrize("link", ["nodes", "mc", "probit", "bridge"])
+def test_links_are_certain_where_f_is_certain(link):
+    sharp = torch.full((1, 2, 3), 1e-9, dtype=DOUBLE)
+    mean = torch.tensor([[[2.0, 0.0, -1.0], [30.0, 0.0, -40.0]]], dtype=DOUBLE)
+    p = LatentMixture(Categorical(), mean, sharp, link=link)
+    assert torch.isfinite(p.mean).all()
+    assert torch.isfinite(p.log_prob(torch.tensor([0, 0]))).all()
+    if link != "bridge":  # of which this is not a limit
+        torch.testing.assert_close(p.mean, mean[0].softmax(-1), rtol=0, atol=1e-3)
+
+
+def test_links_that_do_not_exist_are_named():
+    p = predictive(Bernoulli(), covariance="diagonal")
+    with pytest.raises(ValueError, match="link is one of nodes, mc, probit, bridge; got 'logit'"):
+        replace(p, link="logit")
+    with pytest.raises(ValueError, match="Bernoulli has no 'bridge' approximation: use link='nodes'"):
+        replace(p, link="bridge").mean  # noqa: B018
+    with pytest.raises(ValueError, match="HeteroscedasticCategorical has no 'probit'"):
+        replace(predictive(HeteroscedasticCategorical(), covariance="diagonal"), link="probit").mean  # noqa: B018
+
+
+def test_random_nodes_leave_the_global_generator_alone():
+    before = torch.get_rng_state()
+    p = replace(predictive(Categorical(), covariance="dense"), link="mc")
+    first = p.mean
+    assert torch.equal(first, replace(p).mean)
+    assert torch.equal(before, torch.get_rng_state())

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dubito.priors import Normal, Prior
+from dubito import tree
+from dubito.linalg import Blocks, Dense, Diagonal, Kronecker, LowRank
+from dubito.priors import MultivariateNormal, Normal, Prior
 
 PARAMS = {"0.weight": torch.randn(4, 3), "0.bias": torch.randn(4), "head.weight": torch.randn(2, 4)}
 PATTERNS = {"head": 0.5, "weight$": 0.1, "": 3.0}
@@ -97,3 +99,65 @@ def test_a_parameter_without_a_pattern():
     for call in (prior.log_prob, prior.gradient, prior.sample, prior.precision):
         with pytest.raises(ValueError, match=r"no pattern of the prior, \['weight'\], matches the parameter '0.bias'"):
             call(PARAMS)
+
+
+# --- an earlier posterior --------------------------------------------------------------------------------------------
+
+DOUBLE = torch.float64
+SHAPES = {"w": [3, 2], "b": [3]}
+
+
+def covariance(kind: str):
+    one, prior = torch.ones(1, dtype=DOUBLE), {name: torch.tensor(0.8, dtype=DOUBLE) for name in SHAPES}
+    root, like = torch.randn(9, 5, dtype=DOUBLE), {name: torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
+    if kind == "diagonal":
+        return Diagonal.of({name: torch.rand(shape, dtype=DOUBLE) + 0.1 for name, shape in SHAPES.items()})
+    if kind == "dense":
+        return Dense(SHAPES, (root @ root.mT).unsqueeze(0), prior, one)
+    if kind == "lowrank":
+        return LowRank.of(
+            {name: torch.rand(shape, dtype=DOUBLE) + 0.1 for name, shape in SHAPES.items()}, tree.unflatten(root.mT, like)
+        )
+    a, b = root[:3] @ root[:3].mT, root[3:6] @ root[3:6].mT
+    return Blocks((Kronecker.of("w", "b", [3, 2], b.unsqueeze(0), a, prior, scale=one),))
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "dense", "lowrank", "kronecker"])
+def test_a_multivariate_normal_prior(kind):
+    mean = {name: torch.randn(*shape, dtype=DOUBLE) for name, shape in SHAPES.items()}
+    prior = MultivariateNormal(mean, covariance(kind))
+    params = {name: torch.randn(*shape, dtype=DOUBLE) for name, shape in SHAPES.items()}
+    law = torch.distributions.MultivariateNormal(tree.flatten(mean), prior.covariance.dense())
+    torch.testing.assert_close(prior.log_prob(params), law.log_prob(tree.flatten(params)))
+    closed, autograd = prior.gradient(params), Prior.gradient(prior, params)
+    assert list(closed) == list(params)
+    for name in params:
+        torch.testing.assert_close(closed[name], autograd[name])
+    stacked = {name: torch.stack([leaf, 2 * leaf]) for name, leaf in params.items()}
+    for name, leaf in prior.gradient(stacked).items():
+        torch.testing.assert_close(leaf[0], closed[name])
+    gradient = {name: torch.ones_like(leaf) for name, leaf in params.items()}
+    prior.add_gradient(gradient, params, 0.5)
+    torch.testing.assert_close(gradient["w"], 1 + 0.5 * closed["w"])
+    backwards = {name: params[name] for name in reversed(params)}
+    torch.testing.assert_close(prior.log_prob(backwards), prior.log_prob(params))
+    draws = [prior.sample(params, g) for g in [torch.Generator().manual_seed(0)] for _ in range(4000)]
+    rows = torch.stack([tree.flatten(draw) for draw in draws])
+    deviation = law.variance.sqrt()
+    assert ((rows.mean(0) - law.mean).abs() < 5 * deviation / 4000**0.5).all()
+    torch.testing.assert_close(
+        torch.cov(rows.mT) / deviation / deviation.unsqueeze(1),
+        law.covariance_matrix / deviation / deviation.unsqueeze(1),
+        rtol=0,
+        atol=0.12,
+    )
+    again, other = prior.sample(params, torch.Generator().manual_seed(0)), prior.sample(params, torch.Generator().manual_seed(1))
+    assert torch.equal(again["w"], draws[0]["w"])
+    assert not torch.equal(again["w"], other["w"])
+
+
+def test_weights_that_an_earlier_posterior_does_not_know():
+    prior = MultivariateNormal({"w": torch.zeros(2)}, Diagonal.of({"w": torch.ones(2)}))
+    for call in (prior.log_prob, prior.gradient):
+        with pytest.raises(ValueError, match=r"says nothing of \['v'\]: the model it is for has only \['w'\]; set `only`"):
+            call({"w": torch.zeros(2), "v": torch.zeros(1)})

@@ -37,6 +37,17 @@ def test_every_dtype_strides_aliases_and_empty_tensors(tmp_path, dtype):
     assert all(t.dtype == dtype for t in tensors.values())
 
 
+def test_one_element_has_the_same_checksum_whatever_its_strides(tmp_path):
+    """Bytes cannot be read through a stride other than 1, which `contiguous` leaves to a tensor of one element."""
+    column = torch.arange(6.0).reshape(3, 2)[:1, 1]
+    odd = torch.as_strided(column, (1,), (5,))
+    assert odd.is_contiguous()
+    assert odd.stride() == (5,)
+    assert store.checksum({"w": odd}) == store.checksum({"w": torch.ones(1)})
+    write(tmp_path / "odd", {"w": odd}, {})
+    assert torch.equal(read(tmp_path / "odd")[0]["w"], torch.ones(1))
+
+
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
 def test_a_truncated_file_is_an_error_in_words(path, cut):
     path.write_bytes(path.read_bytes()[:cut])

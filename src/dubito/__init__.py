@@ -18,6 +18,9 @@ from dubito.methods import SWAG as SWAG
 from dubito.methods import Ensemble as Ensemble
 from dubito.methods import Laplace as Laplace
 from dubito.methods import MCDropout as MCDropout
+from dubito.methods import NeuralLinear as NeuralLinear
+from dubito.methods import OnlineLaplace as OnlineLaplace
 from dubito.model import Model as Model
+from dubito.plan import plan as plan
 
 __version__ = "0.1.0"

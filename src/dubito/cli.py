@@ -35,12 +35,14 @@ dubito evaluate houses test.csv"""
 FIT_EXAMPLES = """\
 dubito fit map houses.csv --target price --out houses --epochs 200
 dubito fit mc_dropout iris.csv --target species --out iris --dropout 0.1
+dubito fit laplace houses.csv --target price --out houses --epochs 200
 dubito fit ensemble:mc_dropout data.npz --target y --out ours --dropout 0.1
 dubito fit map data.npz --target y --out ours --network mynets:make"""
 
 FIT = """\
 Fit a network to a table by one of these methods, and keep its posterior in a folder. Each method has flags of its own: \
-dubito fit map --help. A method that wraps another, such as ensemble, wraps map; ensemble:mc_dropout wraps mc_dropout."""
+dubito fit map --help. A method that wraps another, such as ensemble, wraps map; ensemble:mc_dropout wraps mc_dropout. \
+For laplace and neural_linear, which expect a trained network, map trains it first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Predictive(ABC):
     """The predictive distribution p(y | x, D) for a batch of inputs."""
 
     likelihood: Likelihood
+    means: Tensor  # [S, B, *D, C]: of the network's output, one for each draw or component
 
     @property
     @abstractmethod
@@ -60,6 +61,14 @@ class Predictive(ABC):
     @abstractmethod
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central interval of every output of a regression, (lower, upper), each [B, *D, C]."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> Predictive:
+        """The same predictive on another device."""
+
+    def rescaled(self, shift: Tensor, scale: Tensor) -> Predictive:
+        """The predictive of shift + scale * y, each [C]: back to the units that the targets of a regression were standardised from."""
+        raise ValueError(f"a {type(self).__name__} has no other units to be seen in")
 
 
 @dataclass(frozen=True)
@@ -221,7 +230,7 @@ class LatentMixture(Predictive):
             return self._linked.log_prob(y)
         closed = self._resolved
         y = self.likelihood.target(tree.tensors(y), self.means[0])
-        if closed.cov is None:
+        if closed.certain:
             score = self.likelihood.log_prob(closed.means, y, closed._params)  # [S, B, *D]
         else:
             assert closed._exact is not None
@@ -283,6 +292,15 @@ class LatentMixture(Predictive):
         params = {name: leaf.to(device) for name, leaf in (self.params or {}).items()}
         cov, weights, root = (None if t is None else t.to(device) for t in (self.cov, self.weights, self.root))
         return replace(self, means=self.means.to(device), cov=cov, weights=weights, params=params, root=root)
+
+    def rescaled(self, shift: Tensor, scale: Tensor) -> LatentMixture:
+        likelihood, offset, factor, params = self.likelihood.rescaled(shift, scale, self.params or {})
+        cov = self.cov
+        if cov is not None:
+            cov = cov * factor**2 if cov.ndim == self.means.ndim else cov * factor.unsqueeze(-1) * factor
+        root = None if self.root is None else self.root * factor.unsqueeze(-1)
+        means = offset + factor * self.means
+        return replace(self, likelihood=likelihood, means=means, cov=cov, root=root, params=params)
 
     def task(self, name: str) -> LatentMixture:
         """The predictive of one task of a `MultiTask` likelihood."""
@@ -422,7 +440,6 @@ class StudentT(Predictive):
         return replace(self, means=means, spread=spread, shape=shape, rate=rate)
 
     def rescaled(self, shift: Tensor, scale: Tensor) -> StudentT:
-        """The predictive of shift + scale * y, each [C]: back to the units that y was standardised from."""
         return replace(self, means=shift + scale * self.means, rate=self.rate * scale.to(self.rate) ** 2)
 
 
@@ -452,10 +469,7 @@ def _student_t_tail(z: Tensor, dof: Tensor) -> Tensor:
     return 0.5 * torch.where(direct, value, 1 - value)
 
 
-P = TypeVar("P", LatentMixture, StudentT)
-
-
-def concatenate(parts: list[P]) -> P:
+def concatenate(parts: Sequence[Predictive]) -> Predictive:
     """Predictives of consecutive batches, from the same draws, as one predictive of all inputs."""
     first = parts[0]
     if len(parts) == 1:
@@ -463,15 +477,18 @@ def concatenate(parts: list[P]) -> P:
     if isinstance(first, StudentT):
         spread = torch.cat([p.spread for p in parts if isinstance(p, StudentT)], 1)
         return replace(first, means=torch.cat([p.means for p in parts], 1), spread=spread)
+    if not isinstance(first, LatentMixture):
+        raise ValueError(f"predictives of the kind {type(first).__name__} cannot be put one after another")
     rest = [p for p in parts if isinstance(p, LatentMixture)]
     cov = None if first.cov is None else torch.cat([p.cov for p in rest if p.cov is not None], 1)
     root = None if first.root is None else torch.cat([p.root for p in rest if p.root is not None], 1)
     return replace(first, means=torch.cat([p.means for p in parts], 1), cov=cov, root=root)
 
 
-def mix(parts: list[LatentMixture], weights: list[float]) -> LatentMixture:
+def mix(given: Sequence[Predictive], weights: Sequence[float]) -> LatentMixture:
     """Predictives of the same inputs, mixed with weights that sum to 1."""
-    if not all(isinstance(p, LatentMixture) for p in parts):
+    parts = [p for p in given if isinstance(p, LatentMixture)]
+    if len(parts) < len(given):
         raise ValueError("predictives of other kinds than LatentMixture cannot be mixed exactly: predict with how='sampled'")
     parts = [p if p.root is None else replace(p, cov=p.covariances, root=None) for p in parts]
     stacked = [{k: v if v.ndim == 2 else v.expand(p.means.shape[0], -1) for k, v in (p.params or {}).items()} for p in parts]

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dubito.fit import Method
-from dubito.methods import MAP, Ensemble, MCDropout
+from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear
 
 METHODS: dict[str, Callable[..., Method]] = {
     "map": MAP,
     "mc_dropout": MCDropout,
     "ensemble": Ensemble,
+    "laplace": Laplace,
+    "neural_linear": NeuralLinear,
+    "swag": SWAG,
 }

@@ -35,7 +35,8 @@ def checksum(tensors: dict[str, Tensor], header: str = "") -> str:
     """A digest of names, shapes, dtypes and contents; it finds damage, it does not keep out a forger."""
     digest = hashlib.blake2b(header.encode(), digest_size=16)
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        # a copy, since `contiguous` leaves a tensor of one element the strides it has, through which bytes cannot be read
+        tensor = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         if tensor.numel():
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -73,7 +74,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
 def write(path: str | os.PathLike, tensors: dict[str, Tensor], meta: dict) -> None:
     """Write tensors and JSON-able `meta` to one safetensors file, atomically: a crash leaves the old file or the new one."""
     # Aliases (tied or expanded tensors) and strides are not part of a value: every tensor is stored on its own.
-    tensors = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+    tensors = {name: tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     header = json.dumps({"format": FORMAT, **meta}, sort_keys=True)
     metadata = {"dubito": header, "checksum": checksum(tensors, header)}
     with replacing(path) as scratch:

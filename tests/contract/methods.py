@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dubito import MAP, Ensemble, MCDropout
+from dubito import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear
 from dubito.registry import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,8 +34,23 @@ QUICK: dict[str, Any] = {
     "ensemble/one after another": Ensemble(MAP(epochs=3), 3, vectorize=False, bagging=True, adversarial=0.01),
     "ensemble/of dropout": Ensemble(MCDropout(epochs=3, at="", rate=0.2, draws=4), 2),
     "ensemble/of a sampler": Ensemble(ULA(n_draws=8, burn_in=0), 2),
+    "ensemble/of swag": Ensemble(SWAG(epochs=4, draws=3), 2),
+    "ensemble/of laplace": Ensemble(Laplace(check=False), 2, start=MAP(epochs=2)),
+    "ensemble/two stages": Ensemble(MAP(epochs=2), 2, start=MAP(epochs=1)),
+    "laplace": Laplace(check=False),
+    "laplace/diagonal": Laplace("diagonal", check=False),
+    "laplace/dense": Laplace("dense", check=False),
+    "laplace/lowrank": Laplace("lowrank", rank=5, check=False),
+    "laplace/corrected": Laplace(corrected=True, check=False),
+    "laplace/last layer": Laplace(subset="last_layer", check=False),
+    "laplace/sampled labels": Laplace(curvature="fisher", check=False),
+    "neural_linear": NeuralLinear(),
+    "swag": SWAG(epochs=4, draws=5, rank=3),
     "third party": ULA(n_draws=8, burn_in=0),
 }
+# They sum over all data at the weights they are given and draw nothing, so another seed gives the same but for the order of the sums.
+DETERMINISTIC = {"laplace", "laplace/diagonal", "laplace/dense", "laplace/corrected", "laplace/last layer", "neural_linear"}
+REGRESSION_ONLY = {"neural_linear"}  # exact for Gaussian noise; classes are refused
 assert {name.split("/")[0] for name in QUICK} == {*METHODS, "third party"}, "every registered method is under contract"
 
 

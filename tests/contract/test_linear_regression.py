@@ -1,6 +1,8 @@
 r"""Contract 2: on Bayesian linear regression, where the posterior is N(A^{-1} b, A^{-1}), every method is exact or has its known value.
 
 A = X^T X / sigma^2 + I / s^2 and b = X^T y / sigma^2.
+
+The known value of SWAG, the stationary covariance of SGD on a quadratic, is in tests/methods/test_swag.py.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from torch import nn
 
 import dubito
 from contract.methods import ULA
-from dubito import MAP, Ensemble, Gaussian, MCDropout, Model
+from dubito import MAP, Ensemble, Gaussian, Laplace, MCDropout, Model, NeuralLinear
 from dubito.priors import Normal
 
 NOISE, SCALE, RATE = 0.5, 0.8, 0.3
@@ -78,6 +80,66 @@ def test_dropout_is_ridge_with_a_data_dependent_penalty(problem):
         spread = odds * (x**2 @ w**2)
         assert torch.allclose(p.uncertainty.epistemic, spread, rtol=0.1)
         assert torch.allclose(p.mean, x @ w, atol=4 * float(spread.max() / 20_000) ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def trained(problem):
+    """Trained to the last digits."""
+    model, x, y, _, _ = problem
+    return dubito.fit(model, MAP(epochs=2000, learning_rate=0.05), (x, y), batch_size=60)
+
+
+# One output: the GGN of one layer is X^T X times a number, so the Kronecker form is exact, with the eigenvalues corrected or not.
+EXACT = {
+    "kronecker": Laplace(),
+    "dense": Laplace("dense"),
+    "low rank, all directions": Laplace("lowrank", rank=3),
+    "corrected": Laplace(corrected=True),
+    "the last layer is all": Laplace(subset="last_layer"),
+    "all weights as a subnetwork": Laplace("dense", subnetwork=3),
+    "hessian": Laplace("dense", "hessian"),
+}
+
+
+@pytest.mark.parametrize("batch_size", [60, 16])
+@pytest.mark.parametrize("name", EXACT)
+def test_laplace_is_exact(problem, trained, name, batch_size):
+    model, x, y, precision, b = problem
+    mean, covariance = torch.linalg.solve(precision, b), torch.linalg.inv(precision)
+    found = dubito.fit(model, EXACT[name], (x, y), start=trained, batch_size=batch_size)
+    assert torch.allclose(found.params["weight"].mT, mean, rtol=0, atol=1e-8)
+    assert torch.allclose(found.covariance.dense(), covariance, rtol=1e-8, atol=1e-10)
+    p = found.predict(x)
+    assert torch.allclose(p.uncertainty.epistemic, (x @ covariance * x).sum(1, keepdim=True), rtol=1e-8)
+    assert torch.allclose(p.uncertainty.aleatoric, torch.tensor(NOISE**2).double())
+    # the evidence is exact as well: y ~ N(0, sigma^2 I + s^2 X X^T)
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(60).double(), NOISE**2 * torch.eye(60).double() + SCALE**2 * x @ x.mT
+    )
+    assert torch.allclose(found.log_evidence(), marginal.log_prob(y.squeeze(1)), rtol=1e-8)
+
+
+def test_diagonal_laplace_has_the_known_bias_of_mean_field(problem, trained):
+    """The inverse of the precision's diagonal: smaller than the diagonal of the inverse."""
+    model, x, y, precision, b = problem
+    found = dubito.fit(model, Laplace("diagonal"), (x, y), start=trained)
+    assert torch.allclose(found.params["weight"].mT, torch.linalg.solve(precision, b), rtol=0, atol=1e-8)
+    assert torch.allclose(found.covariance.dense(), torch.diag(1 / precision.diag()), rtol=1e-8, atol=1e-10)
+    assert (1 / precision.diag() < torch.linalg.inv(precision).diag()).all()
+
+
+@pytest.mark.parametrize("batch_size", [60, 16])
+def test_neural_linear_is_exact_wherever_it_starts(problem, batch_size):
+    model, x, y, precision, b = problem
+    covariance = torch.linalg.inv(precision)
+    found = dubito.fit(model, NeuralLinear(), (x, y), batch_size=batch_size)
+    assert torch.allclose(found.mean.mT, covariance @ b, rtol=0, atol=1e-8)
+    assert torch.allclose(NOISE**2 * found.root[0] @ found.root[0].mT, covariance, rtol=1e-8, atol=1e-10)
+    p = found.predict(x)
+    assert torch.allclose(p.mean, x @ covariance @ b, rtol=0, atol=1e-8)
+    assert torch.allclose(p.uncertainty.epistemic, (x @ covariance * x).sum(1, keepdim=True), rtol=1e-8)
+    drawn = found.sample(20_000, torch.Generator().manual_seed(0))["weight"].squeeze(1)
+    assert torch.allclose(torch.cov(drawn.mT), covariance, rtol=0.1, atol=1e-4)
 
 
 def test_the_documented_sampler_has_the_known_bias_of_its_step(problem):

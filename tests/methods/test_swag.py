@@ -282,6 +282,17 @@ def test_half_precision_weights_have_moments_in_single():
     assert {leaf.dtype for leaf in posterior.sample(2).values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_saved_gaussian_predicts_the_same_bits(tmp_path, rank):
+    model, (x, y) = Model(seeded(plain), Gaussian()), data()
+    posterior = dubito.fit(model, SWAG(epochs=8, rank=rank, draws=4), (x, y), batch_size=16)
+    dubito.save(posterior, tmp_path / "swag")
+    same = dubito.load(tmp_path / "swag", model)
+    assert isinstance(same, posteriors.Gaussian)
+    assert torch.equal(posterior.predict(x).means, same.predict(x).means)
+    assert same.predict(x).means.shape[0] == 4
+
+
 def test_bad_options_are_refused_in_words():
     bad = [
         ({"rank": 1}, "two columns"),

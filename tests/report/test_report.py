@@ -208,6 +208,17 @@ def test_every_figure_is_a_drawing_of_its_own():
             assert drawn.alt, name
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_the_reliability_panel_fills_its_place_also_where_no_bin_has_few_predictions(few):
+    probs = torch.tensor([[0.7, 0.3]] * 20 + [[0.95, 0.05]] * (2 if few else 20))
+    drawn = reliability("a", probs, torch.zeros(len(probs), dtype=torch.long)).image
+    assert isinstance(drawn, str)
+    frame = re.search(r'<g id="axes_1">\s*<g id="patch_\d+">\s*<path d="([^"]*)"', drawn)
+    assert frame
+    heights = [float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", frame[1])]
+    assert max(heights) - min(heights) > 130  # of 3.7 inches, 266 points
+
+
 def test_the_poster_is_a_picture_of_the_width_asked_for(tmp_path):
     x = torch.linspace(-1, 1, 9)
     curve = Curve(x, LatentMixture(Gaussian(scale=0.1), torch.randn(5, 9, 1)), x, (x, x))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -21,11 +22,15 @@ from dubito.commands.recipe import NAME, Recipe, Scaling
 from dubito.commands.refusal import Refusal, refusing
 from dubito.commands.scores import finite, scores, show
 from dubito.data import Table, detect, table
-from dubito.fit import Method
+from dubito.fit import Method, Start
 from dubito.fit import fit as run
-from dubito.methods import MAP, MCDropout
-from dubito.model import Model
+from dubito.linalg import Indefinite
+from dubito.methods import MAP, MCDropout, NeuralLinear
+from dubito.model import Model, Target
+from dubito.posteriors import Posterior
 from dubito.registry import METHODS
+
+FIRST = "first"  # the checkpoint of the training that comes before a method which expects a trained network
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,19 @@ class Training:
             raise ValueError(f"patience is at least one epoch; got --patience {self.patience}")
 
 
+@dataclass(frozen=True)
+class First(MAP):
+    """The network is trained first, by MAP, and the method goes on from there."""
+
+    # under another name than MAP's own: the method may have a flag of that name
+    clip: Annotated[float | None, arg(name="clip-gradient")] = field(default=None, kw_only=True)
+    """Largest norm of the gradient of the loss per example."""
+
+    @property
+    def map(self) -> MAP:
+        return MAP(**{item.name: getattr(self, item.name) for item in fields(self)})
+
+
 def fit(name: str, args: Sequence[str]) -> None:
     """Fit a network to a table, and keep its posterior in a folder.
       Inputs, and the targets of a regression, are standardised by the training
@@ -86,7 +104,7 @@ def fit(name: str, args: Sequence[str]) -> None:
     groups = {"data": Data, **chain, "network": Network, "training": Training}
     parts = parse(together(groups), args, prog=f"dubito fit {name}", about=fit.__doc__ or "")
     data, network, training = parts["data"], parts["network"], parts["training"]
-    method = assembled([parts[part] for part in chain])
+    method, first = assembled([parts[part] for part in chain])
     device = usable(training.device)
     found, kind = read(data)
     y = found.y
@@ -104,7 +122,7 @@ def fit(name: str, args: Sequence[str]) -> None:
         y=Scaling.of(y[learn]) if regression else None,
         network=network,
         prior_scale=training.prior_scale,
-        method=repr(method),
+        method=repr(method) if first is None else f"{method!r} after {first!r}",
         training={
             "rows": len(learn),
             "held_out_rows": len(held),
@@ -116,33 +134,46 @@ def fit(name: str, args: Sequence[str]) -> None:
     )
     with randomness.forked(randomness.derive(training.seed, "network")):
         model = recipe.model(network.network)
-    check(model, recipe, method)
+    check(model, recipe, method, training)
     weights = sum(p.numel() for p in model.network.parameters())
     print(f"{len(learn)} rows to learn from, {len(held)} held out")
-    print(f"{network.describe(recipe.shape, len(recipe.outputs))}, {weights:,} weights, by {name}", flush=True)
+    print(
+        f"{network.describe(recipe.shape, len(recipe.outputs))}, {weights:,} weights, by {name}{' after map' if first else ''}",
+        flush=True,
+    )
 
     inputs, targets = recipe.x.apply(found.x), recipe.y.apply(y) if recipe.y else y
+    if first is not None:
+        rehearse(model, method, (inputs[learn[:2]], targets[learn[:2]]))
     open_folder(data.out, recipe, resume=training.resume)
+
+    def stage(method: Method, folder: Path, start: Posterior | None = None) -> Posterior:
+        watched = training.patience if start is None else None  # what goes on from a trained network makes a pass or two
+        return run(
+            model,
+            method,
+            (inputs[learn], targets[learn]),
+            start=start,
+            device=device,
+            seed=training.seed,
+            batch_size=training.batch_size,
+            validation=(inputs[held], targets[held]) if watched else None,
+            patience=watched,
+            checkpoint=folder,
+            checkpoint_every=training.checkpoint_every,
+            resume=training.resume,
+        )
+
     try:
-        with refusing(ValueError, FloatingPointError):
-            posterior = run(
-                model,
-                method,
-                (inputs[learn], targets[learn]),
-                device=device,
-                seed=training.seed,
-                batch_size=training.batch_size,
-                validation=(inputs[held], targets[held]) if training.patience else None,
-                patience=training.patience,
-                checkpoint=data.out / CHECKPOINT,
-                checkpoint_every=training.checkpoint_every,
-                resume=training.resume,
-            )
+        with refusing(ValueError, FloatingPointError), noted():
+            start = None if first is None else stage(first, data.out / CHECKPOINT / FIRST)
+            posterior = stage(method, data.out / CHECKPOINT, start)
     except (Refusal, KeyboardInterrupt):
         close_folder(data.out)
         raise
     if len(held):
-        measured = scores(Fitted(recipe, posterior).predict(found.x[held]), y[held])
+        with refusing(Indefinite):  # a covariance is factorised when it is first used
+            measured = scores(Fitted(recipe, posterior).predict(found.x[held]), y[held])
         recipe = replace(recipe, metrics=finite(measured))
         show(measured, f"On the {len(held)} held-out rows")
         if training.patience:
@@ -154,7 +185,10 @@ def fit(name: str, args: Sequence[str]) -> None:
 
 
 def methods(name: str) -> dict[str, Method]:
-    """The methods on a command line with their defaults, outermost first: `ensemble` wraps MAP, `ensemble:mc_dropout` the other."""
+    """The methods on a command line with their defaults, outermost first: `ensemble` wraps MAP, `ensemble:mc_dropout` the other.
+
+    Where the innermost expects a trained network, the training comes last.
+    """
     chain = name.split(":")
     if len(set(chain)) < len(chain):
         raise Refusal(f"{name}: a method cannot wrap itself")
@@ -167,7 +201,13 @@ def methods(name: str) -> dict[str, Method]:
             made["map"] = MAP()
         inner = next(reversed(made.values()), None)
         made[part] = METHODS[part](**{wraps: inner}) if wraps else METHODS[part]()
-    return dict(reversed(made.items()))
+    first: dict[str, Method] = {"map": First()} if post_hoc(next(iter(made.values()))) else {}
+    return {**dict(reversed(made.items())), **first}
+
+
+def post_hoc(method: Any) -> bool:
+    """Whether a method expects a trained network."""
+    return getattr(method, "post_hoc", False)
 
 
 def wrapped(method: Any) -> str | None:
@@ -175,12 +215,27 @@ def wrapped(method: Any) -> str | None:
     return next((name for name, hint in get_type_hints(method).items() if hint is Method), None)
 
 
-def assembled(chain: list[Any]) -> Method:
-    """Outermost first: every method put into the one that wraps it."""
-    *outer, method = chain
+def assembled(chain: list[Any]) -> tuple[Method, Method | None]:
+    """Outermost first, every method put into the one that wraps it; and what is to be run before, if anything.
+
+    A wrapper starts its members anew, so each of them is trained inside it.
+    """
+    first = chain[-1].map if isinstance(chain[-1], First) else None
+    *outer, method = chain if first is None else chain[:-1]
     for wrapper in reversed(outer):
-        method = replace(wrapper, **{str(wrapped(type(wrapper))): method})
-    return method
+        start = {"start": first} if first is not None and post_hoc(method) else {}
+        method = replace(wrapper, **{str(wrapped(type(wrapper))): method}, **start)
+    return method, None if outer else first
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """What a method warns of is told as a remark, not as a line of code with a warning."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in told):
+        print(f"Note: {text}")
 
 
 def read(data: Data) -> tuple[Table, Literal["regression", "classification"]]:
@@ -229,11 +284,15 @@ def split(rows: int, share: float, training: Training) -> tuple[Tensor, Tensor]:
     return order[held:].sort().values, order[:held].sort().values
 
 
-def check(model: Model, recipe: Recipe, method: Any) -> None:
+def check(model: Model, recipe: Recipe, method: Any, training: Training) -> None:
     """Find out before the run, and in words of the command line, what cannot work."""
     inner = method
-    while (field := wrapped(type(inner))) is not None:
-        inner = getattr(inner, field)
+    while (name := wrapped(type(inner))) is not None:
+        inner = getattr(inner, name)
+    if isinstance(inner, NeuralLinear) and recipe.kind != "regression":
+        raise Refusal("neural_linear is for numbers; for classes use laplace --subset last_layer --structure dense")
+    if inner is not method and post_hoc(inner) and training.patience:
+        raise Refusal("--patience might end the run while the members are still being trained: leave it out, and set --epochs")
     if recipe.network.network is None:
         if isinstance(inner, MCDropout) and inner.at is None and not recipe.network.dropout:
             raise Refusal("mc_dropout needs dropout in the network: give --dropout 0.1, or place it with --at")
@@ -250,6 +309,13 @@ def check(model: Model, recipe: Recipe, method: Any) -> None:
         raise Refusal(
             f"--network {recipe.network.network}: for 2 rows its output is {list(f.shape)}, where {list(needed)} is needed"
         )
+
+
+def rehearse(model: Model, method: Method, batch: tuple[Tensor, Tensor]) -> None:
+    """Have a method begin on a few rows: what it refuses is told before the network is trained for it."""
+    start = Start(model.parameters(batch[1]), model.buffers())
+    with refusing(ValueError), randomness.forked(0):
+        method.init(Target(model, 2), start, batch, torch.Generator().manual_seed(0), steps=1)
 
 
 def open_folder(folder: Path, recipe: Recipe, *, resume: bool) -> None:
@@ -270,7 +336,7 @@ def open_folder(folder: Path, recipe: Recipe, *, resume: bool) -> None:
 
 def close_folder(folder: Path) -> None:
     """After a run that came to nothing: leave nothing behind, unless there is a checkpoint to go on from."""
-    if any((folder / CHECKPOINT).glob("*.safetensors")):
+    if any((folder / CHECKPOINT).rglob("*.safetensors")):
         return
     with suppress(OSError):
         (folder / CHECKPOINT / NAME).unlink()

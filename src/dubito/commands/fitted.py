@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from dubito.commands.recipe import NAME, Recipe
 from dubito.commands.refusal import Refusal, refusing
 from dubito.data import Table, table
 from dubito.posteriors import Posterior
-from dubito.predictive import LatentMixture, concatenate
+from dubito.predictive import Predictive, concatenate
 
 POSTERIOR = "posterior.safetensors"
 CHECKPOINT = "checkpoint"
@@ -88,25 +88,20 @@ class Fitted:
             raise Refusal(f"{path}: the targets have the shape {list(found.y.shape)}, where [N, {len(r.outputs)}] is needed")
         return found
 
-    def predictives(self, x: Tensor) -> Iterator[LatentMixture]:
+    def predictives(self, x: Tensor) -> Iterator[Predictive]:
         """The predictives of some rows at a time, on the CPU."""
         for rows in x.split(ROWS):
             yield self._original(self.posterior.predict(self.recipe.x.apply(rows), draws=self.draws).to("cpu"))
 
-    def predict(self, x: Tensor) -> LatentMixture:
+    def predict(self, x: Tensor) -> Predictive:
         """One predictive of all rows."""
         return concatenate(list(self.predictives(x)))
 
-    def _original(self, p: LatentMixture) -> LatentMixture:
+    def _original(self, p: Predictive) -> Predictive:
         """From y standardised to y in its own units: exactly, so that densities, intervals and variances follow."""
         if self.recipe.y is None:
             return p
-        mean, scale = p.means.new_tensor(self.recipe.y.mean), p.means.new_tensor(self.recipe.y.scale)
-        cov = p.cov
-        if cov is not None:
-            cov = cov * scale**2 if cov.ndim == p.means.ndim else cov * scale.unsqueeze(-1) * scale
-        params = {name: leaf + scale.log() for name, leaf in (p.params or {}).items()}  # all there is: the noise's log scale
-        return replace(p, means=p.means * scale + mean, cov=cov, params=params)
+        return p.rescaled(p.means.new_tensor(self.recipe.y.mean), p.means.new_tensor(self.recipe.y.scale))
 
 
 def usable(device: str) -> torch.device:

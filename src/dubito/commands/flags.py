@@ -72,7 +72,8 @@ def headline(documented: Any) -> str:
     'theta of the largest log p(theta | D).'
     """
     paragraph = " ".join(cleandoc(documented.__doc__ or "").partition("\n\n")[0].split())
-    return re.sub(r":math:`(.*?)`", lambda found: _plain(found[1]), paragraph)
+    sentence = re.sub(r"[,:]$", ".", paragraph)  # where it goes on with a formula
+    return re.sub(r":math:`(.*?)`", lambda found: _plain(found[1]), sentence)
 
 
 def _plain(formula: str) -> str:

@@ -18,7 +18,7 @@ from dubito.commands.fitted import Reading
 from dubito.commands.flags import parse
 from dubito.commands.recipe import Recipe, written
 from dubito.commands.refusal import Refusal
-from dubito.predictive import LatentMixture
+from dubito.predictive import Predictive
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def header(recipe: Recipe) -> list[str]:
     return [f"{name}_{column}" for name in recipe.outputs for column in columns]
 
 
-def lines(recipe: Recipe, p: LatentMixture, level: float) -> list[list[str]]:
+def lines(recipe: Recipe, p: Predictive, level: float) -> list[list[str]]:
     """The rows of the output file."""
     u = p.uncertainty
     if recipe.kind == "classification":

@@ -10,7 +10,7 @@ from rich.text import Text
 from torch import Tensor
 
 from dubito.metrics import METRICS
-from dubito.predictive import LatentMixture
+from dubito.predictive import Predictive
 
 MEANINGS = {
     "accuracy": "share of rows whose most probable class is right",
@@ -24,7 +24,7 @@ MEANINGS = {
 }
 
 
-def scores(p: LatentMixture, y: Tensor) -> dict[str, float]:
+def scores(p: Predictive, y: Tensor) -> dict[str, float]:
     """All metrics that suit the predictive."""
     suit = {name: m for name, m in METRICS.items() if (m.classes if p.likelihood.discrete else m.regression)}
     return {name: float(metric.function(p, y)) for name, metric in suit.items()}

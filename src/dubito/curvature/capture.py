@@ -124,7 +124,7 @@ class Capture(TorchFunctionMode):
                 f"{self._name(weight)} is renormalised while it is used (max_norm): curvature needs a fixed function"
             )
         h = func(input, self._proxy(weight), None)
-        return self._record("lookup", weight, None, input, h, -1)
+        return without_padding(self._record("lookup", weight, None, input, h, -1), input, weight, padding_idx)
 
     def _norm(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         names = _SIGNATURES[func]
@@ -160,6 +160,13 @@ _SIGNATURES = {
     F.instance_norm: ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
     F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
 }
+
+
+def without_padding(h: Tensor, index: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    """Looked-up rows, of which that of the padding is a constant, as it is in training; torch's forward mode forgets that."""
+    if padding_idx is None:
+        return h
+    return torch.where((index == padding_idx % weight.shape[0]).unsqueeze(-1), h.detach(), h)
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:

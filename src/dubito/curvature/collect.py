@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.curvature.capture import Forward, forward
-from dubito.curvature.cotangents import Kind, cotangents, groups_of, monte_carlo
+from dubito.curvature.cotangents import MANY, Kind, cotangents, groups_of, observed
 from dubito.curvature.cotangents import slope as slope_of
 from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import Layout, Part, grouped, layout
-from dubito.curvature.rows import Layer, pieces, squared_products
+from dubito.curvature.rows import Layer, add_gram, pieces, squared_products
 from dubito.likelihoods import own
 from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker
 from dubito.model import Model, batch_size
@@ -78,16 +78,16 @@ class Collector:
 
     def zeros(self, x: Any) -> Params:
         """All sums at zero; `x` is an example batch of inputs."""
-        with torch.no_grad():
-            f = self.model.forward(self.params, x, tree.clone(self.buffers))[0]
-        groups = groups_of(self.model, f, self.spec.kind)
-        n = 1 if groups is None else int(groups.max()) + 1
-        return {
-            key: torch.zeros(shape, dtype=self.dtype, device=f.device) for key, shape in self._shapes(self.layout(x), n).items()
-        }
+        found = self.layout(x)
+        n, device = self.groups(found), self.model.device
+        return {key: torch.zeros(shape, dtype=self.dtype, device=device) for key, shape in self._shapes(found, n).items()}
 
     def _shapes(self, found: Layout, groups: int) -> dict[str, tuple[int, ...]]:
         shapes = self.shapes
+        if self.spec.structure == "dense" and self._closed(found):
+            weight = shapes[found.parts[0].names[0]]
+            width = weight.numel() // weight[0] + (found.parts[0].bias is not None)
+            return {"pairs": (groups, weight[0] * (weight[0] + 1) // 2, width, width)}
         if self.spec.structure == "dense":
             size = sum(shape.numel() for shape in shapes.values()) if self.index is None else len(self.index)
             return {"H": (groups, size, size)}
@@ -106,6 +106,11 @@ class Collector:
             else:
                 sums |= {name: (groups, *shapes[name]) for name in part.names}
         return sums
+
+    def groups(self, found: Layout) -> int:
+        """How many noises the curvature is kept apart by."""
+        groups = None if self.spec.kind in ("empirical", "hessian") else self.model.likelihood.noise_groups(found.classes)
+        return 1 if groups is None else int(groups.max()) + 1
 
     def _small(self, part: Part) -> bool:
         return part.kind != "lookup" and sum(self.shapes[name].numel() for name in part.names) <= SMALL
@@ -137,7 +142,7 @@ class Collector:
                 self._add_gradient(gradient, done, layers, found, x, y)
             if basis is not None:
                 self._add_corrections(sums, basis, done, layers, x, y, generator)
-            elif self._closed(done, layers, found):
+            elif self._closed(found):
                 self._add_closed(sums, layers[0], done.f, y)
             else:
                 self._add_all(sums, done, layers, found, x, y, generator)
@@ -219,13 +224,17 @@ class Collector:
                 sums["H"][group].addmm_(flat.mT, flat)
                 continue
             for name, leaf in others.items():
+                if name not in sums:
+                    raise ValueError(
+                        f"in this batch it is not clear which inputs of the layer with {name} belong to which example, as it was in "
+                        "the first: are they all alike?"
+                    )
                 sums[name][group] += (leaf**2).sum(0)
             for i, (layer, g) in enumerate(zip(layers, rows, strict=True)):
                 part = layer.part
-                if spec.structure == "kronecker" and _has_matrix(part):
-                    flat = g.sum(1) if spec.shared == "reduce" else g.flatten(0, 1)
-                    sums[f"{part.weight}|B"][group].addmm_(flat.mT, flat)
-                elif spec.structure == "kronecker" and self._small(part):
+                if f"{part.weight}|A" in sums:
+                    add_gram(sums[f"{part.weight}|B"][group], g.sum(1, keepdim=True) if spec.shared == "reduce" else g)
+                elif f"{part.names[0]}|H" in sums:
                     leaves = layer.gradients(g)
                     flat = torch.cat([leaves[name].reshape(layer.batch, -1) for name in part.names], 1)
                     sums[f"{part.names[0]}|H"][group].addmm_(flat.mT, flat)
@@ -242,15 +251,14 @@ class Collector:
     def _add_inputs(self, sums: Params, layers: list[Layer]) -> None:
         """A: the mean over positions of a a^T, with the bias as an input that is always 1."""
         for layer in layers:
-            if not _has_matrix(layer.part):
+            if f"{layer.part.weight}|A" not in sums:  # no matrix, or it was not clear in the first batch
                 continue
             total = sums[f"{layer.part.weight}|A"]
-            a = layer.a.mean(1) if self.spec.shared == "reduce" else layer.a.flatten(0, 1)
-            share = 1.0 if self.spec.shared == "reduce" else 1 / layer.positions
-            width = a.shape[1]
-            total[:width, :width].addmm_(a.mT, a, alpha=share)
+            a = layer.a.mean(1, keepdim=True) if self.spec.shared == "reduce" else layer.a
+            share, width = 1 / a.shape[1], a.shape[2]
+            add_gram(total[:width, :width], a, share)
             if layer.part.bias is not None:
-                mean = a.sum(0) * share
+                mean = a.sum((0, 1)) * share
                 total[:width, width] += mean
                 total[width, :width] += mean
                 total[width, width] += layer.batch
@@ -279,25 +287,10 @@ class Collector:
 
     # -- the output layer alone: its Jacobian is its input, and nothing is back-propagated
 
-    def _closed(self, done: Forward, layers: list[Layer], found: Layout) -> bool:
-        if (
-            found.generic
-            or len(layers) != 1
-            or self.spec.kind != "ggn"
-            or monte_carlo("ggn", self.spec.draws, done.f) is not None
-        ):
-            return self._closed_many(done, layers, found)
-        return self._is_output(done, layers)
-
-    def _closed_many(self, done: Forward, layers: list[Layer], found: Layout) -> bool:
-        """Thousands of classes: exact all the same, where only the output layer is asked for and no draws are."""
-        alone = not found.generic and len(layers) == 1 and self.spec.kind == "ggn" and self.spec.draws is None
-        return alone and self.spec.structure != "dense" and self._is_output(done, layers)
-
-    def _is_output(self, done: Forward, layers: list[Layer]) -> bool:
-        layer = layers[0]
-        affine = layer.part.kind == "affine" and layer.part.weight is not None and len(layer.uses) == 1
-        return affine and self.index is None and done.f.ndim == 2 and layer.uses[0].edge.node is done.f.grad_fn
+    def _closed(self, found: Layout) -> bool:
+        """Exact without any cotangent; for a dense structure of thousands of classes there would be too many blocks."""
+        few = self.spec.structure != "dense" or found.outputs <= MANY
+        return found.alone and self.index is None and self.spec.kind == "ggn" and self.spec.draws is None and few
 
     def _add_closed(self, sums: Params, layer: Layer, f: Tensor, y: Any) -> None:
         part, a = layer.part, layer.a.squeeze(1)
@@ -307,7 +300,7 @@ class Collector:
         if self.spec.structure == "kronecker":
             self._add_inputs(sums, [layer])
         target = self.model.likelihood.target(y, f)
-        seen = self.model.likelihood.observed(target)
+        seen = observed(self.model, target, f)
         groups = groups_of(self.model, f, self.spec.kind)
         extended = layer.extended.squeeze(1)
         for piece in pieces(len(f), f.shape[1] ** 2):
@@ -316,7 +309,7 @@ class Collector:
             else:
                 fisher = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f[piece]), -1, -1)
             if seen is not None:
-                fisher = fisher * seen[piece].reshape(-1, 1, 1).to(fisher)
+                fisher = fisher * seen[piece].unsqueeze(-1) * seen[piece].unsqueeze(-2)
             for group in range(1 if groups is None else int(groups.max()) + 1):
                 mine = fisher if groups is None else fisher * (groups == group).to(fisher)
                 if self.spec.structure == "diagonal":
@@ -325,7 +318,7 @@ class Collector:
                 elif self.spec.structure == "kronecker":
                     sums[f"{part.weight}|B"][group] += mine.sum(0)
                 else:
-                    _add_blocks(sums["H"][group], mine, extended[piece], self.shapes, part)
+                    add_pairs(sums["pairs"][group], mine, extended[piece])
 
     # -- the result
 
@@ -347,6 +340,9 @@ class Collector:
         if self.spec.structure == "dense":
             shapes = {name: list(shape) for name, shape in self.shapes.items()}
             mine = {name: prior[name] for name in self.names}
+            if "pairs" in sums:
+                part = found.parts[0]
+                sums = {"H": from_pairs(sums["pairs"], self.names, part, self.shapes[part.names[0]][0])}
             return Blocks((Dense(shapes, sums["H"] * factor, mine, scale, temperature, self.index),))
         plain = [name for name in self.names if name in sums]
         for part in found.parts if self.spec.structure == "kronecker" else ():
@@ -379,24 +375,29 @@ def layer_squares(layer: Layer, squared: Tensor, a: Tensor) -> Params:
     return found
 
 
-def _add_blocks(total: Tensor, fisher: Tensor, a: Tensor, shapes: Mapping[str, torch.Size], part: Part) -> None:
-    """sum_n Lambda_n (x) a_n a_n^T, block by block, in the order weight then bias."""
-    classes, width = fisher.shape[1], a.shape[1]
-    inputs = width - (part.bias is not None)
-    first = next(iter(shapes)) == part.weight
-    weight0, bias0 = (0, classes * inputs) if first else (classes, 0)
-    for c in range(classes):
-        for d in range(c, classes):
-            if not bool(fisher[:, c, d].any()):
-                continue
-            block = (a * fisher[:, c, d].unsqueeze(1)).mT @ a  # [width, width], symmetric
-            for i, j in {(c, d), (d, c)}:
-                rows, columns = (slice(weight0 + k * inputs, weight0 + (k + 1) * inputs) for k in (i, j))
-                total[rows, columns] += block[:inputs, :inputs]
-                if part.bias is not None:
-                    total[rows, bias0 + j] += block[:inputs, inputs]
-                    total[bias0 + i, columns] += block[inputs, :inputs]
-                    total[bias0 + i, bias0 + j] += block[inputs, inputs]
+def add_pairs(total: Tensor, fisher: Tensor, a: Tensor) -> None:
+    """sum_n Lambda_n (x) a_n a_n^T: a block [width, width] for every pair c <= d of outputs."""
+    c, d = torch.triu_indices(fisher.shape[1], fisher.shape[1], device=a.device)
+    weights = fisher[:, c, d]  # [B, pairs]
+    for piece in pieces(len(c), a.numel()):
+        weighted = (weights[:, piece].unsqueeze(-1) * a.unsqueeze(1)).flatten(1)  # [B, pairs width]
+        total[piece].view(-1, a.shape[1]).addmm_(weighted.mT, a)
+
+
+def from_pairs(pairs: Tensor, names: tuple[str, ...], part: Part, classes: int) -> Tensor:
+    """The matrices [G, P, P] of blocks [G, pairs, width, width], in the order of the names."""
+    width = pairs.shape[-1]
+    c, d = torch.triu_indices(classes, classes, device=pairs.device)
+    whole = pairs.new_zeros(pairs.shape[0], classes, width, classes, width)
+    whole[:, d, :, c] = pairs.transpose(0, 1).mT
+    whole[:, c, :, d] = pairs.transpose(0, 1)
+    whole = whole.reshape(-1, classes * width, classes * width)
+    if part.bias is None:
+        return whole
+    index = torch.arange(classes * width, device=pairs.device).reshape(classes, width)
+    order = {part.weight: index[:, :-1].flatten(), part.bias: index[:, -1]}
+    position = torch.cat([order[name] for name in names])
+    return whole[:, position][:, :, position]
 
 
 def _has_matrix(part: Part) -> bool:
@@ -437,7 +438,8 @@ def curvature(
     if sums is None or found is None:
         raise ValueError("there is no data: the loader gave no batch")
     groups = next(leaf.shape[0] for key, leaf in sums.items() if not key.endswith("|A"))
-    scale = noise_scale(params, groups)
+    apart = collector.spec.kind in ("ggn", "fisher") and model.likelihood.noise_groups(1) is not None
+    scale = noise_scale(params, groups) if apart else torch.ones(groups)
     flat = {name: torch.tensor(prior, dtype=collector.dtype, device=model.device) for name in names}
     return collector.covariance(sums, seen=seen, n_data=seen, prior=flat, scale=scale, found=found)
 

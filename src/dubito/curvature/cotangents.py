@@ -37,8 +37,7 @@ def cotangents(
     f = f.detach()
     f = f.float() if f.dtype.itemsize < 4 else f
     target = likelihood.target(y, f)
-    seen = likelihood.observed(target)
-    seen = None if seen is None else seen.unsqueeze(-1).to(f)
+    seen = observed(model, target, f)
     groups = groups_of(model, f, kind)
 
     def masked(s: Tensor) -> Tensor:
@@ -70,6 +69,12 @@ def cotangents(
         ):
             drawn = likelihood(f, own(params)).sample()
         yield 0, masked(slope(model, f, drawn, params)) / count**0.5
+
+
+def observed(model: Model, target: Tensor, f: Tensor) -> Tensor | None:
+    """Which outputs have a target, as 0 and 1 that broadcast against f; None if all have."""
+    seen = model.likelihood.observed(target)
+    return None if seen is None else (seen if seen.ndim == f.ndim else seen.unsqueeze(-1)).to(f)
 
 
 def groups_of(model: Model, f: Tensor, kind: Kind) -> Tensor | None:

@@ -48,7 +48,7 @@ class Evidence:
     ) -> Tensor:
         """The log evidence, differentiable in `prior`, `scale` and `temperature`."""
         if self.base is not None:
-            return self._continued(covariance, scale, temperature)
+            return self._continued(covariance, scale, float(temperature))
         quadratic, log_prior = self._prior_terms(covariance, prior)
         occam = covariance.log_precision(prior, scale) - log_prior
         return self.likelihood(scale) / temperature - 0.5 * (occam + quadratic / temperature)
@@ -75,12 +75,13 @@ class Evidence:
     def _squares(self) -> Params:
         return {name: leaf.double().reshape(-1) ** 2 for name, leaf in self.deviation.items()}
 
-    def _continued(self, covariance: Covariance, scale: Tensor, temperature: Tensor | float) -> Tensor:
+    def _continued(self, covariance: Covariance, scale: Tensor, temperature: float) -> Tensor:
+        """At the prior, noise and temperature of the fit."""
         assert self.base is not None
         stacked = {name: leaf.unsqueeze(0) for name, leaf in self.deviation.items()}
         pulled = self.base.solve(stacked)
         quadratic = torch.stack([(stacked[name].double() * pulled[name].double()).sum() for name in stacked]).sum()
-        occam = self.base.logdet() - covariance.logdet()
+        occam = self.base.logdet() + covariance.moving * math.log(temperature) - covariance.logdet()
         return self.likelihood(scale) / temperature - 0.5 * (occam + quadratic / temperature)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from dubito import tree
 from dubito.curvature.capture import forward
 from dubito.curvature.collect import Collector, Seen
-from dubito.curvature.cotangents import groups_of
 from dubito.curvature.evidence import Evidence
 from dubito.curvature.layout import Layout
 from dubito.curvature.products import batch_product
@@ -201,7 +200,10 @@ class Main(Gather):
         columns = {name: sums[f"Q|{name}"].to(at.params[name].dtype) for name in at.names}
         for name, leaf in batch_product(at.model, at.params, batch, at.buffers, columns, _products(at)).items():
             sums[f"Y|{name}"] += leaf
-        return at.look(batch, gradient)
+        seen = at.look(batch, gradient)
+        if len(seen.counts) > 1:  # products hold the sum over several noises, which cannot be told apart afterwards
+            seen = replace(seen, errors=torch.zeros_like(seen.errors), counts=torch.zeros_like(seen.counts))
+        return seen
 
     def between(self, at: Collector, sums: Params, found: Found) -> None:
         like = {name: at.params[name] for name in at.names}
@@ -266,7 +268,7 @@ class Hessian(Gather):
             made: Covariance = Dense(leaves, matrix, prior, one, found.temperature)
         else:
             like = {name: at.params[name] for name in at.names}
-            diagonal = tree.unflatten(matrix[0].diagonal().unsqueeze(0), like)
+            diagonal = tree.unflatten(matrix[0].diagonal().clone().unsqueeze(0), like)  # not a view of all of it
             made = Diagonal(diagonal, {name: leaf.to(matrix) for name, leaf in prior.items()}, one, found.temperature)
         made.logdet()  # an indefinite matrix is told of now, not at the first prediction
         return Blocks((made,))
@@ -287,13 +289,10 @@ class Sums:
 
     @staticmethod
     def zeros(gather: Gather, at: Collector, x: Any, generator: torch.Generator, *, gradient: bool) -> Sums:
-        with torch.no_grad():
-            f = at.model.forward(at.params, x, tree.clone(at.buffers))[0]
-        groups = groups_of(at.model, f, at.spec.kind)
-        n = 1 if groups is None else int(groups.max()) + 1
-        zero = torch.zeros(n, dtype=torch.float64, device=f.device)
+        layout = at.layout(x)
+        zero = torch.zeros(at.groups(layout), dtype=torch.float64, device=at.model.device)
         slopes = {name: torch.zeros_like(at.params[name], dtype=at.dtype) for name in at.names} if gradient else {}
-        return Sums(gather.zeros(at, x, generator), at.layout(x).packed(), slopes, [0, 0], 0, zero[0].clone(), zero, zero.clone())
+        return Sums(gather.zeros(at, x, generator), layout.packed(), slopes, [0, 0], 0, zero[0].clone(), zero, zero.clone())
 
     def add(
         self, gather: Gather, at: Collector, data: Iterable[Any], which: int, generator: torch.Generator, *, gradient: bool
@@ -342,7 +341,7 @@ class Sums:
         away = covariance.product(slopes)
         rise = float(torch.stack([(slopes[n].double() * away[n].double()).sum() for n in slopes]).sum())
         held = sum(float((prior[n].to(v) * v).double().sum()) for n, v in covariance.variance().items()) / temperature
-        effective = max(1.0, covariance.size - held)
+        effective = max(1.0, covariance.moving - held)
         return rise, effective, effective * max(0.0, factor - 1.0)
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dubito.curvature.capture import example_count
+from dubito.curvature.capture import without_padding
 from dubito.curvature.rows import pieces
 from dubito.model import Model, mode
 from dubito.recurrent import RECURRENT, unrolled
@@ -20,19 +21,36 @@ from dubito.tree import Buffers, Params
 
 
 class Unrolled(TorchFunctionMode):
-    """Recurrent layers step by step: torch's fused ones can neither be batched nor differentiated twice."""
+    """Recurrent layers step by step: torch's fused ones can neither be batched nor differentiated twice. And an embedding whose
+    padding is a constant in forward mode, too."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in RECURRENT:
             return unrolled(RECURRENT[func], args)
+        if func is F.embedding:
+            return self._embedding(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _embedding(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        return without_padding(F.embedding(input, weight, padding_idx, *args, **kwargs), input, weight, padding_idx)
+
+
+def along(output: Callable[[Params], Tensor], live: Params, delta: Params) -> tuple[Tensor, Tensor]:
+    """f and J delta: by forward mode, or where some function has none by differentiating J^T u in u."""
+    try:
+        f, slope, *_ = jvp(output, (live,), (delta,))
+        return f, slope
+    except NotImplementedError:
+        f, back, *_ = vjp(output, live)
+        _, twice, *_ = vjp(lambda u: back(u)[0], torch.zeros_like(f))
+        return f, twice(delta)[0]
 
 
 def example_gradients(
     model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...], cotangents: Tensor
 ) -> Params:
     """Leaves [K, B, *shape]: gradients of <s_k, f> for cotangents [K, B, *D, C], each example on its own."""
-    batch = example_count(x)
+    batch = cotangents.shape[1]
     live = {name: params[name].detach() for name in names}
     fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
     buffers = {name: leaf.detach() for name, leaf in buffers.items()}
@@ -46,7 +64,9 @@ def example_gradients(
                 return model.call({**fixed, **live}, x, buffers)[0].squeeze(0)
 
         f, back, *_ = vjp(output, live)
-        return vmap(lambda s: back(s)[0])(s.to(f.dtype))
+        # one after another: torch's batching rule of PReLU's backward pass mixes up two batched axes of different origin
+        rows = [back(one)[0] for one in s.to(f.dtype).unbind()]
+        return {name: torch.stack([row[name] for row in rows]) for name in live}
 
     def of(index: slice | int) -> list[Any]:
         return [leaf[index] if each else leaf for leaf, each in zip(inputs, own, strict=True)]

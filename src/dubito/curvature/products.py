@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
+from torch.func import vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito import tree
-from dubito.curvature.generic import Unrolled
+from dubito.curvature.cotangents import observed
+from dubito.curvature.generic import Unrolled, along
 from dubito.likelihoods import own
 from dubito.model import Model, mode
 from dubito.tree import Buffers, Params
@@ -38,11 +39,12 @@ def batch_product(
             return model.call({**fixed, **live}, x, buffers)[0]
 
     def ggn(delta: Params) -> Params:
-        f, slope, *_ = jvp(output, (live,), (delta,))
+        f, slope = along(output, live, delta)
         fisher = model.likelihood.fisher(f.detach(), learned)
-        seen = model.likelihood.observed(model.likelihood.target(y, f))
+        seen = observed(model, model.likelihood.target(y, f), f)
+        slope = slope if seen is None else slope * seen
         weighted = (fisher @ slope.unsqueeze(-1)).squeeze(-1)
-        return back(weighted if seen is None else weighted * seen.unsqueeze(-1))[0]
+        return back(weighted if seen is None else weighted * seen)[0]
 
     def hessian(delta: Params) -> Params:
         points = {name: leaf.clone().requires_grad_() for name, leaf in live.items()}

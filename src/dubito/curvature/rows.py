@@ -39,21 +39,27 @@ def rows(value: Tensor, part: Part, channel: int, batch: int) -> Tensor:
 
 
 def patches(x: Tensor, convolution: tuple) -> Tensor:
-    """What a convolution sees at each of its positions, [B, C prod(kernel), positions]."""
+    """What a convolution sees at each of its positions, [B, C prod(kernel), positions].
+
+    A copy of a strided view, which takes a third of the time of `torch.nn.functional.unfold` on a CPU.
+    """
     kernel, stride, sides, dilation = convolution
-    if len(kernel) <= 2 and all(a == b for a, b in sides):
-        if len(kernel) == 1:  # a line is an image of height 1
-            x, one = x.unsqueeze(2), (1,)
-            padding = (0, sides[0][0])
-            return F.unfold(x, one + kernel, one + dilation, padding, one + stride)
-        return F.unfold(x, kernel, dilation, (sides[0][0], sides[1][0]), stride)
-    x = F.pad(x, [side for pair in reversed(sides) for side in pair])
+    if any(side for pair in sides for side in pair):
+        x = F.pad(x, [side for pair in reversed(sides) for side in pair])
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
         x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]  # the window comes last
     n = len(kernel)  # [B, C, *positions, *kernel]
     order = [0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n)]
-    positions = math.prod(x.shape[2 : 2 + n])
-    return x.permute(order).reshape(x.shape[0], -1, positions)
+    return x.permute(order).reshape(x.shape[0], -1, math.prod(x.shape[2 : 2 + n]))
+
+
+def add_gram(total: Tensor, rows: Tensor, alpha: float = 1.0) -> None:
+    """Add alpha sum_bt r_bt r_bt^T for rows [B, T, C], without a copy of those that are laid out channels first."""
+    if rows.is_contiguous() or rows.shape[1] == 1 or rows.is_cuda:  # there a copy costs less than a product for every example
+        flat = rows.flatten(0, 1)
+        total.addmm_(flat.mT, flat, alpha=alpha)
+    else:
+        total.addbmm_(rows.mT, rows, alpha=alpha)
 
 
 class Layer:
@@ -67,7 +73,12 @@ class Layer:
         """Inputs [B, T, I], the homogeneous 1 of a bias not included; indices [B, T] for a lookup."""
         found = []
         for use in self.uses:
-            if use.convolution is not None and self.part.weight is not None:
+            if (
+                self.part.kind == "affine" and self.part.weight is None
+            ):  # a bias alone: no inputs, but as many positions as outputs
+                positions = use.shape.numel() // (self.batch * use.shape[use.channel])
+                found.append(use.x.new_zeros(self.batch, positions, 0))
+            elif use.convolution is not None:
                 value = patches(use.x, use.convolution)  # [B m, I, positions]
                 value = value.transpose(1, 2)
                 found.append(value if value.shape[0] == self.batch else value.reshape(self.batch, -1, value.shape[-1]))

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from dubito.demo import curve, digits
-from dubito.demo.recipes import listed, one_thread
+from dubito.demo.recipes import listed, one_thread, recipe
 from dubito.registry import METHODS
 from dubito.report import Report, check_writable
 
@@ -45,7 +45,7 @@ def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float 
             "with two classes that were never shown, and a curve with a gap in its data. A good method is right, knows how often it "
             "is right, and doubts what it has not seen."
         ),
-        facts=_facts(seed, effort, time.monotonic() - begin),
+        facts=_facts(seed, effort, time.monotonic() - begin, [outcome.label for outcome in outcomes.values()], list(curves)),
     )
     report.print(console)
     report.write(path)
@@ -53,11 +53,14 @@ def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float 
     return report
 
 
-def _facts(seed: int, effort: float, seconds: float) -> dict[str, str]:
+def _facts(seed: int, effort: float, seconds: float, digits: list[str], curves: list[str]) -> dict[str, str]:
     packages = ("dubito", "torch", "numpy", "scikit-learn", "matplotlib")
+    shown = dict.fromkeys([*digits, *curves])
+    left_out = [label for name in METHODS if (label := recipe(name).label) not in shown]
     return {
         "Made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "Duration": f"{seconds:.0f} s for {len(METHODS)} methods on both problems",
+        "Duration": f"{seconds:.0f} s for {len(shown)} methods on both problems",
+        **({"Not here": f"{listed(left_out)}: for other likelihoods than these two problems have"} if left_out else {}),
         "Seed": str(seed) + ("" if effort == 1 else f", effort {effort:g}"),
         "Versions": ", ".join(f"{name} {version(name)}" for name in packages) + f", Python {platform.python_version()}",
         "Machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, one thread used",

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from dubito import metrics, randomness
-from dubito.demo.recipes import Perceptron, Training, method, one_thread, recipe
-from dubito.fit import fit
+from dubito.demo.recipes import Fits, Perceptron, Training, one_thread, recipe, suiting
 from dubito.likelihoods import HeteroscedasticGaussian
 from dubito.model import Model
-from dubito.predictive import LatentMixture
+from dubito.predictive import Predictive
 from dubito.priors import Normal
 from dubito.registry import METHODS
 from dubito.report import Column, Figure, Section, Table
 from dubito.report.regression import LEGEND, Curve, band, poster
 
 # Clipped, or a fit with learned noise may end where all of a stretch is taken for noise.
-TRAINING = Training(epochs=350, learning_rate=5e-3, batch_size=40, prior_scale=3.0, dropout=0.05, clip=1.0)
+TRAINING = Training(
+    epochs=350, learning_rate=5e-3, batch_size=40, prior_scale=3.0, dropout=0.05, damping=30.0, walk=0.007, clip=1.0
+)
 ACTIVATIONS = {"ReLU": nn.ReLU, "tanh": nn.Tanh}
 STRETCHES, GAP = ((-4.0, -1.2), (1.4, 4.0)), (-1.2, 1.4)
 YLIM = (-5.2, 3.2)
@@ -40,8 +41,8 @@ class Outcome(NamedTuple):
     """What a method makes of the curve."""
 
     curve: Curve
-    near: LatentMixture
-    gap: LatentMixture
+    near: Predictive
+    gap: Predictive
 
 
 class Problem(NamedTuple):
@@ -79,16 +80,17 @@ def problem(*, seed: int = 0) -> Problem:
 def run(
     methods: Iterable[str] = METHODS, *, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = str
 ) -> dict[str, dict[str, Outcome]]:
-    """Fit the methods with every activation: label -> activation -> outcome."""
+    """Fit the methods, as far as they are for a noise that differs, with every activation: label -> activation -> outcome."""
     given, grid, outcomes = problem(seed=seed), torch.linspace(-5.5, 5.5, 221).unsqueeze(1), {}
-    for name in methods:
+    prior, fits = Normal(scale=TRAINING.prior_scale), {}
+    for activation, layer in ACTIVATIONS.items():
+        model = Model(Perceptron((1, 64, 2), layer, seed=seed, spread=1.5), HeteroscedasticGaussian(), prior)
+        fits[activation] = Fits(model, (given.x, given.y), TRAINING, seed=seed, effort=effort)
+    for name in suiting(methods, HeteroscedasticGaussian):
         label, begin = recipe(name).label, time.monotonic()
         outcomes[label] = {}
-        for activation, layer in ACTIVATIONS.items():
-            network = Perceptron((1, 64, 2), layer, seed=seed, spread=1.5)
-            model = Model(network, HeteroscedasticGaussian(), Normal(scale=TRAINING.prior_scale))
-            way = method(name, TRAINING, effort=effort)
-            posterior = fit(model, way, (given.x, given.y), batch_size=TRAINING.batch_size, seed=seed)
+        for activation in ACTIVATIONS:
+            posterior, _ = fits[activation](name)
             shown = Curve(grid[:, 0], posterior.predict(grid), truth(grid)[:, 0], (given.x[:, 0], given.y[:, 0]))
             outcomes[label][activation] = Outcome(shown, posterior.predict(given.x_near), posterior.predict(given.x_gap))
         say(f"curve: {label}, {time.monotonic() - begin:.1f} s")
@@ -111,7 +113,8 @@ def section(outcomes: Mapping[str, Mapping[str, Outcome]], *, seed: int = 0) -> 
                 caption=(
                     "Near data the band should be noise, wide on the right only; in the gap and beyond the data ignorance should "
                     "open up. A single network (MAP) has no ignorance to show. ReLU networks go on in straight lines and fan out; "
-                    "tanh networks level off, and with them the doubt. The noise far from data is an extrapolation, too."
+                    "tanh networks level off, and with them the doubt. Laplace sees the network as linear in its weights: where a ReLU "
+                    "switches, its band has a step. The noise far from data is an extrapolation, too."
                 ),
             ),
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dubito import data, measures, metrics
-from dubito.demo.recipes import Perceptron, Training, listed, method, one_thread, recipe
+from dubito.demo.recipes import Fits, Perceptron, Training, listed, one_thread, recipe, suiting
 from dubito.fit import fit
 from dubito.likelihoods import Categorical
 from dubito.methods import MAP
 from dubito.model import Model
-from dubito.predictive import LatentMixture
+from dubito.predictive import LatentMixture, Predictive
 from dubito.priors import Normal
 from dubito.registry import METHODS
 from dubito.report import Column, Figure, Picture, Section, Table
@@ -25,8 +24,9 @@ from dubito.report.canvas import BLUE, VERMILION
 from dubito.report.histogram import histograms
 from dubito.report.images import card, scatter
 
-# Not tuned on test images: four-fold cross-validation on the training images (seed 0) is flat around these.
-TRAINING = Training(epochs=60, learning_rate=3e-3, batch_size=64, prior_scale=3.0, dropout=0.2)
+# Not tuned on test images: four-fold cross-validation on the training images (seed 0) is flat around these, but for `walk`, which
+# is best here and too fast at twice this.
+TRAINING = Training(epochs=60, learning_rate=3e-3, batch_size=64, prior_scale=3.0, dropout=0.2, damping=1000.0, walk=0.4)
 FAMILIAR = 8  # classes; 8 and 9 are the unfamiliar, being the last
 SHOWN = "mc_dropout"  # whose images are shown: it has as many draws as one likes
 COLUMNS = (
@@ -36,7 +36,7 @@ COLUMNS = (
     Column("ECE", better="lower", meaning="mean gap between confidence and accuracy"),
     Column("AUROC errors", better="higher", meaning="how well 1 - the largest probability finds the wrong answers"),
     Column("AUROC unfamiliar", better="higher", meaning="how well the entropy finds the classes never shown"),
-    Column("seconds", digits=1, better="lower", meaning="time to fit"),
+    Column("seconds", digits=1, better="lower", meaning="time to fit, with the training of the network it goes on from"),
 )
 
 
@@ -63,11 +63,11 @@ class Outcome(NamedTuple):
     """What a method makes of the test images."""
 
     label: str
-    known: LatentMixture
-    unknown: LatentMixture
+    known: Predictive
+    unknown: Predictive
     seconds: float
 
-    def both(self, measure: Callable[[LatentMixture], Tensor]) -> Tensor:
+    def both(self, measure: Callable[[Predictive], Tensor]) -> Tensor:
         """A measure of all test images, the known ones first."""
         return torch.cat([measure(self.known), measure(self.unknown)])
 
@@ -96,16 +96,14 @@ def problem(*, seed: int = 0) -> Problem:
 
 @one_thread()
 def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = str) -> tuple[Problem, dict[str, Outcome]]:
-    """Fit every registered method and predict both kinds of test images."""
+    """Fit every registered method that is for classes and predict both kinds of test images."""
     given, outcomes = problem(seed=seed), {}
     network = Perceptron((64, 128, FAMILIAR), nn.ReLU, nn.Flatten(), seed=seed)
     model = Model(network, Categorical(), Normal(scale=TRAINING.prior_scale))
     fit(model, MAP(epochs=1), (given.x[:64], given.y[:64]))  # torch loads itself in part at the first step: no method's time
-    for name in METHODS:
-        label, begin = recipe(name).label, time.monotonic()
-        way = method(name, TRAINING, effort=effort)
-        posterior = fit(model, way, (given.x, given.y), batch_size=TRAINING.batch_size, seed=seed)
-        seconds = time.monotonic() - begin
+    fits = Fits(model, (given.x, given.y), TRAINING, seed=seed, effort=effort)
+    for name in suiting(METHODS, Categorical):
+        label, (posterior, seconds) = recipe(name).label, fits(name)
         outcomes[name] = Outcome(label, posterior.predict(given.x_known), posterior.predict(given.x_unknown), seconds)
         say(f"digits: {label}, {seconds:.1f} s")
     return given, outcomes
@@ -204,6 +202,8 @@ def _unfamiliar(given: Problem, outcomes: Sequence[Outcome]) -> Figure:
 
 
 def _images(given: Problem, o: Outcome) -> tuple[Figure, ...]:
+    assert isinstance(o.known, LatentMixture)
+    assert isinstance(o.unknown, LatentMixture)
     images, labels = torch.cat([given.x_known, given.x_unknown])[:, 0], torch.cat([given.y_known, given.y_unknown]).tolist()
     f, probs = torch.cat([o.known.means, o.unknown.means], 1), torch.cat([o.known.probs, o.unknown.probs], 1)  # [S, N, C]
     n, entropy, ignorance = len(given.x_known), o.both(measures.predictive_entropy), measures.mutual_information(o.unknown)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dubito import randomness
-from dubito.fit import Method
-from dubito.methods import MAP, Ensemble, MCDropout
+from dubito.fit import Method, fit
+from dubito.likelihoods import Gaussian, Likelihood
+from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout
+from dubito.model import Model
+from dubito.posteriors import Posterior
 from dubito.registry import METHODS
 
 
@@ -25,6 +29,8 @@ class Training(NamedTuple):
     batch_size: int
     prior_scale: float
     dropout: float
+    damping: float  # of Laplace: a precision on top of the prior's
+    walk: float  # learning rate at which SWAG walks about
     clip: float | None = None
 
     @property
@@ -35,8 +41,12 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
+    """How a method is run. `likelihoods` are those it is for; () is any."""
+
     label: str
     method: Callable[[Training], Method]
+    after_map: bool = field(default=False, kw_only=True)  # it goes on from a network that MAP has trained
+    likelihoods: tuple[type[Likelihood], ...] = field(default=(), kw_only=True)
 
 
 def _map(t: Training) -> MAP:
@@ -47,10 +57,23 @@ def _mc_dropout(t: Training) -> MCDropout:
     return MCDropout(at="hidden|output", rate=t.dropout, draws=100, **t.descent)
 
 
+def _laplace(t: Training) -> Laplace:
+    # So few data leave most of the weights as free as the prior does, and under the one of the training (or one set by the evidence)
+    # hardly a prediction would be sure. Under the damped one the weights are not at an optimum, which is no news.
+    return Laplace(damping=t.damping, check=False)
+
+
+def _swag(t: Training) -> SWAG:
+    return SWAG(epochs=max(2, t.epochs // 2), learning_rate=t.walk, collecting_rate=t.walk, collect_after=0.0, clip=1.0)
+
+
 RECIPES: dict[str, Recipe] = {
     "map": Recipe("MAP", _map),
     "mc_dropout": Recipe("MC dropout", _mc_dropout),
     "ensemble": Recipe("Ensemble of 10", lambda t: Ensemble(_map(t), 10)),
+    "laplace": Recipe("Laplace", _laplace, after_map=True),
+    "neural_linear": Recipe("Neural linear", lambda _: METHODS["neural_linear"](), after_map=True, likelihoods=(Gaussian,)),
+    "swag": Recipe("SWAG", _swag, after_map=True),
 }
 
 
@@ -60,11 +83,37 @@ def recipe(name: str) -> Recipe:
     >>> recipe("map").label
     'MAP'
     """
-    return RECIPES.get(name) or Recipe(METHODS[name].__name__, lambda _: METHODS[name]())
+    known = METHODS[name]
+    return RECIPES.get(name) or Recipe(known.__name__, lambda _: known(), after_map=getattr(known, "post_hoc", False))
 
 
-def method(name: str, training: Training, *, effort: float) -> Method:
-    return recipe(name).method(training._replace(epochs=max(1, round(effort * training.epochs))))
+def suiting(names: Iterable[str], likelihood: type[Likelihood]) -> list[str]:
+    """The methods that are for a likelihood.
+
+    >>> from dubito import Categorical
+    >>> suiting(["map", "neural_linear"], Categorical)
+    ['map']
+    """
+    return [name for name in names if issubclass(likelihood, recipe(name).likelihoods or Likelihood)]
+
+
+class Fits:
+    """Fits of one model by several methods, of which those that need a trained network share one."""
+
+    def __init__(self, model: Model, data: tuple[Tensor, Tensor], training: Training, *, seed: int, effort: float):
+        self.model, self.data, self.seed = model, data, seed
+        self.training = training._replace(epochs=max(1, round(effort * training.epochs)))
+        self.made: dict[str, tuple[Posterior, float]] = {}
+
+    def __call__(self, name: str) -> tuple[Posterior, float]:
+        """The posterior, and the seconds it took with all that it needed."""
+        if name not in self.made:
+            way = recipe(name)
+            start, before = self("map") if way.after_map else (None, 0.0)
+            begin, method = time.monotonic(), way.method(self.training)
+            posterior = fit(self.model, method, self.data, start=start, batch_size=self.training.batch_size, seed=self.seed)
+            self.made[name] = posterior, before + time.monotonic() - begin
+        return self.made[name]
 
 
 class Perceptron(nn.Sequential):

@@ -130,9 +130,11 @@ class Categorical(Classes):
         if link == "probit":
             return F.softmax(mean / (1 + math.pi / 8 * variance).sqrt(), -1)
         ones = cov.sum(-1)  # covariance with the sum of the logits
-        total = ones.sum(-1, keepdim=True).clamp_min(torch.finfo(cov.dtype).tiny)
-        mean = mean - ones * mean.sum(-1, keepdim=True) / total
-        variance = (variance - ones**2 / total).clamp_min(1e-12)
+        total = ones.sum(-1, keepdim=True)
+        free = total > 100 * torch.finfo(cov.dtype).eps * variance.sum(-1, keepdim=True)  # else the sum is known already
+        share = torch.where(free, ones / torch.where(free, total, 1.0), 1 / classes)
+        mean = mean - share * mean.sum(-1, keepdim=True)
+        variance = (variance - torch.where(free, ones * share, 0.0)).clamp_min(1e-12)
         inverse = (mean - mean.logsumexp(-1, keepdim=True)).exp()  # e^m / sum e^m; the sums are formed in logs
         log_sum = torch.logsumexp(-mean, -1, keepdim=True) + mean.logsumexp(-1, keepdim=True)
         alpha = (1 - 2 / classes + inverse * log_sum.exp() / classes**2) / variance
@@ -164,3 +166,15 @@ class HeteroscedasticCategorical(Classes):
         points = nodes(self.samples, logits).reshape(self.samples, *[1] * (f.ndim - 1), -1)
         noisy = logits + (0.5 * log_variance).exp() * points  # [n, ..., C]
         return F.log_softmax(noisy, -1).logsumexp(0) - math.log(self.samples)
+
+    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        root = self.fisher_root(f, params)
+        return torch.einsum("k...c,k...d->...cd", root, root)
+
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        r"""One column for each class: :math:`\sqrt{p_c} \nabla \log p_c`."""
+        leaf = f.detach().requires_grad_()
+        with torch.enable_grad():
+            log_probs = self.log_probs(leaf, params)
+            slopes = [torch.autograd.grad(one.sum(), leaf, retain_graph=True)[0] for one in log_probs.unbind(-1)]
+        return torch.stack(slopes) * (0.5 * log_probs.detach()).exp().movedim(-1, 0).unsqueeze(-1)

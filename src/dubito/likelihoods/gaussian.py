@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -106,6 +106,14 @@ class Gaussian(Likelihood):
         full = f_cov + torch.diag_embed(noise.expand_as(variance))
         return torch.distributions.MultivariateNormal(f_mean, full, validate_args=False)
 
+    def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
+        if self.scale is not None:
+            noise = tuple((torch.as_tensor(self.scale, dtype=torch.float64) * scale.cpu().double()).tolist())
+            return replace(self, scale=noise), shift, scale, params
+        # the prior was one of the precision in the old units
+        wide = replace(self, outputs=len(scale), prior=None)
+        return wide, shift, scale, {name: leaf + scale.log() for name, leaf in params.items()}
+
 
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(Likelihood):
@@ -158,6 +166,10 @@ class HeteroscedasticGaussian(Likelihood):
         width = mean.shape[-1]
         full = f_cov[..., :width, :width] + torch.diag_embed(noise)
         return torch.distributions.MultivariateNormal(mean, full, validate_args=False)
+
+    def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
+        """Of a log variance the scale is a shift."""
+        return self, torch.cat([shift, 2 * scale.log()]), torch.cat([scale, torch.ones_like(scale)]), params
 
     def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
         """Nodes over the log variances only; given those, the means stay Gaussian and are convolved exactly.

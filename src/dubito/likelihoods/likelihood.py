@@ -178,7 +178,8 @@ class Likelihood(ABC):
         return None
 
     def observed(self, y: Tensor) -> Tensor | None:
-        """Which positions of targets (in the layout of `target`) are there at all, [...]; None if all are."""
+        """Which positions of targets (in the layout of `target`) are there at all, [...]; None if all are. Where a position may be
+        there for some of its outputs only (several tasks), [..., C]."""
         return None
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
@@ -199,6 +200,10 @@ class Likelihood(ABC):
     def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
         """A likelihood of this kind and an f that has these probabilities."""
         raise NotImplementedError
+
+    def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
+        """The same likelihood of shift + scale * y, each [C]: (likelihood, a, b, params) of which a + b f, each [C], is the f."""
+        raise ValueError(f"{type(self).__name__} has classes, which have no units")
 
     def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
         """Each Gaussian over f [S, ...] as n Gaussians [S, n, ...] of equal weight for which `convolve` has a closed form, or None

@@ -144,6 +144,15 @@ class MultiTask(Likelihood):
             start = end
         return full
 
+    def observed(self, y: Tensor) -> Tensor | None:
+        f = y.new_empty(*y.shape[:-1], sum(width for _, width in self.tasks.values()))
+        seen = {name: self.tasks[name][0].observed(part) for name, part in self._unstack(y, f).items()}
+        if all(part is None for part in seen.values()):
+            return None
+        whole = torch.ones_like(f, dtype=torch.bool)
+        masks = [m if seen[n] is None else m & seen[n].unsqueeze(-1) for n, m in self.split(whole).items()]  # pyright: ignore[reportOptionalMemberAccess]
+        return torch.cat(masks, -1)
+
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         """The tasks' own, side by side [..., T]: entropies for classes, variances for numbers."""
         parts = [likelihood.uncertainty(part, weights, inner) for _, likelihood, part, inner in self._each(f, params)]

@@ -43,6 +43,13 @@ class Blocks(Covariance):
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Blocks:
         return Blocks(tuple(block.with_prior(prior, scale, temperature) for block in self.blocks))
 
+    def with_temperature(self, temperature: float) -> Blocks:
+        return Blocks(tuple(block.with_temperature(temperature) for block in self.blocks))
+
+    @property
+    def moving(self) -> int:
+        return sum(block.moving for block in self.blocks)
+
     def plus(self, other: Covariance) -> Covariance:
         if not isinstance(other, Blocks) or [set(b.shapes) for b in self.blocks] != [set(b.shapes) for b in other.blocks]:
             raise ValueError(

@@ -69,6 +69,10 @@ class Covariance(ABC):
         """The covariance of the same curvature under another prior, other noise, another temperature."""
         raise ValueError(f"a {type(self).__name__} covariance of this kind has no curvature and prior to tell apart")
 
+    def with_temperature(self, temperature: float) -> Covariance:
+        """The same curvature and prior at another temperature."""
+        raise ValueError(f"a {type(self).__name__} covariance of this kind has no temperature")
+
     def plus(self, other: Covariance) -> Covariance:
         """The covariance when the curvature of `other` is added to this one's: what is known from earlier data."""
         raise ValueError(f"the curvature of a {type(other).__name__} covariance cannot be added to a {type(self).__name__} one")
@@ -77,6 +81,11 @@ class Covariance(ABC):
     def size(self) -> int:
         """Number of weights P."""
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    @property
+    def moving(self) -> int:
+        """How many of them move at all: fewer than P in a subnetwork."""
+        return self.size
 
     def dense(self) -> Tensor:
         """The whole matrix [P, P], in the order of the leaves; for small ones."""

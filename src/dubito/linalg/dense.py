@@ -33,6 +33,10 @@ class Dense(Covariance):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, shape in self.leaves.items()}
 
+    @property
+    def moving(self) -> int:
+        return self.size if self.index is None else len(self.index)
+
     @cached_property
     def _like(self) -> Params:
         return {name: torch.empty(shape, device="meta") for name, shape in self.leaves.items()}
@@ -57,14 +61,29 @@ class Dense(Covariance):
         matrix.diagonal().add_(self._prior(self.prior).double().to(matrix.device))
         factor, failed = torch.linalg.cholesky_ex(matrix / self.temperature)
         if failed:
-            values = torch.linalg.eigvalsh(matrix)
-            raise Indefinite(float(values[0]), float(values[-1]), int((values <= 0).sum()), len(values))
+            factor = self._repaired(matrix)
         return factor.to(self.curvature.dtype)
+
+    def _repaired(self, matrix: Tensor) -> Tensor:
+        """The Cholesky factor where nothing but the rounding of sums in single precision makes a precision indefinite."""
+        shift = self._prior(self.prior).double().to(matrix.device)
+        values, vectors = torch.linalg.eigh(matrix - torch.diag(shift))
+        if float(values[0]) < -self._rounding * float(values.abs().max()):
+            whole = torch.linalg.eigvalsh(matrix)
+            raise Indefinite(float(whole[0]), float(whole[-1]), int((whole <= 0).sum()), len(whole))
+        mended = (vectors * values.clamp_min(0)) @ vectors.mT + torch.diag(shift)
+        return torch.linalg.cholesky(mended / self.temperature)
 
     @cached_property
     def _values(self) -> Tensor:
         """Eigenvalues of a single curvature."""
-        return torch.linalg.eigvalsh(self.curvature[0].double())
+        values = torch.linalg.eigvalsh(self.curvature[0].double())
+        return torch.where(values.abs() < self._rounding * values.abs().max(), values.clamp_min(0), values)
+
+    @property
+    def _rounding(self) -> float:
+        """How far below zero, relative to the largest, an eigenvalue of a sum of squares may come by rounding alone."""
+        return 100 * torch.finfo(self.curvature.dtype).eps
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         unit = normal((n, self.curvature.shape[-1]), self.curvature, generator)
@@ -98,11 +117,18 @@ class Dense(Covariance):
         if len(self.curvature) == 1 and alike(prior[name] for name in self.leaves):
             return (scale.double()[0] * self._values + shift).log().sum()  # one precision for all: eigenvalues are enough
         matrix = torch.tensordot(scale.double(), self.curvature.double(), 1) + torch.diag(shift)
-        return 2 * torch.linalg.cholesky(matrix).diagonal().log().sum()
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if failed:
+            jitter = self._rounding * float(matrix.detach().diagonal().max())
+            factor = torch.linalg.cholesky(matrix + jitter * torch.eye(len(shift), dtype=matrix.dtype, device=matrix.device))
+        return 2 * factor.diagonal().log().sum()
 
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Dense:
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return replace(self, prior={name: prior[name] for name in self.leaves}, scale=scale, temperature=temperature)
+
+    def with_temperature(self, temperature: float) -> Dense:
+        return replace(self, temperature=temperature)
 
     def plus(self, other: Covariance) -> Covariance:
         same = isinstance(other, Dense) and other.leaves == self.leaves and (other.index is None) == (self.index is None)

@@ -54,12 +54,12 @@ class Kronecker(Covariance):
         """From B of every noise [K, out, out] and A [in, in]."""
         delta, warp = _separated(prior, weight, bias, right.shape[0], shape)
         a = right if warp is None else right / warp / warp.unsqueeze(1)
-        right_values, right_vectors = _eigen(a.to(left.device))
+        right_values, right_vectors = _eigen(a.to(left))
         left_values, left_vectors = _eigen(torch.tensordot(scale.to(left), left, 1))
         several = left.shape[0] > 1
         return Kronecker(
-            weight, bias, shape, left_vectors, left_values, right_vectors, right_values, delta.to(left), warp,
-            None, scale.to(left), left if several else None, count, temperature,
+            weight, bias, shape, left_vectors, left_values, right_vectors, right_values, delta.to(left),
+            None if warp is None else warp.to(left), None, scale.to(left), left if several else None, count, temperature,
         )  # fmt: skip
 
     @property
@@ -126,24 +126,34 @@ class Kronecker(Covariance):
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         delta = prior[self.weight].double()
-        if self.bias is not None and not alike((prior[self.weight], prior[self.bias])):
-            if self.values is not None:
-                raise ValueError(BASIS.format(self.weight, self.bias))
-            return self._log_precision_apart(prior, scale)
-        if delta.ndim:
+        if any(prior[name].ndim for name in self.shapes):
             raise ValueError(PRIOR)
         if self.values is not None:
-            assert self.scale is not None
-            curvature = self.values.double() * (scale.double()[0] / self.scale.double()[0])
-        else:
-            values = self.left_values.double()
-            if self.parts is not None:
-                values = torch.linalg.eigvalsh(torch.tensordot(scale.double(), self.parts.double(), 1))
-            elif self.scale is not None:
-                values = values * (scale.double()[0] / self.scale.double()[0])
-            right = self.right_values if self.warp is None else _eigen(self._a())[0]
-            curvature = torch.outer(values, right.double())
+            return self._log_precision_corrected(prior, scale)
+        if self.bias is not None and not alike((prior[self.weight], prior[self.bias])):
+            return self._log_precision_apart(prior, scale)
+        values = self.left_values.double()
+        if self.parts is not None:
+            values = torch.linalg.eigvalsh(torch.tensordot(scale.double(), self.parts.double(), 1))
+        elif self.scale is not None:
+            values = values * (scale.double()[0] / self.scale.double()[0])
+        right = self.right_values if self.warp is None else _eigen(self._a())[0]
+        curvature = torch.outer(values, right.double())
         return (curvature.clamp_min(0) + delta).log().sum()
+
+    def _log_precision_corrected(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """Corrected eigenvalues belong to their eigenbasis, in which the bias has its precision relative to the weight's."""
+        assert self.values is not None
+        assert self.scale is not None
+        inside = self.values.double() * (scale.double()[0] / self.scale.double()[0])
+        total = (inside.clamp_min(0) + prior[self.weight].double()).log().sum()
+        if self.bias is None or (self.warp is None and alike((prior[self.weight], prior[self.bias]))):
+            return total
+        ratio = prior[self.bias].double() / prior[self.weight].double()
+        known = torch.ones_like(ratio) if self.warp is None else self.warp[-1].double() ** 2
+        if ratio.requires_grad or not torch.allclose(ratio, known.to(ratio)):
+            raise ValueError(BASIS.format(self.weight, self.bias))
+        return total + self.shape[0] * ratio.log()
 
     def _log_precision_apart(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Weight and bias with precisions of their own: the inputs are scaled, and A decomposed again."""
@@ -177,7 +187,7 @@ class Kronecker(Covariance):
         temperature = self.temperature if temperature is None else temperature
         delta, warp = _separated(prior, self.weight, self.bias, self.right.shape[0], self.shape)
         same_warp = (warp is None and self.warp is None) or (
-            warp is not None and self.warp is not None and torch.allclose(warp, self.warp)
+            warp is not None and self.warp is not None and torch.allclose(warp.to(self.warp), self.warp)
         )
         if same_warp and self.parts is None:  # only numbers change
             ratio = scale[0] / self.scale[0]
@@ -193,10 +203,17 @@ class Kronecker(Covariance):
             scale=scale, count=self.count, temperature=temperature,
         )  # fmt: skip
 
+    def with_temperature(self, temperature: float) -> Kronecker:
+        return replace(self, temperature=temperature)
+
     def plus(self, other: Covariance) -> Covariance:
         """As if the statistics had been collected over both data sets: exact for linear regression, KFAC's own approximation else."""
         if not isinstance(other, Kronecker) or other.weight != self.weight or other.bias != self.bias:
             return super().plus(other)
+        if self.values is not None or other.values is not None:
+            raise ValueError(
+                "eigenvalue-corrected blocks have different eigenbases and cannot be added: leave out corrected=True"
+            )
         assert self.scale is not None
         assert other.scale is not None
         total = self.count + other.count
@@ -243,4 +260,5 @@ def _separated(
 def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, not below zero, and eigenvectors, found in double precision."""
     values, vectors = torch.linalg.eigh(matrix.double())
-    return values.clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype)
+    # in the order of memory that a file has, so that what is computed from a loaded one is the same to the last bit
+    return values.clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype).contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -88,8 +88,11 @@ class LowRank(Covariance):
 
     def variance(self) -> Params:
         directions = tree.unflatten(self.q, self.diagonal)
-        values = self.logs.expm1()
-        return {name: d * (1 + torch.tensordot(values, directions[name] ** 2, 1)) for name, d in self.diagonal.items()}
+        variances = {}
+        for name, d in self.diagonal.items():  # what is outside Q and what is inside, neither of which rounding may make negative
+            squares = directions[name] ** 2
+            variances[name] = d * ((1 - squares.sum(0)).clamp_min(0) + torch.tensordot(self.logs.exp(), squares, 1))
+        return variances
 
     @cached_property
     def _curvature(self) -> tuple[Tensor, Params]:
@@ -106,8 +109,8 @@ class LowRank(Covariance):
         values, directions = self._curvature
         shifts = [prior[name].double().expand(leaf.shape) for name, leaf in self.diagonal.items()]
         weighted = flat(directions, self.diagonal).double() / torch.cat([s.reshape(-1) for s in shifts]).sqrt()
-        root = (scale.double()[0] * values.double()).sqrt().unsqueeze(1)
-        small = (weighted * root) @ (weighted * root).mT
+        weighted = weighted * values.double().sqrt().unsqueeze(1)
+        small = scale.double()[0] * (weighted @ weighted.mT)  # no root of the scale, which has no slope where a value is 0
         inner = torch.linalg.slogdet(small + torch.eye(len(values), dtype=small.dtype, device=small.device))[1]
         return inner + expanded({n: p.double() for n, p in prior.items()}, self.shapes).log().sum()
 
@@ -116,6 +119,10 @@ class LowRank(Covariance):
         assert self.scale is not None
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return LowRank.precision(directions, values, prior, scale=scale, temperature=temperature)
+
+    def with_temperature(self, temperature: float) -> LowRank:
+        diagonal = {name: leaf * (temperature / self.temperature) for name, leaf in self.diagonal.items()}
+        return replace(self, diagonal=diagonal, temperature=temperature)
 
     def plus(self, other: Covariance) -> Covariance:
         """The directions of both, of which there are then twice as many."""

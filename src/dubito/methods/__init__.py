@@ -5,4 +5,5 @@ from dubito.methods.laplace import Laplace as Laplace
 from dubito.methods.map import MAP as MAP
 from dubito.methods.mc_dropout import MCDropout as MCDropout
 from dubito.methods.neural_linear import NeuralLinear as NeuralLinear
+from dubito.methods.online_laplace import OnlineLaplace as OnlineLaplace
 from dubito.methods.swag import SWAG as SWAG

@@ -77,6 +77,8 @@ class Ensemble:
         if self.adversarial is not None and not self.adversarial > 0:
             raise ValueError(f"adversarial is a positive share of the inputs' range, such as 0.01; got {self.adversarial}")
         names = [type(method).__name__ for method in self.methods]
+        if (self.bagging or self.adversarial is not None) and not getattr(self.method, "weighs", True):
+            raise ValueError(f"{names[-1]} takes all examples as they are: leave out bagging and adversarial")
         if self.vectorize and not any(hasattr(method, "unstack") for method in self.methods):
             raise ValueError(f"{' and '.join(names)} cannot run members in one pass: leave out `vectorize`")
         if self.methods[0].data != self.data:

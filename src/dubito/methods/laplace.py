@@ -13,6 +13,7 @@ import torch
 from dubito import store
 from dubito.curvature.collect import Collector, Spec
 from dubito.curvature.gather import Corrected, Gather, Hessian, Main, Plain, Subnetwork, Sums, last_layer
+from dubito.curvature.memory import check
 from dubito.fit import Info, Start
 from dubito.model import Target
 from dubito.posteriors import Gaussian, Posterior
@@ -64,15 +65,14 @@ class Laplace:
     shared: Literal["expand", "reduce"] = field(default="expand", kw_only=True)  # Kronecker, for weights shared over positions
     corrected: bool = field(default=False, kw_only=True)  # Kronecker with corrected eigenvalues (EKFAC), in a second pass
     rank: int = field(default=20, kw_only=True)  # directions of a low-rank structure
-    subnetwork: int | None = field(
-        default=None, kw_only=True
-    )  # this many weights, picked over all layers, get a dense covariance
+    subnetwork: int | None = field(default=None, kw_only=True)  # so many weights, of all layers, get a dense covariance
     subnetwork_by: Literal["variance", "magnitude"] = field(default="variance", kw_only=True)  # how they are picked
     damping: float = field(default=0.0, kw_only=True)  # a precision on top of the prior's
     clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
     check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
 
     post_hoc: ClassVar[bool] = True  # expects a trained network
+    weighs: ClassVar[bool] = False  # examples cannot be given weights
 
     def __post_init__(self):
         _one_of("structure", self.structure, ("kronecker", "diagonal", "lowrank", "dense"))
@@ -86,6 +86,10 @@ class Laplace:
             raise ValueError("a low-rank structure is of the exact curvature: use curvature='ggn' or 'hessian'")
         if self.corrected and (self.structure != "kronecker" or self.shared != "expand"):
             raise ValueError("corrected=True corrects the eigenvalues of structure='kronecker' in its expand form")
+        if self.corrected and self.prior_groups == "parameter":
+            raise ValueError(
+                "corrected=True needs one precision for a layer's weight and bias: use prior_groups='layer' or 'one'"
+            )
         if self.subnetwork is not None and (self.structure != "dense" or self.subnetwork < 1 or self.curvature == "hessian"):
             raise ValueError("a subnetwork of k >= 1 weights has structure='dense' and is not for curvature='hessian'")
         if self.damping < 0 or (self.draws is not None and self.draws < 1) or self.rank < 1:
@@ -116,10 +120,19 @@ class Laplace:
                 f"{type(target.model.prior).__name__}"
             )
         names = self._names(target, start, batch)
-        if isinstance(target.model.prior, MultivariateNormal) and (set(names) - set(target.model.prior.covariance.shapes)):
-            raise ValueError("the prior is an earlier posterior over other weights: use the same `only` and `subset` as there")
+        if isinstance(target.model.prior, MultivariateNormal):
+            if set(names) != set(target.model.prior.covariance.shapes):
+                raise ValueError(
+                    "the prior is an earlier posterior over other weights: use the same `only` and `subset` as there"
+                )
+            if self.corrected:
+                raise ValueError(
+                    "an earlier posterior cannot be continued with corrected=True, whose eigenbasis is of its own data"
+                )
         at = self._at(target, start.params, start.buffers, names)
-        sums = Sums.zeros(self.gather, at, target.model.split(batch)[0], generator, gradient=self.check)
+        x = target.model.split(batch)[0]
+        check(self.gather, at, x, f"structure={self.structure!r}")
+        sums = Sums.zeros(self.gather, at, x, generator, gradient=self.check)
         return LaplaceState(start.params, start.buffers, list(names), sums, 0, steps)
 
     def step(
@@ -130,10 +143,8 @@ class Laplace:
         which = min(gather.passes - 1, state.step // max(1, state.steps // gather.passes))
         if which == 1 and sums.seen[1] == 0:
             gather.between(at, sums.sums, sums.found(target, state.params, self._prior(target, state)))
-        # where only a draw or two is back-propagated a gradient would double the cost: then now and then is enough
-        check = (
-            self.check and which == 0 and (state.step % 8 == 0 or (self.curvature in ("ggn", "hessian") and self.draws is None))
-        )
+        # a gradient costs as much as a cotangent: of many batches, some are enough to tell
+        check = self.check and which == 0 and (state.step % 8 == 0 or state.steps <= 16)
         score = sums.add(gather, at, data, which, generator, gradient=check)
         state.step += 1
         return state, {"log_likelihood": score}

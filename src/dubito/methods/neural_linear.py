@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ class NeuralLinear:
     optimize_evidence: bool = field(default=True, kw_only=True)  # fit a prior scale that is not given; False leaves it at 1
     a0: float = field(default=1e-3, kw_only=True)  # prior of the noise, InvGamma(a0, b0): worth 2 a0 observations
     b0: float = field(default=1e-3, kw_only=True)  # of variance b0 / a0
+
+    post_hoc: ClassVar[bool] = True  # expects a trained network
 
     def __post_init__(self):
         given = {"prior_precision": self.prior_precision, "a0": self.a0, "b0": self.b0}

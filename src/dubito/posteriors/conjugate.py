@@ -79,7 +79,7 @@ class Conjugate(Posterior):
         assert isinstance(self.model.likelihood, Gaussian)
         return torch.as_tensor(self.model.likelihood.scale, dtype=self.mean.dtype, device=self.mean.device).reshape(-1).square()
 
-    def predict(  # pyright: ignore[reportIncompatibleMethodOverride] (the one form whose predictive may be of another kind)
+    def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture | StudentT:
         """In one pass, exactly ("conjugate"): a Student-t, or a Gaussian for known noise. "sampled" averages `draws` of the weights."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dubito import tree
 from dubito.curvature.evidence import Evidence, maximize
 from dubito.likelihoods import PREFIX
 from dubito.linalg import Covariance, Diagonal
@@ -24,6 +25,7 @@ from dubito.randomness import fresh, generator
 from dubito.tree import Buffers, Params
 
 NOISE = PREFIX + "log_scale"
+CONTINUED = "the prior is an earlier posterior: change it there, and fit again"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Gaussian(Posterior):
         }
         pulled = self.covariance.solve(away)
         quadratic = torch.stack([(away[n] * pulled[n]).double().flatten(1).sum(1) for n in away]).sum(0)
-        value = -0.5 * (quadratic + self.covariance.logdet() + self.covariance.size * math.log(2 * math.pi))
+        value = -0.5 * (quadratic + self.covariance.logdet() + self.covariance.moving * math.log(2 * math.pi))
         return value if stacked else value[0]
 
     def logdet(self) -> Tensor:
@@ -136,7 +138,7 @@ class Gaussian(Posterior):
         return torch.ones(1, dtype=torch.float64, device=self.model.device) if self.scale is None else self.scale
 
     def _prior(self, precision: float | Tensor | Mapping[str, float | Tensor] | None) -> Params:
-        """Precisions of all leaves: a number for all; by pattern, where the first that is found in a name counts; or by leaf."""
+        """Precisions of all leaves: a number for all; by leaf; or by pattern, where the first that is found in a name counts."""
         known = self._fitted.prior
         if precision is None:
             return known
@@ -144,7 +146,8 @@ class Gaussian(Posterior):
         for name, old in known.items():
             value: Any = old
             if isinstance(precision, Mapping):
-                value = next((v for pattern, v in precision.items() if name == pattern or re.search(pattern, name)), old)
+                matching = (v for pattern, v in precision.items() if re.search(pattern, name))
+                value = precision[name] if name in precision else next(matching, old)
             else:
                 value = precision
             found[name] = (
@@ -164,7 +167,7 @@ class Gaussian(Posterior):
         One precision, or one for each layer, costs nothing; one for each weight is for diagonal and dense structures.
         """
         if self._fitted.base is not None:
-            raise ValueError("the prior is an earlier posterior: change it there, and fit again")
+            raise ValueError(CONTINUED)
         prior = self._prior(precision)
         if any(bool((leaf <= 0).any()) for leaf in prior.values()):
             raise ValueError("a prior precision is positive")
@@ -190,6 +193,8 @@ class Gaussian(Posterior):
         temperature: float | Tensor | None = None,
     ) -> Tensor:
         """Log marginal likelihood, here or at another prior precision, noise or temperature; differentiable in what is a tensor."""
+        if self._fitted.base is not None and not (precision is noise is temperature is None):
+            raise ValueError(CONTINUED)
         scale = self._scale
         if noise is not None:
             scale = torch.as_tensor(noise, dtype=torch.float64, device=scale.device).expand(scale.shape) ** -2
@@ -204,6 +209,49 @@ class Gaussian(Posterior):
         )
         return self.with_prior(found if prior else None, noise=scale.rsqrt() if noise else None)
 
+    def tuned(
+        self,
+        data: Iterable[Any],
+        *,
+        precisions: Sequence[float] = tuple(10 ** (i / 4) for i in range(-16, 17)),
+        temperatures: Sequence[float] = (1.0,),
+        noises: Sequence[float] = (1.0,),
+        memory: float = 1.0,
+    ) -> Gaussian:
+        """The posterior whose linearised predictive scores held-out batches best: the alternative to the evidence.
+
+        All prior precisions are multiplied by one of `precisions`, the covariance by one of `temperatures` (relative to its own), a
+        learned noise by one of `noises`. The network runs over the data once for every decade of precisions, not for every grid point:
+        in between, covariances of f are interpolated (linearly in the logarithm, good to a few percent), which the winner's are not.
+        """
+        ratios = sorted({float(p) / float(s) ** -2 for p in precisions for s in noises})  # only prior over noise precision counts
+        if not ratios or ratios[0] <= 0 or min(temperatures, default=0) <= 0 or (len(noises) > 1 and not self._fitted.noisy):
+            raise ValueError("precisions, temperatures and noises are positive multipliers; several noises need a learned noise")
+        low, high = math.log(ratios[0]), math.log(ratios[-1])
+        n = max(2, math.ceil((high - low) / math.log(10)) + 1) if high > low else 1
+        nodes = [math.exp(low + (high - low) * i / max(1, n - 1)) for i in range(n)]
+        at = [self.with_prior({name: leaf * node for name, leaf in self.prior_precision.items()}) for node in nodes]
+        scores = dict.fromkeys(((p, s, t) for p in precisions for s in noises for t in temperatures), 0.0)
+        for batch in data:
+            x, y = self.model.split(tree.move(batch, self.model.device))
+            found = [posterior.predict(x, "linearized", memory=memory) for posterior in at]
+            for p, s, t in scores:
+                place = 0.0 if n == 1 else (math.log(float(p) * float(s) ** 2) - low) / (high - low) * (n - 1)
+                i = min(int(place), max(0, n - 2))
+                share = place - i
+                cov = found[i].covariances
+                cov = cov if n == 1 or share == 0 else torch.lerp(cov, found[i + 1].covariances, share)
+                learned = {key: leaf + math.log(s) if key == NOISE else leaf for key, leaf in (found[i].params or {}).items()}
+                predictive = replace(found[i], cov=cov * (t * float(s) ** 2), root=None, params=learned)
+                scores[p, s, t] += float(predictive.log_prob(y).double().sum())
+        p, s, t = max(scores, key=lambda key: scores[key])
+        noise = None if s == 1 else self._scale.rsqrt() * s
+        precision = {name: leaf * p for name, leaf in self.prior_precision.items()}
+        return self.with_prior(precision, noise=noise, temperature=self.temperature * t)
+
     def as_prior(self) -> MultivariateNormal:
-        """This posterior as the prior of a fit on new data, which then continues from what is known."""
-        return MultivariateNormal({name: self.params[name] for name in self.covariance.shapes}, self.covariance)
+        """This posterior as the prior of a fit on new data, which then continues from what is known.
+
+        At a temperature, it is the posterior before tempering: the next fit, at the same temperature, will temper all of it."""
+        covariance = self.covariance if self.temperature == 1.0 else self.covariance.with_temperature(1.0)
+        return MultivariateNormal({name: self.params[name] for name in covariance.shapes}, covariance)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from dubito import tree
 from dubito.model import LABELS, Model, split_batch
-from dubito.predictive import LatentMixture, concatenate
+from dubito.predictive import Predictive, concatenate
 from dubito.randomness import forked, lent
 from dubito.tree import Params
 
@@ -31,7 +31,7 @@ class Posterior(ABC):
     @abstractmethod
     def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
-    ) -> LatentMixture:
+    ) -> Predictive:
         """The predictive at x (what the network takes: a tensor, a tuple or a dict).
 
         `draws` is how many functions are averaged (None: the form's own choice), `memory` how many gigabytes they may take at a time;
@@ -46,7 +46,7 @@ class Posterior(ABC):
         draws: int | None = None,
         memory: float = 1.0,
         seed: int = 0,
-    ) -> Iterator[tuple[LatentMixture, Any]]:
+    ) -> Iterator[tuple[Predictive, Any]]:
         """Stream over a loader: the predictive and the targets (None if it has none) of every batch. `how`: as `predict` does."""
         for batch in loader:
             x, y = inputs_of(self.model, batch)
@@ -60,7 +60,7 @@ class Posterior(ABC):
         draws: int | None = None,
         memory: float = 1.0,
         seed: int = 0,
-    ) -> tuple[LatentMixture, Any]:
+    ) -> tuple[Predictive, Any]:
         """One predictive and the targets of all that a loader gives; every batch is seen by the same functions.
 
         It holds S x N x C numbers in the computer's memory; where that is too much, use `predict_batches`.

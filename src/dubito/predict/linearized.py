@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito import tree
 from dubito.curvature.capture import Forward, example_count, forward
-from dubito.curvature.generic import Unrolled, example_gradients
+from dubito.curvature.generic import Unrolled, along, example_gradients
 from dubito.curvature.layout import Layout, grouped, layout
 from dubito.curvature.rows import Layer, pieces
 from dubito.likelihoods import own
@@ -64,7 +63,7 @@ def linearized(
     f, cov, root = [], [], []
     # gradients of every output with respect to every layer's outputs must fit
     alone = len(found.parts) == 1 and not found.generic
-    step = size if alone else max(1, min(size, int(memory * GIGABYTE / 8 / (4 * found.taps * (found.outputs + 2) or 1))))
+    step = size if alone else max(1, min(size, int(memory * GIGABYTE / 2 / (4 * found.taps * (found.outputs + 2) or 1))))
     for start in range(0, size, step):
         part = tree.apply_leaves(lambda leaf: leaf[start : start + step] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
         run = _Run(model, params, buffers, covariance, part, found, names)
@@ -98,7 +97,7 @@ def functions(model: Model, x: Any, *, params: Params, buffers: Buffers, deltas:
             return model.call({**fixed, **live}, x, buffers)[0]
 
     def one(delta: Params) -> Tensor:
-        f, slope, *_ = jvp(output, (live,), ({name: leaf.to(live[name].dtype) for name, leaf in delta.items()},))
+        f, slope = along(output, live, {name: leaf.to(live[name].dtype) for name, leaf in delta.items()})
         return f + slope
 
     with torch.no_grad(), mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
@@ -173,8 +172,8 @@ class _Run:
             return _dense_output(block, layer, a, self.f.shape[-1])
         return None
 
-    def _gradients(self, position: int) -> tuple[list[Tensor], Tensor]:
-        """Rows [C, B, T, O] for each layer of all outputs at a position, and the cotangents [C, B, *D, C]."""
+    def _gradients(self, position: int) -> tuple[list[list[Tensor]], Tensor]:
+        """Rows [B, T, O] of each of the C outputs at a position, for each layer, and the cotangents [C, B, *D, C]."""
         f = self.done.f
         classes = f.shape[-1]
         unit = torch.zeros(classes, self.size, f[0].numel() // classes, classes, dtype=f.dtype, device=f.device)
@@ -187,7 +186,7 @@ class _Run:
             found = iter(torch.autograd.grad(f, edges, unit[c], retain_graph=True, allow_unused=True))
             for i, layer in enumerate(self.layers):
                 rows[i].append(layer.outputs([next(found) for _ in layer.uses]))
-        return [torch.stack(r) for r in rows], unit
+        return rows, unit
 
     def _position(self, position: int) -> Tensor:
         """The covariance [B, C, C] of the outputs at one position."""
@@ -228,25 +227,31 @@ class _Run:
             return total.reshape(classes, self.size, classes, self.size).permute(1, 0, 3, 2)
 
 
-def _block(block: Covariance, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor) -> Tensor:
+def _block(block: Covariance, layers: list[tuple[Layer, list[Tensor]]], others: Params, like: Tensor) -> Tensor:
     """What one block adds to the covariance [B, C, C]."""
     total = torch.zeros_like(like)
     if isinstance(block, Kronecker):
         for layer, g in layers:
             total += _kronecker(block, layer, g)
+        if others:  # for these inputs it is not clear which of the layer's rows belong to which example
+            leaves = {name: leaf.flatten(0, 1) for name, leaf in others.items()}  # [C B, *shape]
+            white = (block._rotated(leaves, warp=False) * block.variances.sqrt()).unflatten(0, like.shape[1::-1]).flatten(2)
+            total += _gram(white)
         return total
     if isinstance(block, Diagonal):
         return _diagonal(block.variance(), layers, others, total)
     if isinstance(block, LowRank):
         total = _diagonal(block.diagonal, layers, others, total)
         inner = _projected(block, layers, others, like)  # [B, C, k]
-        return total + (inner * block.logs.expm1()) @ inner.mT
+        rest = total - inner @ inner.mT  # outside Q, where rounding must not make a variance negative
+        rest = rest - torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp_max(0))
+        return rest + (inner * block.logs.exp()) @ inner.mT
     assert isinstance(block, Dense)
     for piece in pieces(like.shape[0], like.shape[1] * block.size):
         leaves = {name: leaf[:, piece] for name, leaf in others.items()}
         for layer, g in layers:
             part = _slice(layer, piece)
-            each = [part.gradients(one) for one in g[:, piece]]
+            each = [part.gradients(one[piece]) for one in g]
             leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
         n = piece.stop - piece.start
         flat = [leaves.get(name, like.new_zeros(like.shape[1], n, *s)).flatten(2) for name, s in block.shapes.items()]
@@ -268,30 +273,30 @@ def _gram(rows: Tensor) -> Tensor:
     return rows @ rows.mT
 
 
-def _kronecker(block: Kronecker, layer: Layer, g: Tensor) -> Tensor:
-    classes, size, positions, outputs = g.shape
+def _kronecker(block: Kronecker, layer: Layer, g: list[Tensor]) -> Tensor:
+    size, positions, outputs = g[0].shape
+    basis, bias, classes = block.inputs, layer.part.bias is not None, len(g)
     if positions == 1:
-        v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.variances.mT  # [B, O]
-        return _gram((g.squeeze(2) @ block.left) * v.sqrt())
-    root = block.variances.sqrt()
-    basis = block.inputs
-    inputs = basis.shape[0]
-    before = positions < classes * outputs  # whether it is cheaper to rotate the inputs than their products with the gradients
+        v = layer.rotated(basis).squeeze(1) ** 2 @ block.variances.mT  # [B, O]
+        return _gram((torch.stack(g).squeeze(2) @ block.left) * v.sqrt())
+    root, inputs = block.variances.sqrt(), basis.shape[0]
+    # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
+    inputs_first, outputs_first = positions < classes * outputs, positions < inputs
     found = []
     for piece in pieces(size, classes * outputs * inputs):
         a = layer.a[piece]
-        n = a.shape[0]
-        rows = (g[:, piece] @ block.left).permute(1, 0, 3, 2).reshape(n, classes * outputs, positions)
-        if before:
-            rotated = a @ (basis if layer.part.bias is None else basis[:-1])
-            rotated = rotated if layer.part.bias is None else rotated + basis[-1]
-            product = rows @ rotated
-        else:
-            product = rows @ a
-            if layer.part.bias is not None:
-                product = torch.cat([product, rows.sum(-1, keepdim=True)], -1)
+        if inputs_first:
+            a = a @ basis[:-1] + basis[-1] if bias else a @ basis
+        rows = [one[piece].mT for one in g]  # [n, O, T]
+        rows = [block.left.mT @ one for one in rows] if outputs_first else rows
+        product = torch.stack([one @ a for one in rows], 1)  # [n, C, O, I]
+        if not inputs_first:
+            if bias:
+                product = torch.cat([product, torch.stack([one.sum(-1, keepdim=True) for one in rows], 1)], -1)
             product = product @ basis
-        white = (product.reshape(n, classes, outputs, inputs) * root).flatten(2)
+        if not outputs_first:
+            product = block.left.mT @ product
+        white = product.mul_(root).flatten(2)
         found.append(white @ white.mT)
     return torch.cat(found)
 
@@ -309,13 +314,13 @@ def _single(layer: Layer, variance: Params) -> Tensor:
     return total.expand(layer.batch, -1) if total.ndim == 1 else total
 
 
-def _diagonal(variance: Params, layers: list[tuple[Layer, Tensor]], others: Params, total: Tensor) -> Tensor:
+def _diagonal(variance: Params, layers: list[tuple[Layer, list[Tensor]]], others: Params, total: Tensor) -> Tensor:
     for name, leaf in others.items():
         total = total + _gram((leaf * variance[name].sqrt()).flatten(2))
     for layer, g in layers:
         part = layer.part
         if part.kind == "affine" and layer.positions == 1:
-            total = total + _gram(g.squeeze(2) * _single(layer, variance).sqrt())
+            total = total + _gram(torch.stack(g).squeeze(2) * _single(layer, variance).sqrt())
         elif part.kind == "lookup":
             assert part.weight is not None
             found = [layer.lookups(one) for one in g]
@@ -328,17 +333,17 @@ def _diagonal(variance: Params, layers: list[tuple[Layer, Tensor]], others: Para
     return total
 
 
-def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
+def _leaves(layer: Layer, g: list[Tensor]) -> Iterator[tuple[Tensor, str, slice]]:
     """Gradients of a layer's weights [C, b, *shape], in pieces of the batch."""
     size = sum(layer.shapes[name].numel() for name in layer.part.names)
-    for piece in pieces(layer.batch, g.shape[0] * size):
+    for piece in pieces(layer.batch, len(g) * size):
         part = _slice(layer, piece)
-        each = [part.gradients(one) for one in g[:, piece]]
+        each = [part.gradients(one[piece]) for one in g]
         for name in each[0]:
             yield torch.stack([e[name] for e in each]), name, piece
 
 
-def _projected(block: LowRank, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor) -> Tensor:
+def _projected(block: LowRank, layers: list[tuple[Layer, list[Tensor]]], others: Params, like: Tensor) -> Tensor:
     """J D^{1/2} Q, [B, C, k]."""
     directions = {name: leaf * block.diagonal[name].sqrt() for name, leaf in block.directions.items()}  # [k, *shape]
     total = like.new_zeros(like.shape[0], like.shape[1], len(block.logs))

@@ -37,7 +37,7 @@ class MultivariateNormal(Prior):
         away = {name: leaf.unsqueeze(0) for name, leaf in self._away(params).items()}
         pulled = self.covariance.solve(away)
         quadratic = torch.stack([(away[name] * pulled[name]).sum() for name in away]).sum()
-        return -0.5 * (quadratic + self.covariance.logdet().to(quadratic) + self.covariance.size * math.log(2 * math.pi))
+        return -0.5 * (quadratic + self.covariance.logdet().to(quadratic) + self.covariance.moving * math.log(2 * math.pi))
 
     def gradient(self, params: Params) -> Params:
         away = self._away(params)

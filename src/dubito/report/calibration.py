@@ -57,6 +57,8 @@ def reliability(label: str, probs: Tensor, y: Tensor, *, n: int = 15) -> Picture
         top.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
         for few in (True, False):
             some = (count < FEW) == few
+            if not some.any():  # empty lines that are not clipped have no extent, and spoil the layout
+                continue
             x, y, strength = confidence[some], accuracy[some], 0.3 if few else 1.0
             top.vlines(x, low[some], high[some], color=BLUE, linewidth=1.1, alpha=0.6 * strength)
             top.vlines(x, x, y, color=VERMILION, linewidth=3, alpha=strength)

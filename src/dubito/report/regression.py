@@ -16,7 +16,7 @@ from dubito.report.report import Picture
 EPISTEMIC, ALEATORIC = "#5b9bd0", "#f5c776"  # lighter than the lines' blue and orange, as areas should be
 LEGEND = (
     (INK, "mean prediction"),
-    (EPISTEMIC, "epistemic: ±2 standard deviations of the function between draws"),
+    (EPISTEMIC, "epistemic: ±2 standard deviations of the function"),
     (ALEATORIC, "plus aleatoric: ±2 standard deviations of an observation (total)"),
     ("#8a94a0", "dots: training data; dotted line: the truth"),
 )

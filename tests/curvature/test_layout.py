@@ -1,0 +1,150 @@
+"""Which layers a network has, and where their examples are; what is in doubt goes to the general way, which is always right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from curvature.networks import DOUBLE, NETWORKS, Net, build, ggn, merged, numbers, positions, targets, time_major, tokens
+from dubito import Categorical, Gaussian, Model
+from dubito.curvature import Spec, curvature
+from dubito.curvature.layout import MERGED, Layout, layout
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")  # torch, of its own accord
+
+
+def found(net: nn.Module, x, likelihood=None, **options) -> Layout:
+    model = Model(net, likelihood or Gaussian(scale=1.0), **options)
+    params = model.parameters()
+    return layout(model, params, x, model.buffers(), tuple(params))
+
+
+KNOWN = ["perceptron", "in place", "residual", "conv1d", "conv1d, circular", "conv2d", "conv2d, same", "conv2d, reflect", "conv3d",
+         "embedding", "embedding, time major", "layer norm", "layer norm, two axes", "rms norm", "group norm", "batch norm",
+         "batch norm, flat", "instance norm", "attention", "attention, time major", "attention, as long as wide", "encoder",
+         "encoder, norm first", "twice", "twice, of different lengths", "time major", "time major, as long as wide",
+         "time major, one example", "rows of examples", "rows of times", "films", "sequences", "images", "two inputs",
+         "named inputs"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_layers_are_recognised_whatever_their_layout(name):
+    """The general way is right as well, but slow, so it must not be taken without need."""
+    net, x = build(name)
+    assert found(net, x).generic == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "generic", "reason"),
+    [
+        ("conv2d, groups", {"0.weight", "0.bias"}, "otherwise"),
+        ("bilinear", {"b.weight", "b.bias"}, "otherwise"),
+        ("prelu", {"1.weight"}, "otherwise"),
+        ("tied embedding", {"e.weight", "o.bias"}, "otherwise|different kinds"),
+        ("used elsewhere", {"a.weight", "a.bias"}, "otherwise"),
+        ("class token", {"t"}, "otherwise"),
+        ("positions", {"p.weight", "q.weight", "q.bias"}, "belong to which example"),
+        ("as many positions as examples", {"p.weight", "q.weight", "q.bias"}, "belong to which example"),
+        ("rows of times, all alike", {"i.weight", "i.bias", "n.weight", "n.bias"}, "belong to which example"),
+        ("unused", {"nothing.weight", "nothing.bias", "alone"}, "does not use it"),
+        ("lstm", {"r.weight_ih_l0", "r.weight_hh_l0", "r.bias_ih_l0", "r.bias_hh_l0"}, "otherwise"),
+    ],
+)
+def test_what_is_not_known_or_in_doubt_goes_the_general_way(name, generic, reason):
+    import re
+
+    net, x = build(name)
+    where = found(net, x)
+    assert set(where.generic) == generic
+    assert all(re.search(reason, where.reasons[n]) for n in generic if where.reasons[n])
+
+
+def test_axes():
+    axes = {(p.weight, p.axis) for p in found(time_major().double(), numbers(4, 4, 3)).parts}
+    assert axes == {("i.weight", 1), ("o.weight", 0)}
+    axes = {(p.weight, p.axis) for p in found(merged(False).double(), numbers(4, 4, 3)).parts}
+    assert axes == {("i.weight", MERGED), ("n.weight", MERGED), ("o.weight", 0)}
+    axes = {(p.weight, p.axis) for p in found(merged(True).double(), numbers(4, 4, 3)).parts}
+    assert axes == {("i.weight", 0), ("n.weight", 0), ("o.weight", 0)}
+
+
+def test_a_dummy_batch_before_the_real_one_does_no_harm():
+    """Rows that are all alike do not tell how they are laid out, and what was found is remembered."""
+    net = merged(False).double()
+    model = Model(net, Categorical())
+    params = model.parameters()
+    dummy = torch.zeros(3, 4, 3, dtype=DOUBLE), torch.zeros(3).long()
+    curvature(model, params, [dummy], model.buffers(), spec=Spec("dense"), prior=1.0)
+    x = numbers(3, 4, 3)
+    y = targets(model, params, x)
+    matrix = curvature(model, params, [(x, y)], model.buffers(), spec=Spec("dense"), prior=1.0).dense()
+    torch.testing.assert_close(torch.linalg.inv(matrix) - torch.eye(len(matrix)), ggn(model, params, x, y))
+
+
+def test_a_batch_of_as_many_examples_as_positions_after_another():
+    net = positions().double()
+    model = Model(net, Categorical())
+    params = model.parameters()
+    for order in ((4, 3), (3, 4)):
+        batches = [(x, targets(model, params, x)) for x in (tokens(n, 4) for n in order)]
+        matrix = curvature(model, params, batches, {}, spec=Spec("dense"), prior=1.0).dense()
+        exact = sum(ggn(model, params, x, y) for x, y in batches)
+        torch.testing.assert_close(torch.linalg.inv(matrix) - torch.eye(len(matrix)), exact)
+        net = positions().double()
+
+
+def test_a_kronecker_layer_that_becomes_unclear_later_is_told_in_words():
+    model = Model(merged(False).double(), Gaussian(scale=1.0))
+    params = model.parameters()
+    clear, unclear = numbers(3, 4, 3), torch.ones(3, 2, 3, dtype=DOUBLE)
+    batches = [(x, torch.zeros(3, 2, dtype=DOUBLE)) for x in (clear, unclear)]
+    with pytest.raises(ValueError, match="not clear which inputs of the layer with i.weight .* all alike"):
+        curvature(model, params, batches, model.buffers(), spec=Spec("kronecker"), prior=1.0)
+    back = curvature(model, params, batches[::-1], model.buffers(), spec=Spec("kronecker"), prior=1.0)
+    assert torch.isfinite(back.logdet())
+
+
+def test_what_is_known_belongs_to_the_output_that_is_looked_at():
+    """One network, two outputs: a weight that is plain in one is used twice in the other."""
+
+    def run(s, x):
+        h = s.a(x)
+        return h, h * s.a.weight.sum()
+
+    net = Net(run, a=nn.Linear(3, 2)).double()
+    x = numbers(4, 3)
+    assert found(net, x).generic == ()
+    assert set(found(net, x, output=lambda out: out[1]).generic) == {"a.weight", "a.bias"}
+    for output in (None, lambda out: out[1]):
+        model = Model(net, Categorical(), **({} if output is None else {"output": output}))
+        params = model.parameters()
+        y = targets(model, params, x)
+        matrix = curvature(model, params, [(x, y)], {}, spec=Spec("dense"), prior=1.0).dense()
+        torch.testing.assert_close(torch.linalg.inv(matrix) - torch.eye(8), ggn(model, params, x, y))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError, KeyError])
+def test_a_network_that_insists_on_its_batch_size_goes_the_general_way(error):
+    def run(s, x):
+        if len(x) not in (1, 4):  # one example at a time is how the general way goes
+            raise error("four, please")
+        return s.o(s.a(x).tanh())
+
+    net = Net(run, a=nn.Linear(3, 3), o=nn.Linear(3, 2)).double()
+    model, x = Model(net, Categorical()), numbers(4, 3)
+    params = model.parameters()
+    y = targets(model, params, x)
+    matrix = curvature(model, params, [(x, y)], {}, spec=Spec("dense"), prior=1.0).dense()
+    torch.testing.assert_close(torch.linalg.inv(matrix) - torch.eye(len(matrix)), ggn(model, params, x, y))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_layout_survives_a_checkpoint(name):
+    net, x = build(name)
+    where = found(net, x)
+    again = Layout.unpacked(where.packed())
+    assert again.parts == where.parts
+    assert again.generic == where.generic
+    shapes = {n: p.shape for n, p in net.named_parameters()}
+    assert {n for p in where.parts for n in p.names} | set(where.generic) == set(shapes), "every weight is somewhere"
