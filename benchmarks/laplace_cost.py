@@ -38,9 +38,9 @@ Data = list[tuple[Tensor, Tensor]]
 OURS = ("dubito", "with .mean")
 PEERS = {"Curvlinops": "CurvlinopsGGN", "BackPACK": "BackPackGGN", "ASDL": "AsdlGGN"}  # the first is laplace-torch's default
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {  # network, shape of an example, batches in an epoch
-    "MLP": (lambda: mlp(784, 512, 512, 10), (784,), 8),
-    "LeNet": (lenet, (1, 28, 28), 8),
-    "ResNet-20": (resnet20, (3, 32, 32), 2),
+    "MLP": (lambda: mlp(784, 512, 512, 10), (784,), 64),
+    "LeNet": (lenet, (1, 28, 28), 32),
+    "ResNet-20": (resnet20, (3, 32, 32), 3),
 }
 # Children are forked from a server that has loaded all this and run nothing, so that a probe starts at once.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of cases")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--batches", type=int, help="in an epoch; default: 8, for ResNet-20 2")
+    parser.add_argument("--batches", type=int, help="in an epoch; default: 64, of LeNet 32, of ResNet-20 3")
     parser.add_argument("--seconds", type=float, default=30.0, help="limit of a single run")
     parser.add_argument("--gigabytes", type=float, default=6.0, help="limit of the memory of a single run")
     parser.add_argument("--quick", action="store_true", help="only see that all runs: small batches, nothing is written")

@@ -35,6 +35,7 @@ class Start(NamedTuple):
 
     params: Params
     buffers: Buffers
+    unset: tuple[str, ...] = ()  # learned quantities beside the weights that nobody has given: they stand at a first guess
 
 
 class Method(Protocol[State]):
@@ -366,7 +367,7 @@ def _fingerprint(model: Model, method: Method, target: Target, first: Any) -> di
 def _start(model: Model, start: Params | Posterior | None, y: Any) -> Start:
     params, buffers = model.parameters(y), model.buffers()
     if start is None:
-        return Start(params, buffers)
+        return Start(params, buffers, tuple(name for name in params if ":" in name))
     given, given_buffers = (
         (start, {}) if isinstance(start, dict) else (getattr(start, "params", None), getattr(start, "buffers", {}))
     )
@@ -380,6 +381,7 @@ def _start(model: Model, start: Params | Posterior | None, y: Any) -> Start:
     return Start(
         tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in params.items()}), model.device),
         tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in buffers.items()}), model.device),
+        tuple(name for name in params if ":" in name and name not in known),
     )
 
 

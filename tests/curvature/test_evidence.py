@@ -31,6 +31,8 @@ every = pytest.mark.parametrize("name", STRUCTURES)
 def fitted(model: Model, method: Laplace, data, **options):
     from dataclasses import replace
 
+    if isinstance(data, tuple):
+        options.setdefault("start", model.parameters(data[1]))  # a noise that is given, where it is learned
     return dubito.fit(model, replace(method, check=False, optimize_evidence=False), data, **options)
 
 

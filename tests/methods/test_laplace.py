@@ -449,3 +449,40 @@ def test_a_stochastic_network_is_taken_in_eval_mode():
     model, data = Model(net, Categorical(), Normal(scale=1.0)), perceptron()[1]
     posterior = fitted(model, Laplace("dense"), data)
     torch.testing.assert_close(precision(posterior), ggn(model, model.parameters(), *data))
+
+
+# --- a network that was trained elsewhere ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "dense", "lowrank"])
+def test_a_noise_that_nobody_has_given_is_that_of_the_residuals(structure):
+    """A trained network alone does not say what its noise is, and the spread of the targets would be far too much."""
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), numbers(30, 3)
+    y = net(x).detach() + 0.1 * numbers(30, 1)
+    model, method = Model(net, Gaussian(), Normal(scale=1.0)), Laplace(structure, check=False)
+    noise = (net(x) - y).pow(2).mean().sqrt().detach()
+    for size in (4, 30):
+        found = dubito.fit(model, method, (x, y), batch_size=size)
+        torch.testing.assert_close(found.params["likelihood:log_scale"].exp().squeeze(), noise)
+    given = dubito.fit(model, method, (x, y), start={**model.parameters(), "likelihood:log_scale": noise.log().reshape(1)})
+    torch.testing.assert_close(found.covariance.dense(), given.covariance.dense(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.log_evidence(), given.log_evidence())
+
+
+def test_several_noises_that_nobody_has_given():
+    net, x = nn.Linear(3, 2).double(), numbers(30, 3)
+    y = net(x).detach() + numbers(30, 2) * torch.tensor([0.1, 0.5], dtype=DOUBLE)
+    found = dubito.fit(Model(net, Gaussian(outputs=2)), Laplace(check=False), (x, y))
+    torch.testing.assert_close(found.params["likelihood:log_scale"].exp(), (net(x) - y).pow(2).mean(0).sqrt().detach())
+
+
+@pytest.mark.parametrize("method", [Laplace("dense", "hessian"), Laplace("dense", "empirical")])
+def test_where_the_residuals_cannot_tell_the_noise_it_has_to_be_given(method):
+    model = Model(nn.Linear(3, 1).double(), Gaussian())
+    with pytest.raises(ValueError, match="the noise is learned, and here it cannot be taken from the residuals: give start="):
+        dubito.fit(model, method, (numbers(9, 3), numbers(9, 1)))
+
+
+def test_examples_cannot_be_weighed_by_an_ensemble_of_them():
+    with pytest.raises(ValueError, match="Laplace takes all examples as they are: leave out bagging"):
+        dubito.Ensemble(Laplace(), 2, bagging=True)

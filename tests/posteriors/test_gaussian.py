@@ -17,6 +17,7 @@ from dubito import Categorical, Gaussian, Laplace, Model, tree
 from dubito.linalg import Diagonal
 from dubito.model import Target
 from dubito.posteriors import Gaussian as Posterior
+from dubito.posteriors.gaussian import between
 from dubito.priors import MultivariateNormal, Normal
 
 
@@ -224,3 +225,63 @@ def test_the_entropy_of_a_posterior_shrinks_with_data():
     assert second.logdet() < first.logdet() < 0
     assert math.isfinite(second.log_prob(second.params))
     assert Diagonal.of({"w": torch.ones(3)}).logdet() == 0
+
+
+# --- tuned on held-out data --------------------------------------------------------------------------------------------
+
+TUNED = {name: method for name, method in STRUCTURES.items() if name not in ("hessian", "subnetwork")}
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_the_tuned_precision_is_the_best_of_the_grid(name):
+    """Against a fit and a prediction at every grid point, for what the interpolation may miss."""
+    model, (x, y) = problem(Categorical())
+    posterior, grid = fitted(model, TUNED[name], (x[:6], y[:6])), [10**i for i in (-2, -1, 0, 1, 2)]
+    prior, held_out = posterior.prior_precision, [(x[6:8], y[6:8]), (x[8:], y[8:])]
+    found = posterior.tuned(held_out, precisions=grid)
+    scores = {}
+    for p in grid:
+        at = posterior.with_prior({n: leaf * p for n, leaf in prior.items()})
+        scores[p] = float(sum(at.predict(a, "linearized").log_prob(b).sum() for a, b in held_out))
+    best = max(scores, key=lambda p: scores[p])
+    assert all(float(found.prior_precision[n] / leaf) == pytest.approx(best) for n, leaf in prior.items())
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_covariances_between_the_decades_are_interpolated_well(name):
+    """What `tuned` scores in between differs from the truth by a tenth of its size at most."""
+    model, (x, y) = problem(Categorical())
+    posterior = fitted(model, TUNED[name], (x, y))
+    for start in (0.01, 1.0, 100.0):
+        low, middle, high = (
+            posterior.with_prior({n: leaf * p for n, leaf in posterior.prior_precision.items()}).predict(x, "linearized").cov
+            for p in (start, start * 10**0.5, start * 10)
+        )
+        found = between(low, high, start, 10 * start, start * 10**0.5)
+        size = middle.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        torch.testing.assert_close(found / size, middle / size, rtol=0.0, atol=0.12)
+
+
+def test_tuned_noise_and_temperature_are_those_of_the_grid():
+    line = Linear(outputs=2)
+    model = Model(line.net(), Gaussian(outputs=2), Normal(scale=1.0))
+    start = {**model.parameters(), "likelihood:log_scale": torch.zeros(2, dtype=DOUBLE)}
+    posterior = dubito.fit(model, Laplace("dense", check=False), (line.x, line.y), start=start)
+    found = posterior.tuned([(line.x, line.y)], precisions=[1.0], temperatures=[0.5, 1.0], noises=[0.5, 1.0, 2.0])
+    scores = {}
+    for s in (0.5, 1.0, 2.0):
+        for t in (0.5, 1.0):
+            at = posterior.with_prior(noise=posterior.params["likelihood:log_scale"].exp() * s, temperature=t)
+            scores[s, t] = float(at.predict(line.x).log_prob(line.y).sum())
+    s, t = max(scores, key=lambda key: scores[key])
+    assert found.temperature == t
+    ratio = (found.params["likelihood:log_scale"] - posterior.params["likelihood:log_scale"]).exp()
+    torch.testing.assert_close(ratio, torch.full_like(ratio, s))
+
+
+def test_a_grid_that_is_none_is_refused():
+    model, data = problem(Categorical())
+    posterior = fitted(model, Laplace(), data)
+    for wrong in ({"precisions": []}, {"precisions": [0.0]}, {"temperatures": [-1.0]}, {"noises": [1.0, 2.0]}):
+        with pytest.raises(ValueError, match="positive multipliers"):
+            posterior.tuned([data], **wrong)

@@ -328,7 +328,9 @@ class Sums:
             {name: leaf.double() for name, leaf in prior.items()}, deviation, earlier and earlier.covariance,
         )  # fmt: skip
 
-    def decrement(self, target: Target, params: Params, covariance: Covariance, prior: Params) -> tuple[float, float, float]:
+    def decrement(
+        self, target: Target, params: Params, covariance: Covariance, prior: Params, stretch: float = 1.0
+    ) -> tuple[float, float, float]:
         r""":math:`g^T \Sigma g` for the gradient g of the log joint, twice what the log joint can rise; the effective number of
         parameters :math:`\mathrm{tr}(H \Sigma)`; and what the first would be by the noise of a gradient from a part of the data."""
         factor, temperature = target.n_data / self.gradient_seen, target.temperature
@@ -337,9 +339,13 @@ class Sums:
             pull = model_prior.gradient({name: params[name] for name in self.gradient})
         else:
             pull = {name: -prior[name].to(params[name]) * params[name] for name in self.gradient}
-        slopes = {name: (leaf * factor + pull[name]).unsqueeze(0) / temperature for name, leaf in self.gradient.items()}
+        slopes = {
+            name: (leaf * (factor * stretch) + pull[name]).unsqueeze(0) / temperature for name, leaf in self.gradient.items()
+        }
         away = covariance.product(slopes)
         rise = float(torch.stack([(slopes[n].double() * away[n].double()).sum() for n in slopes]).sum())
+        if rise < 10:  # nothing to tell, and variances of a dense matrix are dear
+            return rise, 1.0, 0.0
         held = sum(float((prior[n].to(v) * v).double().sum()) for n, v in covariance.variance().items()) / temperature
         effective = max(1.0, covariance.moving - held)
         return rise, effective, effective * max(0.0, factor - 1.0)

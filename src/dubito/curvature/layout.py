@@ -119,6 +119,7 @@ def _shared(uses: list[Use]) -> dict[str, str]:
 
 def _with_fewer(model: Model, params: Params, x: Any, buffers: Buffers, live: Params, batch: int) -> list[Use]:
     """The uses of a pass over one example less (or over two copies of a single one), whose shapes tell the axes apart."""
+
     def change(leaf: Tensor) -> Tensor:
         if leaf.shape[:1] != (batch,):
             return leaf

@@ -15,6 +15,7 @@ from dubito.curvature.collect import Collector, Spec
 from dubito.curvature.gather import Corrected, Gather, Hessian, Main, Plain, Subnetwork, Sums, last_layer
 from dubito.curvature.memory import check
 from dubito.fit import Info, Start
+from dubito.likelihoods import Gaussian as GaussianLikelihood
 from dubito.model import Target
 from dubito.posteriors import Gaussian, Posterior
 from dubito.priors import MultivariateNormal, Normal
@@ -27,6 +28,7 @@ class LaplaceState:
     buffers: Buffers
     names: list[str]  # the weights the covariance is over
     curvature: Sums
+    guessed: bool  # the noise is learned, and nobody has said what it is: that of the residuals is taken
     step: int
     steps: int
 
@@ -129,11 +131,12 @@ class Laplace:
                 raise ValueError(
                     "an earlier posterior cannot be continued with corrected=True, whose eigenbasis is of its own data"
                 )
+        guessed = self._guessed(target, start)
         at = self._at(target, start.params, start.buffers, names)
         x = target.model.split(batch)[0]
         check(self.gather, at, x, f"structure={self.structure!r}")
         sums = Sums.zeros(self.gather, at, x, generator, gradient=self.check)
-        return LaplaceState(start.params, start.buffers, list(names), sums, 0, steps)
+        return LaplaceState(start.params, start.buffers, list(names), sums, guessed, 0, steps)
 
     def step(
         self, target: Target, state: LaplaceState, data: Iterable[Any], generator: torch.Generator
@@ -169,13 +172,32 @@ class Laplace:
             scale=found.scale,
             temperature=target.temperature,
         )
+        stretch = 1.0
+        if state.guessed:
+            noise = (evidence.errors / evidence.counts).sqrt()
+            posterior = posterior.with_prior(noise=noise)
+            stretch = float(noise[0] ** -2 / found.scale[0])  # of the gradient, which was taken at the guess
         if self.optimize_evidence and evidence.base is None:
             learned = isinstance(target.model.prior, Normal) and target.model.prior.scale is None
             if learned or (evidence.noisy and self.optimize_noise):
                 posterior = posterior.optimized(by=self.prior_groups, prior=learned, noise=self.optimize_noise)
-        if self.check and sums.gradient_seen:
-            self._warn(target, state, posterior)
+        if self.check and sums.gradient_seen and (len(found.scale) == 1 or not state.guessed):
+            self._warn(target, state, posterior, stretch)
         return posterior
+
+    def _guessed(self, target: Target, start: Start) -> bool:
+        """Whether a noise is learned that nobody has given: a network alone does not tell it, its residuals do."""
+        likelihood = target.model.likelihood
+        if not any("log_scale" in name for name in start.unset) or likelihood.discrete:
+            return False  # logits of unit scale are what a network for classes is trained with
+        known = isinstance(likelihood, GaussianLikelihood) and (self.structure != "lowrank" or likelihood.outputs == 1)
+        known = known and self.curvature in ("ggn", "fisher")
+        if not known or isinstance(target.model.prior, MultivariateNormal):
+            raise ValueError(
+                "the noise is learned, and here it cannot be taken from the residuals: give start=, a MAP posterior or weights with "
+                f"{list(start.unset)}, or a fixed scale"
+            )
+        return True
 
     def _at(self, target: Target, params: Params, buffers: Buffers, names: tuple[str, ...]) -> Collector:
         structure = "dense" if self.structure == "lowrank" else self.structure
@@ -200,9 +222,10 @@ class Laplace:
         values = {name: prior.scale_of(name) ** -2 if isinstance(prior, Normal) else 1.0 for name in state.names}
         return {name: torch.tensor(value + self.damping, dtype=kind, device=like.device) for name, value in values.items()}
 
-    def _warn(self, target: Target, state: LaplaceState, posterior: Gaussian) -> None:
+    def _warn(self, target: Target, state: LaplaceState, posterior: Gaussian, stretch: float) -> None:
         """Tell of weights that are not at an optimum, in posterior standard deviations."""
-        rise, effective, noise = state.curvature.decrement(target, state.params, posterior.covariance, posterior.prior_precision)
+        sums, prior = state.curvature, posterior.prior_precision
+        rise, effective, noise = sums.decrement(target, state.params, posterior.covariance, prior, stretch)
         if rise > effective + 2 * noise + 10:
             warnings.warn(
                 f"the weights are not at an optimum: the log joint could rise by about {rise / 2:.3g}, and the mode is about "

@@ -82,7 +82,7 @@ class OnlineLaplace(Descent):
     >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
     >>> y = 2 * x + 0.1 * torch.randn(50, 1, generator=torch.Generator().manual_seed(0))
     >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian())
-    >>> posterior = dubito.fit(model, OnlineLaplace(learning_rate=0.05), (x, y))
+    >>> posterior = dubito.fit(model, OnlineLaplace(epochs=400, learning_rate=0.05), (x, y))
     >>> precision, noise = posterior.prior_precision["weight"], posterior.params["likelihood:log_scale"].exp()
     >>> bool(0.2 < precision < 0.3), bool(0.09 < noise < 0.11)                     # about 1 / 2^2, and the noise
     (True, True)
