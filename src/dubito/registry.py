@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dubito.fit import Method
-from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear
+from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear, OnlineLaplace
 
 METHODS: dict[str, Callable[..., Method]] = {
     "map": MAP,
     "mc_dropout": MCDropout,
     "ensemble": Ensemble,
     "laplace": Laplace,
+    "online_laplace": OnlineLaplace,
     "neural_linear": NeuralLinear,
     "swag": SWAG,
 }

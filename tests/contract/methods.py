@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dubito import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear
+from dubito import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear, OnlineLaplace
 from dubito.registry import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -44,6 +44,8 @@ QUICK: dict[str, Any] = {
     "laplace/corrected": Laplace(corrected=True, check=False),
     "laplace/last layer": Laplace(subset="last_layer", check=False),
     "laplace/sampled labels": Laplace(curvature="fisher", check=False),
+    "online_laplace": OnlineLaplace(epochs=3, every=1),
+    "online_laplace/diagonal": OnlineLaplace("diagonal", "fisher", epochs=3, every=1),
     "neural_linear": NeuralLinear(),
     "swag": SWAG(epochs=4, draws=5, rank=3),
     "third party": ULA(n_draws=8, burn_in=0),

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from dubito import randomness
 from dubito.fit import Method, fit
 from dubito.likelihoods import Gaussian, Likelihood
-from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout
+from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.model import Model
 from dubito.posteriors import Posterior
+from dubito.priors import Normal
 from dubito.registry import METHODS
 
 
@@ -46,6 +47,7 @@ class Recipe:
     label: str
     method: Callable[[Training], Method]
     after_map: bool = field(default=False, kw_only=True)  # it goes on from a network that MAP has trained
+    learns_prior: bool = field(default=False, kw_only=True)  # in the place of the problem's
     likelihoods: tuple[type[Likelihood], ...] = field(default=(), kw_only=True)
 
 
@@ -72,6 +74,9 @@ RECIPES: dict[str, Recipe] = {
     "mc_dropout": Recipe("MC dropout", _mc_dropout),
     "ensemble": Recipe("Ensemble of 10", lambda t: Ensemble(_map(t), 10)),
     "laplace": Recipe("Laplace", _laplace, after_map=True),
+    "online_laplace": Recipe(
+        "Online Laplace", lambda t: OnlineLaplace(every=max(1, t.epochs // 10), **t.descent), learns_prior=True
+    ),
     "neural_linear": Recipe("Neural linear", lambda _: METHODS["neural_linear"](), after_map=True, likelihoods=(Gaussian,)),
     "swag": Recipe("SWAG", _swag, after_map=True),
 }
@@ -111,7 +116,8 @@ class Fits:
             way = recipe(name)
             start, before = self("map") if way.after_map else (None, 0.0)
             begin, method = time.monotonic(), way.method(self.training)
-            posterior = fit(self.model, method, self.data, start=start, batch_size=self.training.batch_size, seed=self.seed)
+            model = replace(self.model, prior=Normal()) if way.learns_prior else self.model
+            posterior = fit(model, method, self.data, start=start, batch_size=self.training.batch_size, seed=self.seed)
             self.made[name] = posterior, before + time.monotonic() - begin
         return self.made[name]
 
