@@ -109,7 +109,8 @@ class _Case(NamedTuple):
         return self.model.split(self.batch)[0]
 
     def start(self) -> Start:
-        return _start(self.model, None, self.model.split(self.batch)[1])
+        # a noise that would have to be given is of no account for sizes
+        return _start(self.model, None, self.model.split(self.batch)[1])._replace(unset=())
 
 
 def _plan(case: _Case) -> Plan:

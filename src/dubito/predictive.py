@@ -490,7 +490,10 @@ def mix(given: Sequence[Predictive], weights: Sequence[float]) -> LatentMixture:
     parts = [p for p in given if isinstance(p, LatentMixture)]
     if len(parts) < len(given):
         raise ValueError("predictives of other kinds than LatentMixture cannot be mixed exactly: predict with how='sampled'")
-    parts = [p if p.root is None else replace(p, cov=p.covariances, root=None) for p in parts]
+    roots = [p.root for p in parts if p.root is not None]
+    root = torch.cat(roots) if len(roots) == len(parts) and len({r.shape[1:] for r in roots}) == 1 else None
+    if root is None:
+        parts = [p if p.root is None else replace(p, cov=p.covariances, root=None) for p in parts]
     stacked = [{k: v if v.ndim == 2 else v.expand(p.means.shape[0], -1) for k, v in (p.params or {}).items()} for p in parts]
     if any(p.cov is not None for p in parts) and any(p.cov is None for p in parts):
         parts = [replace(p, cov=torch.zeros_like(p.means)) if p.cov is None else p for p in parts]
@@ -502,6 +505,7 @@ def mix(given: Sequence[Predictive], weights: Sequence[float]) -> LatentMixture:
         parts[0],
         means=torch.cat([p.means for p in parts]),
         cov=cov,
+        root=root,
         weights=torch.cat([w * p._weights for p, w in zip(parts, weights, strict=True)]),
         params={k: torch.cat([s[k] for s in stacked]) for k in stacked[0]},
     )

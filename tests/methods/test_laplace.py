@@ -486,3 +486,58 @@ def test_where_the_residuals_cannot_tell_the_noise_it_has_to_be_given(method):
 def test_examples_cannot_be_weighed_by_an_ensemble_of_them():
     with pytest.raises(ValueError, match="Laplace takes all examples as they are: leave out bagging"):
         dubito.Ensemble(Laplace(), 2, bagging=True)
+
+
+def test_damping_stays_where_the_evidence_sets_the_prior():
+    model, data = perceptron(prior=Normal())
+    free, damped = (dubito.fit(model, Laplace("dense", damping=d, check=False), data) for d in (0.0, 50.0))
+    assert {float(p) for p in damped.prior_precision.values()} == {51.0}
+    assert (damped.predict(data[0]).f_var < free.predict(data[0]).f_var).all()
+    hessian = dubito.fit(model, Laplace("dense", "hessian", damping=200.0, check=False), data)  # a way out of an indefinite one
+    assert torch.isfinite(hessian.log_evidence())
+
+
+def test_low_rank_in_single_precision_keeps_directions_of_small_curvature():
+    x = numbers(500, 3).float() * torch.tensor([30.0, 1.0, 0.1])
+    net = nn.Linear(3, 1, bias=False)
+    model, data = Model(net, Gaussian(scale=0.1), Normal(scale=1.0)), (x, net(x).detach())
+    low, dense = (dubito.fit(model, Laplace(s, check=False), data).predict(torch.eye(3)).f_var for s in ("lowrank", "dense"))
+    torch.testing.assert_close(low, dense, rtol=0.05, atol=0.0)
+
+
+def test_inputs_that_are_all_alike_do_not_spoil_the_layout_for_others():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.outer(self.inner(x.reshape(-1, 3)).tanh().reshape(len(x), -1, 4).mean(1))
+
+    model, x = Model(Flat().double(), Categorical(), Normal(scale=1.0)), numbers(8, 5, 3)
+    y = torch.arange(8) % 2
+    dubito.plan(model, Laplace(), (torch.zeros_like(x), y))
+    found = dubito.fit(model, Laplace(check=False), (x, y))
+    assert [type(block) for block in found.covariance.blocks] == [Kronecker, Kronecker]
+
+
+def test_the_last_layer_must_be_bayesian_and_residuals_must_be_there():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), numbers(9, 3)
+    with pytest.raises(ValueError, match="the last layer, with 2.weight, is not among the Bayesian weights"):
+        dubito.fit(Model(net, Gaussian(scale=1.0), only="^0"), Laplace(subset="last_layer"), (x, numbers(9, 1)))
+    with pytest.raises(ValueError, match="without any residual"):
+        dubito.fit(Model(net, Gaussian()), Laplace(check=False), (x, net(x).detach()), batch_size=9)
+    with pytest.raises(ValueError, match="mixed precision"):
+        dubito.fit(Model(net, Gaussian(scale=1.0)), Laplace(), (x, numbers(9, 1)), precision="bfloat16")
+
+
+def test_a_thousand_classes_take_no_matrix_for_each_input_where_none_is_needed():
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1000))
+    model, x, y = Model(net, Categorical()), torch.randn(8, 4), torch.randint(1000, (8,))
+    wide = dubito.fit(model, Laplace("diagonal", subset="last_layer", check=False), (x, y)).predict(x)
+    assert wide.cov.shape == (1, 8, 1000)
+    kronecker = dubito.fit(model, Laplace(subset="last_layer", check=False), (x, y))
+    assert kronecker.predict(x).root.shape == (1, 8, 1000, 1000)
+    mixed = dubito.posteriors.Mixture.equal([kronecker, kronecker]).predict(x)
+    assert mixed.root.shape == (2, 8, 1000, 1000)
+    torch.testing.assert_close(mixed.mean, kronecker.predict(x).mean)

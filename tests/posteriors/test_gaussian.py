@@ -197,7 +197,7 @@ def test_what_cannot_be_continued_is_told():
         dubito.fit(Model(net, Categorical(), head.as_prior()), dubito.MAP(epochs=1), data)
 
 
-@every
+@pytest.mark.parametrize("name", [name for name in STRUCTURES if name != "subnetwork"])
 def test_as_a_prior_it_has_its_own_density(name):
     model, data = problem(Categorical())
     posterior = fitted(model, STRUCTURES[name], data)
@@ -285,3 +285,44 @@ def test_a_grid_that_is_none_is_refused():
     for wrong in ({"precisions": []}, {"precisions": [0.0]}, {"temperatures": [-1.0]}, {"noises": [1.0, 2.0]}):
         with pytest.raises(ValueError, match="positive multipliers"):
             posterior.tuned([data], **wrong)
+
+
+def test_what_says_nothing_of_some_weights_is_no_prior_of_all():
+    model, data = problem(Categorical())
+    with pytest.raises(ValueError, match="a subnetwork's posterior says nothing of the other weights"):
+        fitted(model, STRUCTURES["subnetwork"], data).as_prior()
+    x, y = numbers(20, 2), numbers(20, 1)
+    walk = dubito.fit(Model(nn.Linear(2, 1).double(), Gaussian()), dubito.SWAG(epochs=6), (x, y))
+    with pytest.raises(ValueError, match="also over a learned noise"):
+        walk.as_prior()
+
+
+def test_what_makes_no_sense_is_refused_in_words():
+    model, data = problem(Categorical())
+    posterior = fitted(model, Laplace(), data)
+    for wrong, words in (
+        (lambda: posterior.with_prior({"nonsense": 9.0}), "match none of the weights"),
+        (lambda: posterior.with_prior(temperature=-1.0), "a temperature is positive"),
+        (lambda: posterior.log_evidence(noise=0.1), "the noise is not learned"),
+        (lambda: posterior.predict(data[0], "sampled", link="xyz"), "link is one of"),
+        (lambda: posterior.tuned([]), "there is no held-out data"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrong()
+
+
+def test_tuning_leaves_the_global_generator_alone():
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, data = problem(Categorical())
+    posterior, loader = fitted(model, Laplace(), data), DataLoader(TensorDataset(*data), batch_size=4, shuffle=True)
+    before = torch.get_rng_state()
+    found = posterior.tuned(loader)
+    assert torch.equal(before, torch.get_rng_state())
+    assert found.prior_precision == posterior.tuned(data).prior_precision
+
+
+def test_no_inputs_give_no_outputs():
+    model, (x, y) = problem(Categorical())
+    p = fitted(model, Laplace(), (x, y)).predict(x[:0])
+    assert p.mean.shape == (0, p.means.shape[-1])

@@ -164,6 +164,7 @@ class Collector:
 
     def _seen(self, f: Tensor, y: Any, size: int) -> Seen:
         f = f.detach()
+        f = f.float() if f.dtype.itemsize < 4 else f
         log_likelihood = self.model.score(f, y, self.params).double().sum()
         groups = groups_of(self.model, f, self.spec.kind)
         n = 1 if groups is None else int(groups.max()) + 1
@@ -262,6 +263,7 @@ class Collector:
                 total[:width, width] += mean
                 total[width, :width] += mean
                 total[width, width] += layer.batch
+            del layer.a  # unfolded, the inputs of a convolution are many times what they were: those of one layer at a time
 
     def _add_corrections(
         self,
@@ -397,7 +399,7 @@ def from_pairs(pairs: Tensor, names: tuple[str, ...], part: Part, classes: int) 
     index = torch.arange(classes * width, device=pairs.device).reshape(classes, width)
     order = {part.weight: index[:, :-1].flatten(), part.bias: index[:, -1]}
     position = torch.cat([order[name] for name in names])
-    return whole[:, position][:, :, position]
+    return whole[:, position.unsqueeze(1), position]
 
 
 def _has_matrix(part: Part) -> bool:

@@ -353,11 +353,18 @@ class Sums:
 
 def last_layer(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> tuple[str, ...]:
     """The Bayesian weights of the last linear or convolutional layer that the network calls."""
-    wanted = {name: params[name].detach() for name in names}
-    uses = [use for use in forward(model, {**params, **wanted}, x, buffers, wanted=wanted).uses if use.kind == "affine"]
+    fixed = {name: buffers[name].detach() for name, _ in model.network.named_parameters() if name in buffers}
+    wanted = {**{name: params[name].detach() for name in names}, **fixed}
+    rest = {name: leaf for name, leaf in buffers.items() if name not in fixed}
+    uses = [use for use in forward(model, {**params, **wanted}, x, rest, wanted=wanted).uses if use.kind == "affine"]
     if not uses:
         raise ValueError("the network's last layer is not a linear or convolutional one: name its weights with subset='...'")
-    return tuple(name for name in (uses[-1].weight, uses[-1].bias) if name is not None)
+    found = tuple(name for name in (uses[-1].weight, uses[-1].bias) if name in names)
+    if not found:
+        raise ValueError(
+            f"the last layer, with {uses[-1].weight}, is not among the Bayesian weights: mind `only`, and what is frozen"
+        )
+    return tuple(str(name) for name in found)
 
 
 def _products(at: Collector) -> Literal["ggn", "hessian"]:

@@ -16,6 +16,7 @@ from dubito.model import Model
 from dubito.tree import Buffers, Params
 
 MERGED = 2
+UNCLEAR = "it is not clear which of its inputs belong to which example"
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,12 @@ def layout(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[
     kind = (names, model.output, model.likelihood.dim, *((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves))
     kind = (*kind, *(min(leaf.shape[0], 2) for leaf in leaves if leaf.ndim))
     known = _KNOWN.setdefault(model.network, {})
-    if kind not in known:
-        known[kind] = _find(model, params, x, buffers, names)
-    return known[kind]
+    if kind in known:
+        return known[kind]
+    found = _find(model, params, x, buffers, names)
+    if UNCLEAR not in found.reasons.values():  # these inputs may have been all alike, and the next ones tell
+        known[kind] = found
+    return found
 
 
 def _find(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> Layout:
@@ -84,7 +88,7 @@ def _find(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[s
         key = (use.weight, use.bias)
         axis = _compared(use, fewer[i], batch) if len(fewer) == len(done.uses) else None
         if axis is None or axes.setdefault(key, axis) != axis:
-            reasons |= {name: "it is not clear which of its inputs belong to which example" for name in key if name is not None}
+            reasons |= {name: UNCLEAR for name in key if name is not None}
     grown = True
     while grown:  # a call is recorded as a whole or not at all
         grown = False

@@ -14,6 +14,8 @@ from dubito.linalg.covariance import Covariance, expanded, normal
 from dubito.linalg.diagonal import flat
 from dubito.tree import Params
 
+PIECE = 2**18  # columns that are in double precision at a time
+
 
 @dataclass(frozen=True)
 class LowRank(Covariance):
@@ -139,9 +141,17 @@ class LowRank(Covariance):
 
 
 def _orthonormal(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [k], orthonormal rows [k, P]) with R^T R = Q^T diag(values) Q, by the small Gram matrix."""
-    gram = (rows @ rows.mT).double()
+    """(values [k], orthonormal rows [k, P]) with R^T R = Q^T diag(values) Q, by the small Gram matrix.
+
+    In double precision, a piece at a time: curvatures differ by many orders of magnitude, and in single precision a direction whose
+    curvature is a millionth of the largest would be lost, and left as free as the prior leaves it.
+    """
+    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for piece in rows.split(PIECE, 1):
+        gram += piece.double() @ piece.double().mT
     values, vectors = torch.linalg.eigh(gram)
-    keep = values > values[-1].clamp_min(torch.finfo(torch.float64).tiny) * (1e-6 if rows.dtype.itemsize < 8 else 1e-13)
-    q = (vectors / values.clamp_min(torch.finfo(torch.float64).tiny).sqrt()).to(rows).mT @ rows
+    tiny = torch.finfo(torch.float64).tiny
+    keep = values > values[-1].clamp_min(tiny) * 1e-13
+    turn = (vectors / values.clamp_min(tiny).sqrt()).mT
+    q = torch.cat([(turn @ piece.double()).to(rows) for piece in rows.split(PIECE, 1)], 1)
     return torch.where(keep, values, 0.0).to(rows), torch.where(keep.unsqueeze(1), q, 0.0)

@@ -69,7 +69,7 @@ class Laplace:
     rank: int = field(default=20, kw_only=True)  # directions of a low-rank structure
     subnetwork: int | None = field(default=None, kw_only=True)  # so many weights, of all layers, get a dense covariance
     subnetwork_by: Literal["variance", "magnitude"] = field(default="variance", kw_only=True)  # how they are picked
-    damping: float = field(default=0.0, kw_only=True)  # a precision on top of the prior's
+    damping: float = field(default=0.0, kw_only=True)  # a precision on top of the prior's, which is then not optimised
     clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
     check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
 
@@ -131,6 +131,8 @@ class Laplace:
                 raise ValueError(
                     "an earlier posterior cannot be continued with corrected=True, whose eigenbasis is of its own data"
                 )
+        if target.precision is not None:
+            raise ValueError("curvature is not gathered in mixed precision: leave out precision=, or give a network in bfloat16")
         guessed = self._guessed(target, start)
         at = self._at(target, start.params, start.buffers, names)
         x = target.model.split(batch)[0]
@@ -175,10 +177,16 @@ class Laplace:
         stretch = 1.0
         if state.guessed:
             noise = (evidence.errors / evidence.counts).sqrt()
+            if not bool((noise > 0).all()):
+                raise ValueError(
+                    "the network fits the targets without any residual, so there is no noise to learn: give Gaussian(scale=...)"
+                )
             posterior = posterior.with_prior(noise=noise)
             stretch = float(noise[0] ** -2 / found.scale[0])  # of the gradient, which was taken at the guess
         if self.optimize_evidence and evidence.base is None:
             learned = isinstance(target.model.prior, Normal) and target.model.prior.scale is None
+            # damping is meant to stay, and less of a prior could make an indefinite Hessian of one that is not
+            learned = learned and self.damping == 0 and (self.curvature != "hessian" or self.clip)
             if learned or (evidence.noisy and self.optimize_noise):
                 posterior = posterior.optimized(by=self.prior_groups, prior=learned, noise=self.optimize_noise)
         if self.check and sums.gradient_seen and (len(found.scale) == 1 or not state.guessed):
@@ -224,7 +232,7 @@ class Laplace:
 
     def _warn(self, target: Target, state: LaplaceState, posterior: Gaussian, stretch: float) -> None:
         """Tell of weights that are not at an optimum, in posterior standard deviations."""
-        sums, prior = state.curvature, posterior.prior_precision
+        sums, prior = state.curvature, {name: leaf - self.damping for name, leaf in posterior.prior_precision.items()}
         rise, effective, noise = sums.decrement(target, state.params, posterior.covariance, prior, stretch)
         if rise > effective + 2 * noise + 10:
             warnings.warn(

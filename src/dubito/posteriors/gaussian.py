@@ -19,13 +19,14 @@ from dubito.model import Model
 from dubito.posteriors.posterior import Posterior
 from dubito.predict.linearized import functions, joint, linearized
 from dubito.predict.sampled import sampled
-from dubito.predictive import LatentMixture
+from dubito.predictive import LINKS, LatentMixture
 from dubito.priors import MultivariateNormal
-from dubito.randomness import fresh, generator
+from dubito.randomness import forked, fresh, generator, lent
 from dubito.tree import Buffers, Params
 
 NOISE = PREFIX + "log_scale"
 CONTINUED = "the prior is an earlier posterior: change it there, and fit again"
+FIXED = "the noise is not learned by this likelihood, so it is part of the curvature: fit with another noise"
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,13 @@ class Gaussian(Posterior):
         """
         how = self.how if how is None else how
         self._only(how, "linearized", "sampled")
+        if link not in LINKS:
+            raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
         source = generator(self.model.device, seed, "weights")
         if how == "linearized":
             p = linearized(
                 self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance,
-                draws=draws, memory=memory, generator=source,
+                draws=draws, fallback=self.draws, memory=memory, generator=source,
             )  # fmt: skip
             return p if link == p.link else replace(p, link=link)
         drawn = self.covariance.sample(draws or self.draws, source)
@@ -142,6 +145,10 @@ class Gaussian(Posterior):
         known = self._fitted.prior
         if precision is None:
             return known
+        if isinstance(precision, Mapping):
+            lost = [p for p in precision if p not in known and not any(re.search(p, name) for name in known)]
+            if lost:
+                raise ValueError(f"{lost} match none of the weights that have a covariance, {list(known)[:8]}")
         found: Params = {}
         for name, old in known.items():
             value: Any = old
@@ -174,13 +181,15 @@ class Gaussian(Posterior):
         scale, params = self._scale, self.params
         if noise is not None:
             if not self._fitted.noisy:
-                raise ValueError(
-                    "the noise is not learned by this likelihood, so it is part of the curvature: fit with another noise"
-                )
+                raise ValueError(FIXED)
             sigma = torch.as_tensor(noise, dtype=torch.float64, device=scale.device).expand(scale.shape)
+            if not bool((sigma > 0).all()):
+                raise ValueError(f"a noise is a positive standard deviation; got {noise}")
             scale = sigma**-2
             params = {**params, NOISE: sigma.log().to(params[NOISE])}
         temperature = self.temperature if temperature is None else temperature
+        if not temperature > 0:
+            raise ValueError(f"a temperature is positive; got {temperature}")
         covariance = self.covariance.with_prior({n: p.detach() for n, p in prior.items()}, scale, temperature)
         fitted = replace(self._fitted, prior=prior)
         return replace(self, params=params, covariance=covariance, fitted=fitted, scale=scale, temperature=temperature)
@@ -197,6 +206,8 @@ class Gaussian(Posterior):
             raise ValueError(CONTINUED)
         scale = self._scale
         if noise is not None:
+            if not self._fitted.noisy:
+                raise ValueError(FIXED)
             scale = torch.as_tensor(noise, dtype=torch.float64, device=scale.device).expand(scale.shape) ** -2
         temperature = self.temperature if temperature is None else temperature
         return self._fitted.value(self.covariance, self._prior(precision), scale, temperature)
@@ -218,7 +229,7 @@ class Gaussian(Posterior):
         noises: Sequence[float] = (1.0,),
         memory: float = 1.0,
     ) -> Gaussian:
-        """The posterior whose linearised predictive scores held-out batches best: the alternative to the evidence.
+        """The posterior whose linearised predictive scores held-out data best, (x, y) or batches: the alternative to the evidence.
 
         All prior precisions are multiplied by one of `precisions`, the covariance by one of `temperatures` (relative to its own), a
         learned noise by one of `noises`. The network runs over the data once for every decade of precisions, not for every grid point:
@@ -232,9 +243,16 @@ class Gaussian(Posterior):
         nodes = [math.exp(low + (high - low) * i / max(1, n - 1)) for i in range(n)]
         at = [self.with_prior({name: leaf * node for name, leaf in self.prior_precision.items()}) for node in nodes]
         scores = dict.fromkeys(((p, s, t) for p in precisions for s in noises for t in temperatures), 0.0)
-        for batch in data:
-            x, y = self.model.split(tree.move(batch, self.model.device))
+        batches: Iterable[Any] = [data] if isinstance(data, tuple) else data
+        with lent(batches), forked():  # a DataLoader draws from the global generator, even unshuffled
+            batches = [tree.move(batch, self.model.device) for batch in batches]
+        if not batches:
+            raise ValueError("there is no held-out data: the loader gave no batch")
+        for batch in batches:
+            x, y = self.model.split(batch)
             found = [posterior.predict(x, "linearized", memory=memory) for posterior in at]
+            if found[0].certain:
+                raise ValueError("an example has so many outputs that they are predicted by draws, which cannot be interpolated")
             for p, s, t in scores:
                 ratio = float(p) * float(s) ** 2
                 i = max(0, min(sum(node <= ratio for node in nodes) - 1, n - 2))
@@ -253,6 +271,14 @@ class Gaussian(Posterior):
         """This posterior as the prior of a fit on new data, which then continues from what is known.
 
         At a temperature, it is the posterior before tempering: the next fit, at the same temperature, will temper all of it."""
+        if any(":" in name for name in self.covariance.shapes):
+            raise ValueError(
+                "this posterior is also over a learned noise, which a prior of the weights has no word on: fix the noise"
+            )
+        if self.covariance.moving < self.covariance.size:
+            raise ValueError(
+                "a subnetwork's posterior says nothing of the other weights, so it cannot be the prior of all: use subset="
+            )
         covariance = self.covariance if self.temperature == 1.0 else self.covariance.with_temperature(1.0)
         return MultivariateNormal({name: self.params[name] for name in covariance.shapes}, covariance)
 

@@ -1,7 +1,7 @@
 r"""Prediction by linearising the network in its weights: a Gaussian over f with mean f(x) and covariance :math:`J \Sigma J^T`.
 
-The Jacobian of outputs x parameters is never formed. One forward pass records every layer's inputs a; each output is back-propagated to
-the layers' outputs, which gives g; and a layer with covariance :math:`L \otimes R` in its eigenbasis, variances V, adds
+For predictions the Jacobian of outputs x parameters is never formed. One forward pass records every layer's inputs a; each output is
+back-propagated to the layers' outputs, which gives g; and a layer with covariance :math:`L \otimes R` in its eigenbasis, variances V, adds
 
 .. math:: (J \Sigma J^T)_{cd} \mathrel{+}= \sum_o \tilde g_{co} \tilde g_{do} v_o, \qquad v = V \tilde a^{\circ 2},
           \qquad \tilde g = L^T g, \; \tilde a = R^T a.
@@ -43,27 +43,32 @@ def linearized(
     buffers: Buffers,
     covariance: Covariance,
     draws: int | None = None,
+    fallback: int = 30,
     memory: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> LatentMixture:
     """The predictive of the linearised network at x.
 
-    With `draws`, or where an example has very many outputs (segmentation), as so many functions f(x) + J(x) (theta - mean) with theta
-    from the posterior, the same functions for every x.
+    With `draws`, or where an example has very many outputs (segmentation: then `fallback` of them), as so many functions
+    f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x.
     """
     x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
     names = tuple(covariance.shapes)
+    if example_count(x) == 0:
+        with torch.no_grad():
+            f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
+        return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=own(params))
     found = layout(model, params, x, buffers, names)
     if draws is not None or (found.outputs > POSITIONS and not found.flat):
-        means = functions(
-            model, x, params=params, buffers=buffers, deltas=covariance.sample(draws or 30, generator), memory=memory
-        )
+        deltas = covariance.sample(draws or fallback, generator)
+        means = functions(model, x, params=params, buffers=buffers, deltas=deltas)
         return LatentMixture(model.likelihood, means, params=own(params))
     size = example_count(x)
     f, cov, root = [], [], []
-    # gradients of every output with respect to every layer's outputs must fit
-    alone = len(found.parts) == 1 and not found.generic
-    step = size if alone else max(1, min(size, int(memory * GIGABYTE / 2 / (4 * found.taps * (found.outputs + 2) or 1))))
+    # gradients of every output with respect to every layer's outputs must fit, and those of weights that no rule knows
+    other = 3 * found.outputs * sum(params[name].numel() for name in found.generic)
+    each = 4 * (found.taps * (found.outputs + 2) + other)
+    step = size if found.alone else max(1, min(size, int(memory * GIGABYTE / 2 / max(1, each))))
     for start in range(0, size, step):
         part = tree.apply_leaves(lambda leaf: leaf[start : start + step] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
         run = _Run(model, params, buffers, covariance, part, found, names)
@@ -72,9 +77,12 @@ def linearized(
         else:
             cov.append(run.covariance())
         f.append(run.f)
-    means = torch.cat(f).unsqueeze(0)
-    whole = torch.cat(cov or root).unsqueeze(0)
+    means, whole = (_joined(parts).unsqueeze(0) for parts in (f, cov or root))
     return LatentMixture(model.likelihood, means, whole if cov else None, params=own(params), root=None if cov else whole)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def joint(model: Model, x: Any, *, params: Params, buffers: Buffers, covariance: Covariance) -> tuple[Tensor, Tensor]:
@@ -85,7 +93,7 @@ def joint(model: Model, x: Any, *, params: Params, buffers: Buffers, covariance:
     return run.f, run.joint()
 
 
-def functions(model: Model, x: Any, *, params: Params, buffers: Buffers, deltas: Params, memory: float = 1.0) -> Tensor:
+def functions(model: Model, x: Any, *, params: Params, buffers: Buffers, deltas: Params) -> Tensor:
     """f(x) + J(x) delta for every delta, [S, B, *D, C]: draws of the linearised function, joint over all inputs."""
     x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
     live = {name: params[name].detach() for name in deltas}
@@ -167,7 +175,8 @@ class _Run:
             v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.variances.mT
             return (block.left * v.unsqueeze(1)) @ block.left.mT
         if isinstance(block, Diagonal):
-            return torch.diag_embed(_single(layer, block.variance()))
+            v = _single(layer, block.variance())
+            return v if v.shape[-1] > WIDE else torch.diag_embed(v)  # a thousand classes need no thousand times a thousand zeros
         if isinstance(block, Dense) and block.index is None:
             return _dense_output(block, layer, a, self.f.shape[-1])
         return None
