@@ -468,3 +468,11 @@ def test_the_parts_add_up_and_none_is_negative(total, aleatoric):
     split = Uncertainty.of(torch.tensor(total), torch.tensor(aleatoric))
     assert split.epistemic >= 0
     torch.testing.assert_close(split.aleatoric + split.epistemic, split.total)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Categorical(scale=0.7), Bernoulli(), HeteroscedasticGaussian()], ids=repr)
+def test_parts_of_the_fisher_information_without_all_of_it(likelihood):
+    f = torch.randn(5, 7, 4, dtype=torch.float64)
+    whole = likelihood.fisher(f, {})
+    torch.testing.assert_close(likelihood.fisher_diagonal(f, {}), whole.diagonal(dim1=-2, dim2=-1))
+    torch.testing.assert_close(likelihood.fisher_sum(f, {}), whole.sum((0, 1)))

@@ -333,3 +333,20 @@ def test_settings_that_make_no_sense():
     for call in (by_hand.log_evidence, by_hand.optimized, lambda: by_hand.with_prior(1.0), lambda: by_hand.prior_precision):
         with pytest.raises(ValueError, match="not fitted by a method that knows curvature and prior apart"):
             call()
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_the_search_over_a_large_block_by_its_histogram_is_the_search_over_all_of_it(structure, monkeypatch):
+    from dubito.curvature import evidence
+
+    net = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    x = numbers(50, 20)
+    model, data = Model(net, Categorical(), Normal()), (x, torch.arange(50) % 3)
+    found = []
+    for large in (2**18, 10):
+        monkeypatch.setattr(evidence, "LARGE", large)
+        found.append(dubito.fit(model, Laplace(structure, check=False), data))
+    exact, quick = found
+    torch.testing.assert_close(quick.log_evidence(), exact.log_evidence(), rtol=1e-7, atol=0.0)
+    for name, leaf in exact.prior_precision.items():
+        torch.testing.assert_close(quick.prior_precision[name], leaf, rtol=1e-3, atol=0.0)

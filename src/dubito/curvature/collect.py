@@ -304,6 +304,13 @@ class Collector:
         target = self.model.likelihood.target(y, f)
         seen = observed(self.model, target, f)
         groups = groups_of(self.model, f, self.spec.kind)
+        if groups is None and seen is None and self.spec.structure != "dense":  # no matrix for each example
+            if self.spec.structure == "kronecker":
+                sums[f"{part.weight}|B"][0] += self.model.likelihood.fisher_sum(f, own(self.params))
+                return
+            for name, leaf in layer_squares(layer, self.model.likelihood.fisher_diagonal(f, own(self.params)), a).items():
+                sums[name][0] += leaf
+            return
         extended = layer.extended.squeeze(1)
         for piece in pieces(len(f), f.shape[1] ** 2):
             if groups is None:

@@ -105,6 +105,15 @@ class Categorical(Classes):
         outer = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
         return outer * slope.unsqueeze(-1) * slope.unsqueeze(-2)
 
+    def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        probs = self.mean(f, params)
+        return probs * (1 - probs) * self._logits(torch.ones_like(f), params) ** 2
+
+    def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
+        probs = self.mean(f, params).reshape(-1, f.shape[-1])
+        slope = self._logits(torch.ones_like(probs[:1]), params)
+        return (torch.diag(probs.sum(0)) - probs.mT @ probs) * slope * slope.mT
+
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
         r"""The Cholesky factor of diag(p) - p p^T in closed form, which has one column less than there are classes.
 

@@ -173,6 +173,14 @@ class Likelihood(ABC):
         values, vectors = torch.linalg.eigh(self.fisher(f, params))
         return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).movedim(-1, 0)
 
+    def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        """The diagonal of `fisher`, [..., C]."""
+        return self.fisher(f, params).diagonal(dim1=-2, dim2=-1)
+
+    def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
+        """`fisher` summed over all positions, [C, C]."""
+        return self.fisher(f, params).reshape(-1, f.shape[-1], f.shape[-1]).sum(0)
+
     def noise_groups(self, width: int) -> Tensor | None:
         """Where `fisher` is 1 / noise^2 with learned noises `likelihood:log_scale`: which of them each output has, [C]; else None."""
         return None

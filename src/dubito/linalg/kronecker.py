@@ -77,6 +77,18 @@ class Kronecker(Covariance):
             raise Indefinite(float(precision.min()), float(precision.max()), int((precision <= 0).sum()), precision.numel())
         return self.temperature / precision
 
+    @property
+    def plain(self) -> bool:
+        """One curvature and one prior precision, told apart by numbers alone."""
+        return self.parts is None and self.warp is None
+
+    @property
+    def curvature(self) -> Tensor:
+        """Of a plain block, its eigenvalues at scale 1, [out, in]."""
+        assert self.scale is not None
+        values = torch.outer(self.left_values, self.right_values) if self.values is None else self.values
+        return values / self.scale[0]
+
     def matrix(self, v: Params) -> Tensor:
         """Leaves [n, *shape] as matrices [n, out, in]."""
         weight = v[self.weight]

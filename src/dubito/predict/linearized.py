@@ -1,7 +1,8 @@
 r"""Prediction by linearising the network in its weights: a Gaussian over f with mean f(x) and covariance :math:`J \Sigma J^T`.
 
 For predictions the Jacobian of outputs x parameters is never formed. One forward pass records every layer's inputs a; each output is
-back-propagated to the layers' outputs, which gives g; and a layer with covariance :math:`L \otimes R` in its eigenbasis, variances V, adds
+back-propagated to the layers' outputs, which gives g; and a layer with covariance :math:`L \otimes R` in its eigenbasis, variances V,
+adds
 
 .. math:: (J \Sigma J^T)_{cd} \mathrel{+}= \sum_o \tilde g_{co} \tilde g_{do} v_o, \qquad v = V \tilde a^{\circ 2},
           \qquad \tilde g = L^T g, \; \tilde a = R^T a.
