@@ -122,7 +122,7 @@ def test_every_covariance_round_trips(name, outputs, tmp_path):
         return
     m = model(likelihood=Gaussian(outputs=outputs))
     x, y = torch.randn(12, 2), torch.randn(12, 3)
-    posterior = dubito.fit(m, replace(STRUCTURES[name], check=False), (x, y), temperature=0.5)
+    posterior = dubito.fit(m, replace(STRUCTURES[name], check=False), (x, y), temperature=0.5, start=m.parameters(y))
     dubito.save(posterior, tmp_path / "p")
     again = dubito.load(tmp_path / "p", m)
     same(again, posterior)
@@ -142,14 +142,17 @@ def test_a_continued_posterior_round_trips(structure, tmp_path):
     m = model()
     x, y = torch.randn(12, 2), torch.randn(12, 3)
     method = Laplace(structure, check=False)
-    first = dubito.fit(m, method, (x, y))
+    start = m.parameters(y)
+    first = dubito.fit(m, method, (x, y), start=start)
     later = replace(m, prior=first.as_prior())
-    second = dubito.fit(later, method, (x + 1, y))
+    second = dubito.fit(later, method, (x + 1, y), start=start)
     dubito.save(second, tmp_path / "p")
     again = dubito.load(tmp_path / "p", later)
     same(again, second)
     assert torch.equal(again.log_evidence(), second.log_evidence())
-    third = [dubito.fit(replace(m, prior=p.as_prior()), method, (x - 1, y)).covariance.dense() for p in (again, second)]
+    third = [
+        dubito.fit(replace(m, prior=p.as_prior()), method, (x - 1, y), start=start).covariance.dense() for p in (again, second)
+    ]
     assert torch.equal(*third)
 
 

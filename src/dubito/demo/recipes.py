@@ -65,6 +65,11 @@ def _laplace(t: Training) -> Laplace:
     return Laplace(damping=t.damping, check=False)
 
 
+def _online_laplace(t: Training) -> OnlineLaplace:
+    # it needs some training after its first look at the evidence
+    return OnlineLaplace(every=max(1, t.epochs // 10), **{**t.descent, "epochs": max(3, t.epochs)})
+
+
 def _swag(t: Training) -> SWAG:
     return SWAG(epochs=max(2, t.epochs // 2), learning_rate=t.walk, collecting_rate=t.walk, collect_after=0.0, clip=1.0)
 
@@ -74,9 +79,7 @@ RECIPES: dict[str, Recipe] = {
     "mc_dropout": Recipe("MC dropout", _mc_dropout),
     "ensemble": Recipe("Ensemble of 10", lambda t: Ensemble(_map(t), 10)),
     "laplace": Recipe("Laplace", _laplace, after_map=True),
-    "online_laplace": Recipe(
-        "Online Laplace", lambda t: OnlineLaplace(every=max(1, t.epochs // 10), **t.descent), learns_prior=True
-    ),
+    "online_laplace": Recipe("Online Laplace", _online_laplace, learns_prior=True),
     "neural_linear": Recipe("Neural linear", lambda _: METHODS["neural_linear"](), after_map=True, likelihoods=(Gaussian,)),
     "swag": Recipe("SWAG", _swag, after_map=True),
 }
