@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask
@@ -108,6 +108,7 @@ likelihoods = st.sampled_from(
     st.sampled_from([0.1, 3.0, 100.0]),
     st.integers(0, 1000),
 )
+@example((3, 2, [3], 2), torch.float64, Bernoulli(), "diagonal", 100.0, 66)  # whose mean rounded to more than 1
 @settings(max_examples=80, deadline=None)
 def test_every_predictive(shape, dtype, likelihood, covariance, scale, seed):
     s, b, d, c = shape

@@ -76,8 +76,7 @@ def one_minus_max(p: Predictive) -> Tensor:
     >>> one_minus_max(p)
     tensor([0.5000])
     """
-    # a mean of probabilities may round to more than 1
-    return _beside_top(_choices(p, _classes(p, "one_minus_max").mean)).sum((-2, -1)).clamp_min(0)
+    return _beside_top(_choices(p, _classes(p, "one_minus_max").mean)).sum((-2, -1))
 
 
 def margin(p: Predictive) -> Tensor:

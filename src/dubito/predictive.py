@@ -198,7 +198,10 @@ class LatentMixture(Predictive):
 
     @cached_property
     def mean(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return average(self.probs, self.draw_weights) if self._linked is None else self._linked.mean
+        if self._linked is not None:
+            return self._linked.mean
+        mean = average(self.probs, self.draw_weights)
+        return mean.clamp(0, 1) if self.likelihood.discrete else mean  # a mean of probabilities may round to more than 1
 
     @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
