@@ -246,7 +246,7 @@ class Collector:
                     for name, leaf in layer.squares(g).items():
                         sums[name][group] += leaf
         for (i, group), squared in single.items():
-            for name, leaf in layers[i]._single_squares(squared).items():
+            for name, leaf in layers[i].single_squares(squared).items():
                 sums[name][group] += leaf
 
     def _add_inputs(self, sums: Params, layers: list[Layer]) -> None:
@@ -295,7 +295,7 @@ class Collector:
         return found.alone and self.index is None and self.spec.kind == "ggn" and self.spec.draws is None and few
 
     def _add_closed(self, sums: Params, layer: Layer, f: Tensor, y: Any) -> None:
-        part, a = layer.part, layer.a.squeeze(1)
+        part = layer.part
         assert part.weight is not None
         f = f.detach()
         f = f.float() if f.dtype.itemsize < 4 else f
@@ -308,7 +308,7 @@ class Collector:
             if self.spec.structure == "kronecker":
                 sums[f"{part.weight}|B"][0] += self.model.likelihood.fisher_sum(f, own(self.params))
                 return
-            for name, leaf in layer_squares(layer, self.model.likelihood.fisher_diagonal(f, own(self.params)), a).items():
+            for name, leaf in layer.single_squares(self.model.likelihood.fisher_diagonal(f, own(self.params))).items():
                 sums[name][0] += leaf
             return
         extended = layer.extended.squeeze(1)
@@ -322,7 +322,7 @@ class Collector:
             for group in range(1 if groups is None else int(groups.max()) + 1):
                 mine = fisher if groups is None else fisher * (groups == group).to(fisher)
                 if self.spec.structure == "diagonal":
-                    for name, leaf in layer_squares(layer, mine.diagonal(dim1=1, dim2=2), a[piece]).items():
+                    for name, leaf in layer.single_squares(mine.diagonal(dim1=1, dim2=2), piece).items():
                         sums[name][group] += leaf
                 elif self.spec.structure == "kronecker":
                     sums[f"{part.weight}|B"][group] += mine.sum(0)
@@ -372,16 +372,6 @@ class Collector:
             blocks.append(Diagonal(curvature, {name: prior[name].to(curvature[name]) for name in plain}, scale, temperature))
         order = {name: i for i, name in enumerate(self.names)}
         return Blocks(tuple(sorted(blocks, key=lambda block: order[next(iter(block.shapes))])))
-
-
-def layer_squares(layer: Layer, squared: Tensor, a: Tensor) -> Params:
-    """Squares summed over examples of the output layer, from the diagonal of the Fisher information [B, C]."""
-    part, found = layer.part, {}
-    if part.weight is not None:
-        found[part.weight] = (squared.mT @ a**2).reshape(layer.shapes[part.weight])
-    if part.bias is not None:
-        found[part.bias] = squared.sum(0).reshape(layer.shapes[part.bias])
-    return found
 
 
 def add_pairs(total: Tensor, fisher: Tensor, a: Tensor) -> None:

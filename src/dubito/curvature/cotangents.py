@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dubito.likelihoods import own
+from dubito.linalg.covariance import normal
 from dubito.model import Model
 from dubito.randomness import forked
 from dubito.tree import Params
@@ -54,7 +55,7 @@ def cotangents(
                 yield int(groups[int(s.reshape(-1, f.shape[-1]).abs().sum(0).argmax())]), s
             return
         for _ in range(count):
-            noise = _normal(f, generator) / count**0.5
+            noise = normal(f.shape, f, generator) / count**0.5
             for group in groups.unique().tolist():
                 yield group, noise * (groups == group).to(noise)
         return
@@ -108,8 +109,3 @@ def _positions(s: Tensor) -> Iterator[Tensor]:
 def _everywhere(f: Tensor, units: Tensor) -> Iterator[Tensor]:
     for unit in units:
         yield from _positions(unit.expand_as(f))
-
-
-def _normal(f: Tensor, generator: torch.Generator | None) -> Tensor:
-    device = f.device if generator is None else generator.device
-    return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=device).to(f.device)

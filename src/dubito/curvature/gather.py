@@ -16,13 +16,12 @@ from dubito.curvature.collect import Collector, Seen
 from dubito.curvature.evidence import Evidence
 from dubito.curvature.layout import Layout
 from dubito.curvature.products import batch_product
-from dubito.likelihoods import PREFIX
+from dubito.likelihoods import NOISE
 from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
 from dubito.model import Model, Target
 from dubito.priors import MultivariateNormal
 from dubito.tree import Buffers, Params
 
-NOISE = PREFIX + "log_scale"
 OVERSAMPLING = 10  # directions beyond the rank that the randomised search keeps, for accuracy
 COLUMNS = 256  # of a Hessian at a time
 

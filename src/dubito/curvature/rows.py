@@ -164,7 +164,7 @@ class Layer:
         """Squared gradients of the weights, summed over the examples."""
         part = self.part
         if part.kind == "affine" and self.positions == 1:
-            return self._single_squares((g**2).squeeze(1))
+            return self.single_squares((g**2).squeeze(1))
         if part.kind == "lookup":
             assert part.weight is not None
             sums, _, index = self.lookups(g)
@@ -178,11 +178,11 @@ class Layer:
             found[part.bias] = (g.sum(1) ** 2).sum(0).reshape(self.shapes[part.bias])
         return found
 
-    def _single_squares(self, g2: Tensor) -> Params:
-        """The same for one position, from squared gradients [B, O]."""
+    def single_squares(self, g2: Tensor, piece: slice = slice(None)) -> Params:
+        """The same for one position, from squared gradients [b, O] of a piece of the examples."""
         found: Params = {}
         if self.part.weight is not None:
-            found[self.part.weight] = (g2.mT @ self.squared).reshape(self.shapes[self.part.weight])
+            found[self.part.weight] = (g2.mT @ self.squared[piece]).reshape(self.shapes[self.part.weight])
         if self.part.bias is not None:
             found[self.part.bias] = g2.sum(0).reshape(self.shapes[self.part.bias])
         return found

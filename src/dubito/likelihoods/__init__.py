@@ -13,6 +13,7 @@ from dubito.likelihoods.categorical import Classes as Classes
 from dubito.likelihoods.categorical import HeteroscedasticCategorical as HeteroscedasticCategorical
 from dubito.likelihoods.gaussian import Gaussian as Gaussian
 from dubito.likelihoods.gaussian import HeteroscedasticGaussian as HeteroscedasticGaussian
+from dubito.likelihoods.likelihood import NOISE as NOISE
 from dubito.likelihoods.likelihood import PREFIX as PREFIX
 from dubito.likelihoods.likelihood import Likelihood as Likelihood
 from dubito.likelihoods.likelihood import Uncertainty as Uncertainty

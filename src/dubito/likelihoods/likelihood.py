@@ -16,6 +16,7 @@ from dubito.randomness import forked
 from dubito.tree import Params
 
 PREFIX = "likelihood:"
+NOISE = PREFIX + "log_scale"  # of a likelihood with a learned noise
 
 
 @dataclass(frozen=True)

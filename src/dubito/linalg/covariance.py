@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def alike(leaves: Iterable[Tensor]) -> bool:
     )
 
 
-def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal numbers, on the generator's device and then on that of `like`."""
     device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
+    return torch.randn(tuple(shape), generator=generator, dtype=like.dtype, device=device).to(like.device)

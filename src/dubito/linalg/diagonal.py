@@ -85,11 +85,6 @@ class Diagonal(Covariance):
         prior = {name: other.prior[name] for name in both}
         return replace(self, curvature=both, scale=torch.cat([self.scale, other.scale.to(self.scale)]), prior=prior)
 
-    def take(self, names: tuple[str, ...]) -> Diagonal:
-        """A part of the leaves."""
-        part = {name: self.curvature[name] for name in names}
-        return replace(self, curvature=part, prior={name: self.prior[name] for name in names})
-
 
 def flat(v: Params, names: Mapping[str, object]) -> Tensor:
     """Stacked leaves as rows [n, P], in the order of `names`."""

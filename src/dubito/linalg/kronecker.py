@@ -52,7 +52,7 @@ class Kronecker(Covariance):
         temperature: float = 1.0,
     ) -> Kronecker:
         """From B of every noise [K, out, out] and A [in, in]."""
-        delta, warp = _separated(prior, weight, bias, right.shape[0], shape)
+        delta, warp = _separated(prior, weight, bias, right.shape[0])
         a = right if warp is None else right / warp / warp.unsqueeze(1)
         right_values, right_vectors = _eigen(a.to(left))
         left_values, left_vectors = _eigen(torch.tensordot(scale.to(left), left, 1))
@@ -197,7 +197,7 @@ class Kronecker(Covariance):
         assert self.scale is not None
         scale = self.scale if scale is None else scale.to(self.scale)
         temperature = self.temperature if temperature is None else temperature
-        delta, warp = _separated(prior, self.weight, self.bias, self.right.shape[0], self.shape)
+        delta, warp = _separated(prior, self.weight, self.bias, self.right.shape[0])
         same_warp = (warp is None and self.warp is None) or (
             warp is not None and self.warp is not None and torch.allclose(warp.to(self.warp), self.warp)
         )
@@ -250,9 +250,7 @@ PRIOR = (
 )
 
 
-def _separated(
-    prior: Mapping[str, Tensor], weight: str, bias: str | None, inputs: int, shape: list[int]
-) -> tuple[Tensor, Tensor | None]:
+def _separated(prior: Mapping[str, Tensor], weight: str, bias: str | None, inputs: int) -> tuple[Tensor, Tensor | None]:
     """The prior of a block as delta and a scaling of the inputs: one number for the weight, one for the bias."""
 
     def one(name: str) -> Tensor:

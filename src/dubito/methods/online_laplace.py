@@ -13,10 +13,11 @@ from torch import Tensor
 from dubito import store
 from dubito.curvature.collect import Collector, Spec
 from dubito.curvature.evidence import maximize
-from dubito.curvature.gather import NOISE, Plain, Sums
+from dubito.curvature.gather import Plain, Sums
 from dubito.curvature.memory import check
 from dubito.descent import Descent, DescentState
 from dubito.fit import Info, Start
+from dubito.likelihoods import NOISE
 from dubito.model import Target
 from dubito.posteriors import Gaussian, Point, Posterior
 from dubito.priors import Normal, Prior

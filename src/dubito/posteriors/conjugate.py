@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito import tree
-from dubito.likelihoods import PREFIX, Gaussian
+from dubito.likelihoods import NOISE, Gaussian
 from dubito.posteriors.posterior import Posterior
 from dubito.predict.conjugate import Head, conjugate, features
 from dubito.predict.sampled import sampled
@@ -18,7 +18,6 @@ from dubito.predictive import LatentMixture, StudentT
 from dubito.randomness import fresh, generator
 from dubito.tree import Buffers, Params
 
-NOISE = PREFIX + "log_scale"
 DRAWS = 100  # for how="sampled", where nobody says
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.curvature.evidence import Evidence, maximize
-from dubito.likelihoods import PREFIX
+from dubito.likelihoods import NOISE
 from dubito.linalg import Covariance, Diagonal
 from dubito.model import Model
 from dubito.posteriors.posterior import Posterior
@@ -24,7 +24,6 @@ from dubito.priors import MultivariateNormal
 from dubito.randomness import forked, fresh, generator, lent
 from dubito.tree import Buffers, Params
 
-NOISE = PREFIX + "log_scale"
 CONTINUED = "the prior is an earlier posterior: change it there, and fit again"
 FIXED = "the noise is not learned by this likelihood, so it is part of the curvature: fit with another noise"
 
