@@ -207,8 +207,10 @@ class Likelihood(ABC):
         raise ValueError(f"{type(self).__name__} has no {link!r} approximation: use link='nodes'")
 
     def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
-        """A likelihood of this kind and an f that has these probabilities."""
-        raise NotImplementedError
+        """A likelihood of this kind and an f that has these probabilities; needed beside `linked`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} gives `linked` but not `fixed`, which turns its probabilities back into outputs"
+        )
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
         """The same likelihood of shift + scale * y, each [C]: (likelihood, a, b, params) of which a + b f, each [C], is the f."""
