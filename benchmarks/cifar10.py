@@ -67,7 +67,7 @@ def main() -> None:
         start = time.time()
         posterior = dubito.fit(model, method, data, n_data=len(train.y), batch_size=250)
         if name == "laplace, tuned":
-            posterior = posterior.tuned(held_out, memory=1.0 if args.device == "cpu" else 16.0)
+            posterior = posterior.tuned(held_out)
         took = time.time() - start
         start = time.time()
         figures[name] = evaluate(posterior, test, others) | {"seconds to fit": took}

@@ -263,6 +263,34 @@ def test_one_of_several_tasks(covariance):
     assert p.sample(5).shape == (5, 3, 2)
 
 
+def test_narrow_noise_of_one_of_several_tasks():
+    """Where the noise is a hundredth of the spread, nodes over the numbers would be a comb: only what is not a number is on nodes."""
+    tasks = MultiTask({"a": (Gaussian(scale=0.01), 1), "b": (HeteroscedasticGaussian(), 2), "label": (Categorical(), 3)})
+    means, root = torch.randn(1, 4, 6, dtype=DOUBLE), torch.randn(1, 4, 6, 6, dtype=DOUBLE)
+    y = {"a": means[0, :, :1] + 0.5, "b": means[0, :, 1:2] - 0.3, "label": torch.tensor([0, 2, 1, 1])}
+    independent = LatentMixture(tasks, means, root[..., 0] ** 2, quadrature=1024)
+    apart = sum(independent.task(name).log_prob(y[name]) for name in tasks.tasks)
+    torch.testing.assert_close(independent.log_prob(y), apart, rtol=0, atol=0.02)
+    together = LatentMixture(tasks, means, root @ root.mT, quadrature=4096)
+    # by Monte Carlo over the outputs but the first, given which the first is Gaussian
+    cov = (root @ root.mT)[0]
+    draws = means[0, :, 1:] + (torch.linalg.cholesky(cov[:, 1:, 1:]) @ torch.randn(200_000, 4, 5, 1, dtype=DOUBLE)).squeeze(-1)
+    gain = torch.linalg.solve(cov[:, 1:, 1:], cov[:, 1:, :1])
+    inner = means[0, :, 0] + ((draws - means[0, :, 1:]).unsqueeze(-2) @ gain).squeeze((-1, -2))
+    spread = (cov[:, 0, 0] - (cov[:, :1, 1:] @ gain).squeeze((-1, -2)) + 0.01**2).sqrt()
+    score = torch.distributions.Normal(inner, spread).log_prob(y["a"].squeeze(-1))
+    score = (
+        score
+        + HeteroscedasticGaussian().log_prob(draws[..., :2], y["b"], {})
+        + Categorical().log_prob(draws[..., 2:], y["label"], {})
+    )
+    torch.testing.assert_close(together.log_prob(y), score.logsumexp(0) - math.log(200_000), rtol=0, atol=0.1)
+    numbers = MultiTask({"a": (Gaussian(scale=0.01), 2), "b": (Gaussian(scale=0.1), 1)})
+    exact = LatentMixture(Gaussian(scale=(0.01, 0.01, 0.1)), means[..., :3], together.covariances[..., :3, :3])
+    same = LatentMixture(numbers, means[..., :3], together.covariances[..., :3, :3])
+    torch.testing.assert_close(same.log_prob(means[0, :, :3] + 0.1), exact.log_prob(means[0, :, :3] + 0.1))
+
+
 # --- small print -----------------------------------------------------------------------------------------------------
 
 

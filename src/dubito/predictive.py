@@ -99,6 +99,10 @@ class LatentMixture(Predictive):
         if self.link not in LINKS:
             raise ValueError(f"link is one of {', '.join(LINKS)}; got {self.link!r}")
 
+    def linked(self, link: str) -> LatentMixture:
+        """The same with another link from Gaussian logits to class probabilities."""
+        return self if link == self.link else replace(self, link=link)
+
     @property
     def certain(self) -> bool:
         """No covariances: the components are points."""
@@ -209,7 +213,7 @@ class LatentMixture(Predictive):
         split = self.likelihood.uncertainty(points.means, points._weights, points._params)
         if self._linked is not None:
             return Uncertainty.of(self._linked.uncertainty.total, split.aleatoric)
-        if self.certain or self._exact is None:
+        if self.certain or self._exact is None or isinstance(self.likelihood, MultiTask):
             return split
         # exact where the likelihood integrates in closed form: the nodes' aleatoric part plus the full variance of f
         return Uncertainty(split.aleatoric + self.f_var, split.aleatoric, self.f_var)

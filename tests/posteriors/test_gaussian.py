@@ -17,7 +17,7 @@ from dubito import Categorical, Gaussian, Laplace, Model, tree
 from dubito.linalg import Diagonal
 from dubito.model import Target
 from dubito.posteriors import Gaussian as Posterior
-from dubito.posteriors.gaussian import between
+from dubito.predict.linearized import sweep
 from dubito.priors import MultivariateNormal, Normal
 
 
@@ -234,7 +234,7 @@ TUNED = {name: method for name, method in STRUCTURES.items() if name not in ("he
 
 @pytest.mark.parametrize("name", TUNED)
 def test_the_tuned_precision_is_the_best_of_the_grid(name):
-    """Against a fit and a prediction at every grid point, for what the interpolation may miss."""
+    """Against a new prior and a prediction at every grid point."""
     model, (x, y) = problem(Categorical())
     posterior, grid = fitted(model, TUNED[name], (x[:6], y[:6])), [10**i for i in (-2, -1, 0, 1, 2)]
     prior, held_out = posterior.prior_precision, [(x[6:8], y[6:8]), (x[8:], y[8:])]
@@ -247,19 +247,21 @@ def test_the_tuned_precision_is_the_best_of_the_grid(name):
     assert all(float(found.prior_precision[n] / leaf) == pytest.approx(best) for n, leaf in prior.items())
 
 
-@pytest.mark.parametrize("name", TUNED)
-def test_covariances_between_the_decades_are_interpolated_well(name):
-    """What `tuned` scores in between differs from the truth by a tenth of its size at most."""
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("only", ["", r"^3\."])
+def test_a_sweep_gives_what_a_new_prior_would(name, only):
+    """At every multiple of the prior's precision, to rounding; over all weights, and of the output layer alone."""
     model, (x, y) = problem(Categorical())
-    posterior = fitted(model, TUNED[name], (x, y))
-    for start in (0.01, 1.0, 100.0):
-        low, middle, high = (
-            posterior.with_prior({n: leaf * p for n, leaf in posterior.prior_precision.items()}).predict(x, "linearized").cov
-            for p in (start, start * 10**0.5, start * 10)
-        )
-        found = between(low, high, start, 10 * start, start * 10**0.5)
-        size = middle.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        torch.testing.assert_close(found / size, middle / size, rtol=0.0, atol=0.12)
+    model = replace(model, only=only)
+    posterior = fitted(model, STRUCTURES[name], (x, y))
+    factors = [0.01, 1.0, 30.0]
+    found = sweep(model, x, params=posterior.params, buffers=posterior.buffers, covariance=posterior.covariance, factors=factors)
+    for factor, p in zip(factors, found, strict=True):
+        at = posterior.with_prior({n: leaf * factor for n, leaf in posterior.prior_precision.items()})
+        expected = at.predict(x, "linearized")
+        torch.testing.assert_close(p.f_mean, expected.f_mean)
+        torch.testing.assert_close(p.covariances, expected.covariances)
+        torch.testing.assert_close(posterior.covariance.times(factor).dense(), at.covariance.dense())
 
 
 def test_tuned_noise_and_temperature_are_those_of_the_grid():

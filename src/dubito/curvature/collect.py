@@ -16,7 +16,6 @@ from torch import Tensor
 from dubito import tree
 from dubito.curvature.capture import Forward, forward
 from dubito.curvature.cotangents import MANY, Kind, cotangents, groups_of, observed
-from dubito.curvature.cotangents import slope as slope_of
 from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import Layout, Part, grouped, layout
 from dubito.curvature.rows import Layer, add_gram, pieces, squared_products
@@ -187,7 +186,7 @@ class Collector:
     def _add_gradient(self, gradient: Params, done: Forward, layers: list[Layer], found: Layout, x: Any, y: Any) -> None:
         f = done.f.detach()
         f = f.float() if f.dtype.itemsize < 4 else f
-        s = slope_of(self.model, f, self.model.likelihood.target(y, f), self.params)
+        s = self.model.likelihood.slope(f, self.model.likelihood.target(y, f), self.params)
         for layer, g in zip(layers, self._backward(done, layers, s), strict=True):
             for name, leaf in layer.summed(g).items():
                 gradient[name] += leaf
@@ -243,11 +242,9 @@ class Collector:
                     key, squared = (i, group), g.squeeze(1) ** 2
                     single[key] = squared if key not in single else single[key].add_(squared)
                 else:
-                    for name, leaf in layer.squares(g).items():
-                        sums[name][group] += leaf
+                    layer.add_squares(sums, group, g)
         for (i, group), squared in single.items():
-            for name, leaf in layers[i].single_squares(squared).items():
-                sums[name][group] += leaf
+            layers[i].add_single(sums, group, squared)
 
     def _add_inputs(self, sums: Params, layers: list[Layer]) -> None:
         """A: the mean over positions of a a^T, with the bias as an input that is always 1."""
@@ -308,8 +305,7 @@ class Collector:
             if self.spec.structure == "kronecker":
                 sums[f"{part.weight}|B"][0] += self.model.likelihood.fisher_sum(f, own(self.params))
                 return
-            for name, leaf in layer.single_squares(self.model.likelihood.fisher_diagonal(f, own(self.params))).items():
-                sums[name][0] += leaf
+            layer.add_single(sums, 0, self.model.likelihood.fisher_diagonal(f, own(self.params)))
             return
         extended = layer.extended.squeeze(1)
         for piece in pieces(len(f), f.shape[1] ** 2):
@@ -322,8 +318,7 @@ class Collector:
             for group in range(1 if groups is None else int(groups.max()) + 1):
                 mine = fisher if groups is None else fisher * (groups == group).to(fisher)
                 if self.spec.structure == "diagonal":
-                    for name, leaf in layer.single_squares(mine.diagonal(dim1=1, dim2=2), piece).items():
-                        sums[name][group] += leaf
+                    layer.add_single(sums, group, mine.diagonal(dim1=1, dim2=2), piece)
                 elif self.spec.structure == "kronecker":
                     sums[f"{part.weight}|B"][group] += mine.sum(0)
                 else:

@@ -15,7 +15,6 @@ from torch import Tensor
 from dubito.likelihoods import own
 from dubito.linalg.covariance import normal
 from dubito.model import Model
-from dubito.randomness import forked
 from dubito.tree import Params
 
 Kind = Literal["ggn", "fisher", "empirical", "hessian"]
@@ -45,7 +44,7 @@ def cotangents(
         return s if seen is None else s * seen
 
     if kind == "empirical":
-        yield 0, masked(slope(model, f, target, params))
+        yield 0, masked(likelihood.slope(f, target, params))
         return
     count = monte_carlo(kind, draws, f)
     if groups is not None:  # unit noise: unit vectors, one group of outputs at a time
@@ -65,11 +64,7 @@ def cotangents(
                 yield 0, s
         return
     for _ in range(count):
-        with forked(
-            int(torch.randint(2**62, (1,), generator=generator, device="cpu" if generator is None else generator.device))
-        ):
-            drawn = likelihood(f, own(params)).sample()
-        yield 0, masked(slope(model, f, drawn, params)) / count**0.5
+        yield 0, masked(likelihood.random_slope(f, own(params), generator)) / count**0.5
 
 
 def observed(model: Model, target: Tensor, f: Tensor) -> Tensor | None:
@@ -84,14 +79,6 @@ def groups_of(model: Model, f: Tensor, kind: Kind) -> Tensor | None:
         return None
     groups = model.likelihood.noise_groups(f.shape[-1])
     return None if groups is None else groups.to(f.device)
-
-
-def slope(model: Model, f: Tensor, y: Tensor, params: Params) -> Tensor:
-    """The gradient of log p(y | f) in f."""
-    leaf = f.detach().requires_grad_()
-    with torch.enable_grad():
-        value = model.likelihood.log_prob(leaf, y, {name: p.detach() for name, p in own(params).items()}).sum()
-    return torch.autograd.grad(value, leaf)[0]
 
 
 def _positions(s: Tensor) -> Iterator[Tensor]:

@@ -160,32 +160,32 @@ class Layer:
             found[part.bias] = g.sum((0, 1)).reshape(self.shapes[part.bias])
         return found
 
-    def squares(self, g: Tensor) -> Params:
-        """Squared gradients of the weights, summed over the examples."""
+    def add_squares(self, sums: Params, group: int, g: Tensor) -> None:
+        """Add squared gradients of the weights, summed over the examples, to `sums` (leaves [K, *shape])."""
         part = self.part
         if part.kind == "affine" and self.positions == 1:
-            return self.single_squares((g**2).squeeze(1))
+            self.add_single(sums, group, (g**2).squeeze(1))
+            return
         if part.kind == "lookup":
             assert part.weight is not None
-            sums, _, index = self.lookups(g)
-            return {part.weight: g.new_zeros(self.shapes[part.weight]).index_add_(0, index, sums**2)}
-        found: Params = {}
-        if part.kind == "affine" and part.weight is not None:
-            found[part.weight] = squared_products(g, self.a).reshape(self.shapes[part.weight])
-        elif part.weight is not None:
-            found[part.weight] = ((g * self.a).sum(1) ** 2).sum(0).reshape(self.shapes[part.weight])
+            rows, _, index = self.lookups(g)
+            sums[part.weight][group].index_add_(0, index, rows**2)
+            return
+        if part.weight is not None:
+            total = sums[part.weight][group]
+            found = squared_products(g, self.a) if part.kind == "affine" else ((g * self.a).sum(1) ** 2).sum(0)
+            total += found.reshape(total.shape)
         if part.bias is not None:
-            found[part.bias] = (g.sum(1) ** 2).sum(0).reshape(self.shapes[part.bias])
-        return found
+            total = sums[part.bias][group]
+            total += (g.sum(1) ** 2).sum(0).reshape(total.shape)
 
-    def single_squares(self, g2: Tensor, piece: slice = slice(None)) -> Params:
+    def add_single(self, sums: Params, group: int, g2: Tensor, piece: slice = slice(None)) -> None:
         """The same for one position, from squared gradients [b, O] of a piece of the examples."""
-        found: Params = {}
         if self.part.weight is not None:
-            found[self.part.weight] = (g2.mT @ self.squared[piece]).reshape(self.shapes[self.part.weight])
+            total = sums[self.part.weight][group]
+            total.view(len(total), -1).addmm_(g2.mT.to(total.dtype), self.squared[piece].to(total.dtype))
         if self.part.bias is not None:
-            found[self.part.bias] = g2.sum(0).reshape(self.shapes[self.part.bias])
-        return found
+            sums[self.part.bias][group] += g2.sum(0)
 
     @cached_property
     def squared(self) -> Tensor:

@@ -105,6 +105,15 @@ class Categorical(Classes):
         outer = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
         return outer * slope.unsqueeze(-1) * slope.unsqueeze(-2)
 
+    def random_slope(self, f: Tensor, params: Params, generator: torch.Generator | None = None) -> Tensor:
+        probs = self.mean(f.detach(), params)
+        flat = probs.reshape(-1, f.shape[-1])
+        if generator is not None and generator.device != flat.device:
+            flat = flat.to(generator.device)
+        drawn = torch.multinomial(flat, 1, generator=generator).reshape(*f.shape[:-1], 1).to(f.device)
+        slope = (-probs).scatter_add(-1, drawn, torch.ones_like(probs[..., :1]))
+        return slope if self.scale == 1.0 else slope * self._logits(torch.ones_like(f), params)
+
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
         probs = self.mean(f, params)
         return probs * (1 - probs) * self._logits(torch.ones_like(f), params) ** 2

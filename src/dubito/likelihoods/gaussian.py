@@ -176,22 +176,25 @@ class HeteroscedasticGaussian(Likelihood):
 
         Nodes over the means too would make a comb of narrow peaks wherever the noise is small beside the spread.
         """
-        mean, log_variance = self._split(f_mean)
-        width = mean.shape[-1]
-        unit = nodes(n, mean).reshape(1, n, *[1] * (mean.ndim - 2), width)
-        if f_cov.ndim == f_mean.ndim:
-            variance, spread = self._split(f_cov)
-            points = log_variance.unsqueeze(1) + spread.clamp_min(0).sqrt().unsqueeze(1) * unit  # [S, n, ..., C]
-            means = torch.cat([mean.unsqueeze(1).expand_as(points), points], -1)
-            left = torch.cat([variance.unsqueeze(1).expand_as(points), torch.zeros_like(points)], -1)
-            return means, left
-        values, vectors = torch.linalg.eigh(f_cov[..., width:, width:])
-        known = values > 1e-12 * values.amax(-1, keepdim=True).clamp_min(1e-30)
-        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-        inverse = vectors * torch.where(known, values.clamp_min(1e-30).rsqrt(), 0.0).unsqueeze(-2)
-        gain = f_cov[..., :width, width:] @ inverse  # covariance of the means with the unit nodes
-        shift = torch.cat([gain, root], -2).unsqueeze(1) @ unit.unsqueeze(-1)
-        left = torch.zeros_like(f_cov)
-        left[..., :width, :width] = f_cov[..., :width, :width] - gain @ gain.mT
-        means = f_mean.unsqueeze(1) + shift.squeeze(-1)
-        return means, left.unsqueeze(1).expand(*means.shape, means.shape[-1])
+        free = torch.arange(f_mean.shape[-1], device=f_mean.device) >= f_mean.shape[-1] // 2
+        return given_nodes(f_mean, f_cov, free, n)
+
+
+def given_nodes(f_mean: Tensor, f_cov: Tensor, free: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """N(f_mean, f_cov) [S, ..., C] as n equal Gaussians, in which the outputs that are `free` [C] stand at nodes and the others keep
+    the Gaussian they have given those."""
+    if f_cov.ndim == f_mean.ndim:
+        unit = nodes(n, f_mean[..., free]).reshape(1, n, *[1] * (f_mean.ndim - 2), -1)
+        means = f_mean.unsqueeze(1).repeat(1, n, *[1] * (f_mean.ndim - 1))
+        means[..., free] += f_cov[..., free].clamp_min(0).sqrt().unsqueeze(1) * unit
+        return means, (f_cov * ~free).unsqueeze(1).expand_as(means)
+    values, vectors = torch.linalg.eigh(f_cov[..., free, :][..., free])
+    unit = nodes(n, values).reshape(1, n, *[1] * (f_mean.ndim - 2), -1)
+    known = values > 1e-12 * values.amax(-1, keepdim=True).clamp_min(1e-30)
+    inverse = vectors * torch.where(known, values.clamp_min(1e-30).rsqrt(), 0.0).unsqueeze(-2)
+    gain = f_cov[..., free] @ inverse  # [S, ..., C, k], covariance of all outputs with the unit nodes
+    gain[..., free, :] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    means = f_mean.unsqueeze(1) + (gain.unsqueeze(1) @ unit.unsqueeze(-1)).squeeze(-1)
+    fixed = ~free
+    left = (f_cov - gain @ gain.mT) * fixed * fixed.unsqueeze(-1)
+    return means, left.unsqueeze(1).expand(*means.shape, means.shape[-1])

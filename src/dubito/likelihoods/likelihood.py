@@ -174,6 +174,20 @@ class Likelihood(ABC):
         values, vectors = torch.linalg.eigh(self.fisher(f, params))
         return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).movedim(-1, 0)
 
+    def random_slope(self, f: Tensor, params: Params, generator: torch.Generator | None = None) -> Tensor:
+        """The gradient of log p(y | f) in f for a y drawn from p(y | f), [..., C]: its covariance is `fisher`."""
+        device = "cpu" if generator is None else generator.device
+        with forked(int(torch.randint(2**62, (1,), generator=generator, device=device))):
+            y = self(f.detach(), params).sample()
+        return self.slope(f, y, params)
+
+    def slope(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The gradient of log p(y | f) in f."""
+        leaf = f.detach().requires_grad_()
+        with torch.enable_grad():
+            value = self.log_prob(leaf, y, {name: p.detach() for name, p in own(params).items()}).sum()
+        return torch.autograd.grad(value, leaf)[0]
+
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
         """The diagonal of `fisher`, [..., C]."""
         return self.fisher(f, params).diagonal(dim1=-2, dim2=-1)

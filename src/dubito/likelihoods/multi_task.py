@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
-from torch.distributions import Distribution
+from torch.distributions import Distribution, MultivariateNormal
 
 from dubito.likelihoods.categorical import Classes
+from dubito.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian, given_nodes
 from dubito.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty
 from dubito.tree import Params
 
@@ -34,6 +35,21 @@ class _Joint(Distribution):
         columns = value.split([_columns(part) for part in self.parts], -1)
         values = [v if part.event_shape else v.squeeze(-1).long() for part, v in zip(self.parts, columns, strict=True)]
         return torch.stack([part.log_prob(v) for part, v in zip(self.parts, values, strict=True)]).sum(0)
+
+
+class _Coupled(Distribution):
+    """Numbers of several tasks, which hang together, beside classes that are independent of them; for its density only."""
+
+    def __init__(self, numbers: Distribution, where: Tensor, classes: list[tuple[Distribution, slice]], columns: int):
+        self.numbers, self.where, self.classes = numbers, where, classes
+        super().__init__(numbers.batch_shape, torch.Size([columns]), validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        score = self.numbers.log_prob(value[..., self.where])
+        for part, column in self.classes:
+            y = value[..., column]
+            score = score + part.log_prob(y if part.event_shape else y.squeeze(-1).long())
+        return score
 
 
 def _columns(part: Distribution) -> int:
@@ -158,3 +174,38 @@ class MultiTask(Likelihood):
         parts = [likelihood.uncertainty(part, weights, inner) for _, likelihood, part, inner in self._each(f, params)]
         as_columns = [[v if v.ndim == f.ndim - 1 else v.unsqueeze(-1) for v in (u.total, u.aleatoric)] for u in parts]
         return Uncertainty.of(*(torch.cat(column, -1) for column in zip(*as_columns, strict=True)))
+
+    def _exact(self, f: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Which outputs are means of numbers, [C], and the variance of their noise given all others, [..., n]."""
+        means, noises = [], []
+        for _, likelihood, part, inner in self._each(f, params):
+            n = likelihood.width(part) if isinstance(likelihood, Gaussian | HeteroscedasticGaussian) else 0
+            means += [True] * n + [False] * (part.shape[-1] - n)
+            if isinstance(likelihood, Gaussian):
+                noises.append(likelihood.noise(part, inner).expand_as(part) ** 2)
+            elif n:
+                noises.append(part[..., n:].exp())
+        return torch.tensor(means, device=f.device), torch.cat(noises, -1) if noises else f[..., :0]
+
+    def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
+        """Closed where only means of numbers are uncertain: their spread adds to the noise."""
+        means, noise = self._exact(f_mean, params)
+        diagonal = f_cov.ndim == f_mean.ndim
+        spread = f_cov if diagonal else f_cov.diagonal(dim1=-2, dim2=-1)
+        if not bool(means.any()) or bool(spread[..., ~means].any()):
+            return None
+        full = torch.diag_embed(spread[..., means]) if diagonal else f_cov[..., means, :][..., means]
+        numbers = MultivariateNormal(f_mean[..., means], full + torch.diag_embed(noise), validate_args=False)
+        where, classes, start = [], [], 0
+        for (_, likelihood, part, inner), n in zip(self._each(f_mean, params), self._columns(f_mean), strict=True):
+            column, start = slice(start, start + n), start + n
+            if isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
+                where += range(column.start, column.stop)
+            else:
+                classes.append((likelihood(part, inner), column))
+        return _Coupled(numbers, torch.tensor(where, device=f_mean.device), classes, start)
+
+    def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
+        """Nodes over all but the means of numbers."""
+        means, _ = self._exact(f_mean, {name: leaf.new_zeros(()) for name, leaf in self.parameters().items()})
+        return given_nodes(f_mean, f_cov, ~means, n) if bool(means.any()) else None

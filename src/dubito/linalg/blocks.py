@@ -43,6 +43,9 @@ class Blocks(Covariance):
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Blocks:
         return Blocks(tuple(block.with_prior(prior, scale, temperature) for block in self.blocks))
 
+    def times(self, factor: float) -> Blocks:
+        return Blocks(tuple(block.times(factor) for block in self.blocks))
+
     def with_temperature(self, temperature: float) -> Blocks:
         return Blocks(tuple(block.with_temperature(temperature) for block in self.blocks))
 

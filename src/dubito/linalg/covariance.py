@@ -69,6 +69,10 @@ class Covariance(ABC):
         """The covariance of the same curvature under another prior, other noise, another temperature."""
         raise ValueError(f"a {type(self).__name__} covariance of this kind has no curvature and prior to tell apart")
 
+    def times(self, factor: float) -> Covariance:
+        """The covariance under a multiple of the prior's precision: what a sweep goes through. No basis changes."""
+        raise ValueError(f"a {type(self).__name__} covariance of this kind has no curvature and prior to tell apart")
+
     def with_temperature(self, temperature: float) -> Covariance:
         """The same curvature and prior at another temperature."""
         raise ValueError(f"a {type(self).__name__} covariance of this kind has no temperature")

@@ -127,6 +127,20 @@ class Dense(Covariance):
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return replace(self, prior={name: prior[name] for name in self.leaves}, scale=scale, temperature=temperature)
 
+    def times(self, factor: float) -> Dense:
+        return replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        r"""Values l [P] and a basis W [P, P] that no multiple of the prior changes: the covariance of `times(k)` is
+        :math:`T\, W \mathrm{diag}(1 / (l + k)) W^T`."""
+        root = self._prior(self.prior).double().to(self.curvature.device).rsqrt()
+        matrix = torch.tensordot(self.scale.double(), self.curvature.double(), 1) * root * root.unsqueeze(1)
+        values, vectors = torch.linalg.eigh(matrix)
+        if float(values[0]) < -self._rounding * float(values.abs().max()):
+            raise Indefinite(float(values[0]), float(values[-1]), int((values < 0).sum()), len(values))
+        return values.clamp_min(0).to(self.curvature.dtype), (root.unsqueeze(1) * vectors).to(self.curvature.dtype)
+
     def with_temperature(self, temperature: float) -> Dense:
         return replace(self, temperature=temperature)
 

@@ -75,6 +75,9 @@ class Diagonal(Covariance):
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return replace(self, prior={name: prior[name] for name in self.curvature}, scale=scale, temperature=temperature)
 
+    def times(self, factor: float) -> Diagonal:
+        return replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
+
     def with_temperature(self, temperature: float) -> Diagonal:
         return replace(self, temperature=temperature)
 

@@ -215,6 +215,9 @@ class Kronecker(Covariance):
             scale=scale, count=self.count, temperature=temperature,
         )  # fmt: skip
 
+    def times(self, factor: float) -> Kronecker:
+        return replace(self, delta=self.delta * factor)
+
     def with_temperature(self, temperature: float) -> Kronecker:
         return replace(self, temperature=temperature)
 

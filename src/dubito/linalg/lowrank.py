@@ -15,6 +15,7 @@ from dubito.linalg.diagonal import flat
 from dubito.tree import Params
 
 PIECE = 2**18  # columns that are in double precision at a time
+NO_PRIOR = "this low-rank covariance was not made from a curvature and a prior, so the prior cannot be changed"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class LowRank(Covariance):
     def _curvature(self) -> tuple[Tensor, Params]:
         """(l, U stacked) of the curvature at scale 1."""
         if self.scale is None:
-            raise ValueError("this low-rank covariance was not made from a curvature and a prior, so the prior cannot be changed")
+            raise ValueError(NO_PRIOR)
         inside = ((-self.logs).expm1() / self.scale.to(self.logs)[0]).clamp_min(0)
         diagonal = {name: leaf / self.temperature for name, leaf in self.diagonal.items()}
         rows = {name: leaf * diagonal[name].rsqrt() for name, leaf in self.directions.items()}
@@ -121,6 +122,12 @@ class LowRank(Covariance):
         assert self.scale is not None
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return LowRank.precision(directions, values, prior, scale=scale, temperature=temperature)
+
+    def times(self, factor: float) -> LowRank:
+        if self.scale is None:
+            raise ValueError(NO_PRIOR)
+        diagonal = {name: leaf / factor for name, leaf in self.diagonal.items()}
+        return replace(self, diagonal=diagonal, logs=-((-self.logs).expm1() / factor).log1p())
 
     def with_temperature(self, temperature: float) -> LowRank:
         diagonal = {name: leaf * (temperature / self.temperature) for name, leaf in self.diagonal.items()}

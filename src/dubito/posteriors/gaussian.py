@@ -17,7 +17,7 @@ from dubito.likelihoods import NOISE
 from dubito.linalg import Covariance, Diagonal
 from dubito.model import Model
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.linearized import functions, joint, linearized
+from dubito.predict.linearized import functions, joint, linearized, sweep
 from dubito.predict.sampled import sampled
 from dubito.predictive import LINKS, LatentMixture
 from dubito.priors import MultivariateNormal
@@ -107,7 +107,7 @@ class Gaussian(Posterior):
                 self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance,
                 draws=draws, fallback=self.draws, memory=memory, generator=source,
             )  # fmt: skip
-            return p if link == p.link else replace(p, link=link)
+            return p.linked(link)
         drawn = self.covariance.sample(draws or self.draws, source)
         stacked = {name: (self.params[name] + leaf).to(self.params[name].dtype) for name, leaf in drawn.items()}
         shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}
@@ -226,21 +226,18 @@ class Gaussian(Posterior):
         precisions: Sequence[float] = tuple(10 ** (i / 4) for i in range(-16, 17)),
         temperatures: Sequence[float] = (1.0,),
         noises: Sequence[float] = (1.0,),
-        memory: float = 1.0,
     ) -> Gaussian:
         """The posterior whose linearised predictive scores held-out data best, (x, y) or batches: the alternative to the evidence.
 
         All prior precisions are multiplied by one of `precisions`, the covariance by one of `temperatures` (relative to its own), a
-        learned noise by one of `noises`. The network runs over the data once for every decade of precisions, not for every grid point:
-        in between, covariances of f are interpolated, to about a tenth of their size; those of the winner are exact.
+        learned noise by one of `noises`. The network runs over the data once: what it gives is kept, batch by batch, in the basis in
+        which every multiple of the prior is diagonal, so that a grid point costs one matrix product a layer.
         """
-        ratios = sorted({float(p) / float(s) ** -2 for p in precisions for s in noises})  # only prior over noise precision counts
+        ratios = sorted({float(p) * float(s) ** 2 for p in precisions for s in noises})  # only prior over noise precision counts
         if not ratios or ratios[0] <= 0 or min(temperatures, default=0) <= 0 or (len(noises) > 1 and not self._fitted.noisy):
             raise ValueError("precisions, temperatures and noises are positive multipliers; several noises need a learned noise")
-        low, high = math.log(ratios[0]), math.log(ratios[-1])
-        n = max(2, math.ceil((high - low) / math.log(10)) + 1) if high > low else 1
-        nodes = [math.exp(low + (high - low) * i / max(1, n - 1)) for i in range(n)]
-        at = [self.with_prior({name: leaf * node for name, leaf in self.prior_precision.items()}) for node in nodes]
+        if self._fitted.base is not None:
+            raise ValueError(CONTINUED)
         scores = dict.fromkeys(((p, s, t) for p in precisions for s in noises for t in temperatures), 0.0)
         batches: Iterable[Any] = [data] if isinstance(data, tuple) else data
         with lent(batches), forked():  # a DataLoader draws from the global generator, even unshuffled
@@ -249,18 +246,11 @@ class Gaussian(Posterior):
             raise ValueError("there is no held-out data: the loader gave no batch")
         for batch in batches:
             x, y = self.model.split(batch)
-            found = [posterior.predict(x, "linearized", memory=memory) for posterior in at]
-            if found[0].certain:
-                raise ValueError("an example has so many outputs that they are predicted by draws, which cannot be interpolated")
-            for p, s, t in scores:
-                ratio = float(p) * float(s) ** 2
-                i = max(0, min(sum(node <= ratio for node in nodes) - 1, n - 2))
-                cov = found[i].covariances
-                if n > 1:
-                    cov = between(cov, found[i + 1].covariances, nodes[i], nodes[i + 1], ratio)
-                learned = {key: leaf + math.log(s) if key == NOISE else leaf for key, leaf in (found[i].params or {}).items()}
-                predictive = replace(found[i], cov=cov * (t * float(s) ** 2), root=None, params=learned)
-                scores[p, s, t] += float(predictive.log_prob(y).double().sum())
+            found = sweep(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance, factors=ratios)
+            for ratio, predictive in zip(ratios, found, strict=True):
+                for p, s, t in scores:
+                    if float(p) * float(s) ** 2 == ratio:
+                        scores[p, s, t] += float(_stretched(predictive, t, s).log_prob(y).double().sum())
         p, s, t = max(scores, key=lambda key: scores[key])
         noise = None if s == 1 else self._scale.rsqrt() * s
         precision = {name: leaf * p for name, leaf in self.prior_precision.items()}
@@ -282,15 +272,12 @@ class Gaussian(Posterior):
         return MultivariateNormal({name: self.params[name] for name in covariance.shapes}, covariance)
 
 
-def between(low: Tensor, high: Tensor, at_low: float, at_high: float, at: float) -> Tensor:
-    r"""The covariance of f under a multiple `at` of the prior precision, from those under a smaller and a larger one.
-
-    A mean of the two, so that it stays a covariance, whose trace follows :math:`a / (b + \kappa)`, what a single eigenvalue would do.
-    """
-    dense = low.shape[-1] == low.shape[-2] and low.ndim > 3
-    first, last = ((c.diagonal(dim1=-2, dim2=-1) if dense else c).sum(-1).double() for c in (low, high))
-    gap = (first - last).clamp_min(1e-300)
-    pole = ((last * at_high - first * at_low) / gap).clamp_min(0)
-    share = ((first - first * (pole + at_low) / (pole + at)) / gap).clamp(0, 1).to(low)
-    share = share.reshape(*share.shape, *[1] * (low.ndim - share.ndim))
-    return low + share * (high - low)
+def _stretched(predictive: LatentMixture, temperature: float, noise: float) -> LatentMixture:
+    """The same at a multiple of the temperature and of the learned noise, which multiplies the covariance too."""
+    if temperature == noise == 1:
+        return predictive
+    factor = temperature * float(noise) ** 2
+    learned = {key: leaf + math.log(noise) if key == NOISE else leaf for key, leaf in (predictive.params or {}).items()}
+    if predictive.root is not None:
+        return replace(predictive, root=predictive.root * factor**0.5, params=learned)
+    return replace(predictive, cov=predictive.covariances * factor, params=learned)

@@ -13,7 +13,7 @@ Where a layer has several positions its gradients are formed example by example,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +76,35 @@ def linearized(
         if run.f.ndim == 2 and run.f.shape[-1] > WIDE and (wide := run.root()) is not None:
             root.append(wide)
         else:
-            cov.append(run.covariance())
+            cov.append(run.covariances()[0])
         f.append(run.f)
     means, whole = (_joined(parts).unsqueeze(0) for parts in (f, cov or root))
     return LatentMixture(model.likelihood, means, whole if cov else None, params=own(params), root=None if cov else whole)
+
+
+def sweep(
+    model: Model, x: Any, *, params: Params, buffers: Buffers, covariance: Covariance, factors: Sequence[float]
+) -> Iterator[LatentMixture]:
+    """The predictives at x under multiples of the prior's precision, one after the other.
+
+    The network runs once, forwards and backwards. What it gives is kept in the basis in which every multiple of the prior is diagonal:
+    another one costs one matrix product a layer.
+    """
+    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    names = tuple(covariance.shapes)
+    found = layout(model, params, x, buffers, names)
+    if found.outputs > POSITIONS and not found.flat:
+        raise ValueError("an example has so many outputs that they are predicted by draws, which cannot be swept over")
+    run = _Run(model, params, buffers, covariance, x, found, names)
+    means, learned = run.f.unsqueeze(0), own(params)
+    if run.f.ndim == 2 and run.f.shape[-1] > WIDE and run.root() is not None:
+        for factor in factors:
+            root = run.root(factor)
+            assert root is not None
+            yield LatentMixture(model.likelihood, means, None, params=learned, root=root.unsqueeze(0))
+    else:
+        for cov in run.covariances(factors):
+            yield LatentMixture(model.likelihood, means, cov.unsqueeze(0), params=learned)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -151,35 +176,35 @@ class _Run:
         alone = layer.part.kind == "affine" and layer.part.weight is not None and len(layer.uses) == 1
         return layer if alone and layer.uses[0].edge.node is self.done.f.grad_fn else None
 
-    def root(self) -> Tensor | None:
+    def root(self, factor: float = 1.0) -> Tensor | None:
         """A root [B, C, C] of the covariance where the output layer has a Kronecker block of its own."""
         layer, block = self._output(), self.blocks[0]
         if layer is None or not isinstance(block, Kronecker):
             return None
-        v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.variances.mT  # [B, O]
+        v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.times(factor).variances.mT  # [B, O]
         return block.left * v.sqrt().unsqueeze(1)
 
-    def covariance(self) -> Tensor:
-        """[B, *D, C, C]."""
+    def covariances(self, factors: Sequence[float] = (1.0,)) -> Tensor:
+        """[G, B, *D, C, C], or without the last C where outputs are independent: for each multiple of the prior's precision."""
         with torch.no_grad():
-            if (layer := self._output()) is not None and (closed := self._closed(layer)) is not None:
+            if (layer := self._output()) is not None and (closed := self._closed(layer, factors)) is not None:
                 return closed
             shape = self.f.shape
-            found = [self._position(i) for i in range(self.f[0].numel() // shape[-1])]
-            return torch.stack(found, 1).reshape(*shape[:-1], shape[-1], shape[-1])
+            found = [self._position(i, factors) for i in range(self.f[0].numel() // shape[-1])]
+            return torch.stack(found, 2).reshape(len(factors), *shape[:-1], shape[-1], shape[-1])
 
-    def _closed(self, layer: Layer) -> Tensor | None:
+    def _closed(self, layer: Layer, factors: Sequence[float]) -> Tensor | None:
         """The output layer: its Jacobian is its input, and nothing is back-propagated."""
         block = self.blocks[0]
-        a = layer.extended.squeeze(1)
         if isinstance(block, Kronecker):
-            v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.variances.mT
-            return (block.left * v.unsqueeze(1)) @ block.left.mT
+            squared = layer.rotated(block.inputs).squeeze(1) ** 2
+            each = [squared @ block.times(factor).variances.mT for factor in factors]  # [B, O]
+            return torch.stack([(block.left * v.unsqueeze(1)) @ block.left.mT for v in each])
         if isinstance(block, Diagonal):
-            v = _single(layer, block.variance())
+            v = torch.stack([_single(layer, block.times(factor).variance()) for factor in factors])
             return v if v.shape[-1] > WIDE else torch.diag_embed(v)  # a thousand classes need no thousand times a thousand zeros
-        if isinstance(block, Dense) and block.index is None:
-            return _dense_output(block, layer, a, self.f.shape[-1])
+        if isinstance(block, Dense) and block.index is None and len(factors) == 1:
+            return _dense_output(block, layer, layer.extended.squeeze(1), self.f.shape[-1]).unsqueeze(0)
         return None
 
     def _gradients(self, position: int) -> tuple[list[list[Tensor]], Tensor]:
@@ -198,10 +223,10 @@ class _Run:
                 rows[i].append(layer.outputs([next(found) for _ in layer.uses]))
         return rows, unit
 
-    def _position(self, position: int) -> Tensor:
-        """The covariance [B, C, C] of the outputs at one position."""
+    def _position(self, position: int, factors: Sequence[float]) -> Tensor:
+        """The covariances [G, B, C, C] of the outputs at one position."""
         rows, unit = self._gradients(position)
-        total = self.f.new_zeros(self.size, unit.shape[0], unit.shape[0])
+        total = self.f.new_zeros(len(factors), self.size, unit.shape[0], unit.shape[0])
         left = dict(zip(self.layers, rows, strict=True))
         others: Params = {}
         if self.found.generic:
@@ -209,7 +234,7 @@ class _Run:
         for block in self.blocks:
             names = set(block.shapes)
             mine = [(layer, g) for layer, g in left.items() if set(layer.part.names) <= names]
-            total += _block(block, mine, {name: others[name] for name in others if name in names}, total)
+            total += _block(block, mine, {name: others[name] for name in others if name in names}, total, factors)
         return total
 
     def joint(self) -> Tensor:
@@ -237,36 +262,49 @@ class _Run:
             return total.reshape(classes, self.size, classes, self.size).permute(1, 0, 3, 2)
 
 
-def _block(block: Covariance, layers: list[tuple[Layer, list[Tensor]]], others: Params, like: Tensor) -> Tensor:
-    """What one block adds to the covariance [B, C, C]."""
+def _block(
+    block: Covariance, layers: list[tuple[Layer, list[Tensor]]], others: Params, like: Tensor, factors: Sequence[float]
+) -> Tensor:
+    """What one block adds to the covariances [G, B, C, C]."""
     total = torch.zeros_like(like)
     if isinstance(block, Kronecker):
+        variances = [block.times(factor).variances for factor in factors]
         for layer, g in layers:
-            total += _kronecker(block, layer, g)
+            total += _kronecker(block, variances, layer, g)
         if others:  # for these inputs it is not clear which of the layer's rows belong to which example
             leaves = {name: leaf.flatten(0, 1) for name, leaf in others.items()}  # [C B, *shape]
-            white = (block._rotated(leaves, warp=False) * block.variances.sqrt()).unflatten(0, like.shape[1::-1]).flatten(2)
-            total += _gram(white)
+            rotated = block._rotated(leaves, warp=False).unflatten(0, like.shape[2:0:-1])
+            total += torch.stack([_gram((rotated * v.sqrt()).flatten(2)) for v in variances])
         return total
     if isinstance(block, Diagonal):
-        return _diagonal(block.variance(), layers, others, total)
+        return _diagonal([block.times(factor).variance() for factor in factors], layers, others, total)
     if isinstance(block, LowRank):
-        total = _diagonal(block.diagonal, layers, others, total)
-        inner = _projected(block, layers, others, like)  # [B, C, k]
-        rest = total - inner @ inner.mT  # outside Q, where rounding must not make a variance negative
+        total = _diagonal([block.diagonal], layers, others, total[:1])
+        inner = _projected(block, layers, others, like[0])  # [B, C, k]
+        rest = total[0] - inner @ inner.mT  # outside Q, where rounding must not make a variance negative
         rest = rest - torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp_max(0))
-        return rest + (inner * block.logs.exp()) @ inner.mT
+        if len(factors) == 1:
+            return (rest + (inner * block.logs.exp()) @ inner.mT).unsqueeze(0)
+        at = [(factor, block.times(factor).logs.exp()) for factor in factors]
+        return torch.stack([(rest + (inner * inside) @ inner.mT) / factor for factor, inside in at])
     assert isinstance(block, Dense)
-    for piece in pieces(like.shape[0], like.shape[1] * block.size):
+    for piece in pieces(like.shape[1], like.shape[2] * block.size):
         leaves = {name: leaf[:, piece] for name, leaf in others.items()}
         for layer, g in layers:
             part = _slice(layer, piece)
             each = [part.gradients(one[piece]) for one in g]
             leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
         n = piece.stop - piece.start
-        flat = [leaves.get(name, like.new_zeros(like.shape[1], n, *s)).flatten(2) for name, s in block.shapes.items()]
-        white = block.whiten(torch.cat(flat, -1).transpose(0, 1))  # [b, C, P]
-        total[piece] = white @ white.mT
+        flat = [leaves.get(name, like.new_zeros(like.shape[2], n, *s)).flatten(2) for name, s in block.shapes.items()]
+        rows = torch.cat(flat, -1).transpose(0, 1)  # [b, C, P]
+        if len(factors) == 1:
+            white = block.whiten(rows)
+            total[0, piece] = white @ white.mT
+            continue
+        values, basis = block.spectrum
+        rotated = (rows if block.index is None else rows[..., block.index]) @ basis
+        for i, factor in enumerate(factors):
+            total[i, piece] = (rotated * (block.temperature / (values + factor))) @ rotated.mT
     return total
 
 
@@ -283,13 +321,13 @@ def _gram(rows: Tensor) -> Tensor:
     return rows @ rows.mT
 
 
-def _kronecker(block: Kronecker, layer: Layer, g: list[Tensor]) -> Tensor:
+def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: list[Tensor]) -> Tensor:
     size, positions, outputs = g[0].shape
     basis, bias, classes = block.inputs, layer.part.bias is not None, len(g)
     if positions == 1:
-        v = layer.rotated(basis).squeeze(1) ** 2 @ block.variances.mT  # [B, O]
-        return _gram((torch.stack(g).squeeze(2) @ block.left) * v.sqrt())
-    root, inputs = block.variances.sqrt(), basis.shape[0]
+        squared, turned = layer.rotated(basis).squeeze(1) ** 2, torch.stack(g).squeeze(2) @ block.left
+        return torch.stack([_gram(turned * (squared @ v.mT).sqrt()) for v in variances])
+    roots, inputs = [v.sqrt() for v in variances], basis.shape[0]
     # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
     inputs_first, outputs_first = positions < classes * outputs, positions < inputs
     found = []
@@ -306,9 +344,9 @@ def _kronecker(block: Kronecker, layer: Layer, g: list[Tensor]) -> Tensor:
             product = product @ basis
         if not outputs_first:
             product = block.left.mT @ product
-        white = product.mul_(root).flatten(2)
-        found.append(white @ white.mT)
-    return torch.cat(found)
+        each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
+        found.append(torch.stack([white @ white.mT for white in each]))
+    return torch.cat(found, 1)
 
 
 def _single(layer: Layer, variance: Params) -> Tensor:
@@ -324,22 +362,24 @@ def _single(layer: Layer, variance: Params) -> Tensor:
     return total.expand(layer.batch, -1) if total.ndim == 1 else total
 
 
-def _diagonal(variance: Params, layers: list[tuple[Layer, list[Tensor]]], others: Params, total: Tensor) -> Tensor:
+def _diagonal(variances: list[Params], layers: list[tuple[Layer, list[Tensor]]], others: Params, total: Tensor) -> Tensor:
+    """[G, B, C, C] of independent weights: added to `total`, which may change in place."""
     for name, leaf in others.items():
-        total = total + _gram((leaf * variance[name].sqrt()).flatten(2))
+        total = total + torch.stack([_gram((leaf * v[name].sqrt()).flatten(2)) for v in variances])
     for layer, g in layers:
         part = layer.part
         if part.kind == "affine" and layer.positions == 1:
-            total = total + _gram(torch.stack(g).squeeze(2) * _single(layer, variance).sqrt())
+            rows = torch.stack(g).squeeze(2)
+            total = total + torch.stack([_gram(rows * _single(layer, v).sqrt()) for v in variances])
         elif part.kind == "lookup":
             assert part.weight is not None
             found = [layer.lookups(one) for one in g]
-            sums = torch.stack([one for one, _, _ in found]) * variance[part.weight][found[0][2]].sqrt()  # [C, U, E]
-            inner = sums.transpose(0, 1)
-            total = total.index_add(0, found[0][1], inner @ inner.mT)
+            sums, example, index = torch.stack([one for one, _, _ in found]), found[0][1], found[0][2]  # sums [C, U, E]
+            inner = torch.stack([_gram(sums * v[part.weight][index].sqrt()) for v in variances])
+            total = total.index_add(1, example, inner)
         else:
             for leaf, name, piece in _leaves(layer, g):
-                total[piece] = total[piece] + _gram((leaf * variance[name].sqrt()).flatten(2))
+                total[:, piece] = total[:, piece] + torch.stack([_gram((leaf * v[name].sqrt()).flatten(2)) for v in variances])
     return total
 
 
