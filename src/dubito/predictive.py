@@ -21,7 +21,7 @@ from dubito.likelihoods import Likelihood, MultiTask, Uncertainty, align, averag
 from dubito.randomness import forked, fresh, generator
 from dubito.tree import Params
 
-LINKS = ("nodes", "mc", "probit", "bridge")
+LINKS = ("nodes", "mc", "pairwise", "probit", "bridge")
 
 
 class Predictive(ABC):
@@ -93,11 +93,20 @@ class LatentMixture(Predictive):
     params: Params | None = None  # what the likelihood learned, leaves [K] or [S, K]
     quadrature: int = 128  # nodes for each Gaussian where there is no closed form
     root: Tensor | None = None  # [S, B, *D, C, R], a root of the covariances, given in the place of `cov` where C is large
-    link: str = "nodes"  # class probabilities of a Gaussian over logits: nodes, mc (random nodes), probit or bridge
+    link: str = "nodes"  # class probabilities of a Gaussian over logits: nodes, mc (random nodes), pairwise, probit or bridge
+    how: str = ""  # the way in which it was found, where there was a choice
 
     def __post_init__(self):
         if self.link not in LINKS:
             raise ValueError(f"link is one of {', '.join(LINKS)}; got {self.link!r}")
+
+    def stretched(self, factor: float) -> LatentMixture:
+        """The same with all covariances of f times a factor."""
+        if factor == 1:
+            return self
+        if self.root is not None:
+            return replace(self, root=self.root * factor**0.5)
+        return replace(self, cov=None if self.cov is None else self.cov * factor)
 
     def linked(self, link: str) -> LatentMixture:
         """The same with another link from Gaussian logits to class probabilities."""

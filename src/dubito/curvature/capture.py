@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from dubito import tree
 from dubito.model import Model, mode
@@ -39,6 +39,15 @@ class Use(NamedTuple):
     shape: torch.Size  # of the output
     channel: int  # the axis of channels in x and the output
     convolution: tuple | None = None  # kernel, stride, padding, dilation
+    spread: Tensor | None = None  # variances of x, where x is the mean of something random
+
+
+class Tap(NamedTuple):
+    """A place where independent noise enters."""
+
+    edge: GradientEdge
+    var: Tensor
+    axis: int
 
 
 def _without_check(function: Callable) -> Callable:
@@ -52,6 +61,38 @@ def _without_check(function: Callable) -> Callable:
 _attention = _without_check(F.multi_head_attention_forward)
 
 
+def noted(x: Tensor, var: Tensor) -> Tensor:
+    """x, the input of the next layer, of which a `Capture` that is active is told how uncertain it is."""
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(noted, (x,), x, var)
+    return x
+
+
+def tapped(h: Tensor, var: Tensor, axis: int) -> Tensor:
+    """h, to which a `Capture` that is active is told to add noise of its own, with variances `var`; `axis` is that of the examples."""
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(tapped, (h,), h, var, axis)
+    return h
+
+
+def rescaled(x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
+    """x times a weight plus a bias of each channel, known to a `Capture` as a norm's scale and shift."""
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(rescaled, (x,), x, weight, bias, channel)
+    return _scale(x, weight, bias, channel)
+
+
+def _scale(x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
+    shape = [1] * x.ndim
+    if channel == 1:
+        shape[1] = -1
+    else:
+        shape = list((bias if weight is None else weight).shape)
+    if weight is not None:
+        x = x * weight.view(shape)
+    return x if bias is None else x + bias.view(shape)
+
+
 class Capture(TorchFunctionMode):
     """Records the uses of the `named` weights; those in `skip` are left alone."""
 
@@ -63,6 +104,10 @@ class Capture(TorchFunctionMode):
         # layer's own output has a gradient even where its input has none.
         self.proxies = {name: leaf.detach().requires_grad_() for name, leaf in named.items()}
         self.uses: list[Use] = []
+        self.taps: list[Tap] = []
+        self.spreads: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by the id of an input: itself, so that the id stays its, and variances
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -77,6 +122,20 @@ class Capture(TorchFunctionMode):
             return self._embedding(func, *args, **kwargs)
         if func in NORMS:
             return self._norm(func, args, kwargs)
+        if func is noted:
+            self.spreads[id(args[0])] = args
+            return args[0]
+        if func is tapped:
+            h, var, axis = args
+            if h.requires_grad:
+                self.taps.append(Tap(get_gradient_edge(h), var, axis))
+            return h
+        if func is rescaled:
+            x, weight, bias, channel = args
+            if self._name(weight) is None and self._name(bias) is None:
+                return _scale(*args)
+            h = _scale(x, self._proxy(weight), self._proxy(bias), channel)
+            return self._record("scale", weight, bias, x, h, channel)
         return func(*args, **kwargs)
 
     def _name(self, weight: Any) -> str | None:
@@ -88,7 +147,8 @@ class Capture(TorchFunctionMode):
 
     def _record(self, kind: str, weight: Any, bias: Any, x: Tensor, h: Tensor, channel: int, convolution: tuple | None = None):
         names = self._name(weight), self._name(bias)
-        self.uses.append(Use(kind, *names, x.detach(), x._version, get_gradient_edge(h), h.shape, channel, convolution))
+        spread = self.spreads[id(x)][1] if id(x) in self.spreads else None
+        self.uses.append(Use(kind, *names, x.detach(), x._version, get_gradient_edge(h), h.shape, channel, convolution, spread))
         return h
 
     def _linear(self, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,17 +199,7 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in names else {})})
         channel = -1 if func in (F.layer_norm, F.rms_norm) else 1
-        shape = [1] * normalised.ndim
-        if channel == 1:
-            shape[1] = -1
-        else:
-            assert weight is not None or bias is not None
-            shape = list((bias if weight is None else weight).shape)  # pyright: ignore[reportOptionalMemberAccess]
-        h = normalised
-        if weight is not None:
-            h = h * self._proxy(weight).view(shape)
-        if bias is not None:
-            h = h + self._proxy(bias).view(shape)
+        h = _scale(normalised, self._proxy(weight), self._proxy(bias), channel)
         return self._record("scale", weight, bias, normalised, h, channel)
 
 
@@ -185,6 +235,7 @@ class Forward:
 
     f: Tensor
     uses: list[Use]
+    taps: list[Tap]
 
 
 def forward(model: Model, params: Params, x: Any, buffers: Buffers, *, wanted: Params, skip: Iterable[str] = ()) -> Forward:
@@ -199,7 +250,7 @@ def forward(model: Model, params: Params, x: Any, buffers: Buffers, *, wanted: P
                 f"the input of the layer with {use.weight or use.bias} is changed in place after the layer has used it, which training "
                 "would refuse too: write x = x + y instead of x += y there"
             )
-    return Forward(f, capture.uses)
+    return Forward(f, capture.uses, capture.taps)
 
 
 def example_count(x: Any) -> int:

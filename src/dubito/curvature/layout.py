@@ -59,7 +59,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple, Layout]] = WeakKeyDictionary()
 def layout(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> Layout:
     """The layout of the layers that hold `names`, for inputs like x."""
     leaves = list(tree.leaves(x))
-    kind = (names, model.output, model.likelihood.dim, *((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves))
+    kind = (type(model), names, model.output, model.likelihood.dim, *((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves))
     kind = (*kind, *(min(leaf.shape[0], 2) for leaf in leaves if leaf.ndim))
     known = _KNOWN.setdefault(model.network, {})
     if kind in known:

@@ -92,6 +92,14 @@ class Layer:
         value = found[0] if len(found) == 1 else torch.cat(found, 1)
         return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value
 
+    @cached_property
+    def spread(self) -> Tensor | None:
+        """Variances of the inputs of an affine layer, [B, T, I]; None where they are certain."""
+        if self.part.kind != "affine" or self.part.weight is None or all(use.spread is None for use in self.uses):
+            return None
+        uses = [use._replace(x=torch.zeros_like(use.x) if use.spread is None else use.spread) for use in self.uses]
+        return Layer(self.part, uses, self.batch, self.shapes).a
+
     def outputs(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Gradients of the outputs of all uses, as rows [B, T, O]."""
         found = []
@@ -189,8 +197,14 @@ class Layer:
 
     @cached_property
     def squared(self) -> Tensor:
-        """Squared inputs [B, I] of a layer with one position."""
-        return self.a.squeeze(1) ** 2
+        """Expected squares [B, I] of the inputs of a layer with one position."""
+        squared = self.a.squeeze(1) ** 2
+        return squared if self.spread is None else squared + self.spread.squeeze(1)
+
+    def energy(self, basis: Tensor) -> Tensor:
+        """The same in another basis [in, J], [B, J]."""
+        squared = self.rotated(basis).squeeze(1) ** 2
+        return squared if self.spread is None else squared + self.spread.squeeze(1) @ basis[: self.a.shape[-1]] ** 2
 
     def lookups(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the looked-up rows [U, E], each row of each example once, with their example and their index [U]."""

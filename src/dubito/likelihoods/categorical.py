@@ -138,7 +138,8 @@ class Categorical(Classes):
         return (columns * self._logits(torch.ones_like(f), params).unsqueeze(-2)).movedim(-2, 0)
 
     def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
-        r"""Probit: :math:`\mathrm{softmax}(m_c / \sqrt{1 + \pi V_{cc} / 8})`. Bridge (Hobbhahn et al. 2022): the mean of the Dirichlet
+        r"""Probit: :math:`\mathrm{softmax}(m_c / \sqrt{1 + \pi V_{cc} / 8})`. Pairwise (Lu et al. 2020):
+        :math:`p_c \propto 1 / \sum_d \exp((m_d - m_c) / \sqrt{1 + \pi \mathrm{Var}(f_c - f_d) / 8})`. Bridge (Hobbhahn et al. 2022): the mean of the Dirichlet
         with :math:`\alpha_c = \frac{1}{V_{cc}} (1 - \frac{2}{C} + \frac{e^{m_c}}{C^2} \sum_d e^{-m_d})`, after the logits
         are made to sum to zero."""
         mean, classes = self._logits(f_mean, params), f_mean.shape[-1]
@@ -147,6 +148,10 @@ class Categorical(Classes):
         variance = cov.diagonal(dim1=-2, dim2=-1)
         if link == "probit":
             return F.softmax(mean / (1 + math.pi / 8 * variance).sqrt(), -1)
+        if link == "pairwise":
+            apart = variance.unsqueeze(-1) + variance.unsqueeze(-2) - 2 * cov  # variances of f_k - f_j
+            gaps = (mean.unsqueeze(-2) - mean.unsqueeze(-1)) / (1 + math.pi / 8 * apart.clamp_min(0)).sqrt()  # [k, j]: f_j - f_k
+            return F.softmax(-gaps.logsumexp(-1), -1)
         ones = cov.sum(-1)  # covariance with the sum of the logits
         total = ones.sum(-1, keepdim=True)
         free = total > 100 * torch.finfo(cov.dtype).eps * variance.sum(-1, keepdim=True)  # else the sum is known already

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from dubito.likelihoods import NOISE
 from dubito.linalg import Covariance, Diagonal
 from dubito.model import Model
 from dubito.posteriors.posterior import Posterior
+from dubito.predict.adjoint import adjoint
 from dubito.predict.linearized import functions, joint, linearized, sweep
 from dubito.predict.sampled import sampled
+from dubito.predict.streamlined import Streamlined
 from dubito.predictive import LINKS, LatentMixture
 from dubito.priors import MultivariateNormal
 from dubito.randomness import forked, fresh, generator, lent
@@ -51,6 +54,7 @@ class Gaussian(Posterior):
     fitted: Evidence | None = None
     scale: Tensor | None = None  # [G], noise precisions the curvature is multiplied by
     temperature: float = 1.0
+    variance_scale: float = 1.0  # of predictions in one pass
 
     @staticmethod
     def diagonal(model: Model, mean: Params, variance: Params, buffers: Buffers | None = None) -> Gaussian:
@@ -91,16 +95,30 @@ class Gaussian(Posterior):
         memory: float = 1.0,
         seed: int = 0,
         link: str = "nodes",
+        x_var: Tensor | None = None,
+        rank: int | None = None,
     ) -> LatentMixture:
         """The predictive at x. Linearised with `draws`, it is made of so many linear functions instead of their exact Gaussian.
 
-        `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "probit",
-        "bridge" (Laplace bridge) or "mc".
+        `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
+        (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
+        variances of the input, and for `"streamlined"` `rank` says how many directions are carried in which units move together: 0
+        none, -1 all; None picks, and `p.how` tells what.
         """
         how = self.how if how is None else how
-        self._only(how, "linearized", "sampled")
+        self._only(how, "linearized", "sampled", "streamlined", "adjoint")
         if link not in LINKS:
             raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
+        if how in ("streamlined", "adjoint"):
+            engine = self.streamlined
+            p = (
+                engine.predict(x, rank=rank, x_var=x_var)
+                if how == "streamlined"
+                else adjoint(engine, x, x_var=x_var, memory=memory)
+            )
+            return p.stretched(self.variance_scale).linked(link)
+        if x_var is not None or rank is not None:
+            raise ValueError('x_var and rank are for predictions in one pass: how="streamlined" or how="adjoint"')
         source = generator(self.model.device, seed, "weights")
         if how == "linearized":
             p = linearized(
@@ -121,6 +139,11 @@ class Gaussian(Posterior):
         """n draws of the linearised function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
         deltas = self.covariance.sample(n, generator or fresh(self.model.device))
         return functions(self.model, x, params=self.params, buffers=self.buffers, deltas=deltas)
+
+    @cached_property
+    def streamlined(self) -> Streamlined:
+        """The network as a program of means and variances, made once."""
+        return Streamlined(self.model, self.params, self.buffers, self.covariance)
 
     # -- prior, noise, evidence
 
@@ -250,7 +273,9 @@ class Gaussian(Posterior):
             for ratio, predictive in zip(ratios, found, strict=True):
                 for p, s, t in scores:
                     if float(p) * float(s) ** 2 == ratio:
-                        scores[p, s, t] += float(_stretched(predictive, t, s).log_prob(y).double().sum())
+                        learned = {k: v + math.log(s) if k == NOISE else v for k, v in (predictive.params or {}).items()}
+                        at = replace(predictive.stretched(t * float(s) ** 2), params=learned)
+                        scores[p, s, t] += float(at.log_prob(y).double().sum())
         p, s, t = max(scores, key=lambda key: scores[key])
         noise = None if s == 1 else self._scale.rsqrt() * s
         precision = {name: leaf * p for name, leaf in self.prior_precision.items()}
@@ -270,14 +295,3 @@ class Gaussian(Posterior):
             )
         covariance = self.covariance if self.temperature == 1.0 else self.covariance.with_temperature(1.0)
         return MultivariateNormal({name: self.params[name] for name in covariance.shapes}, covariance)
-
-
-def _stretched(predictive: LatentMixture, temperature: float, noise: float) -> LatentMixture:
-    """The same at a multiple of the temperature and of the learned noise, which multiplies the covariance too."""
-    if temperature == noise == 1:
-        return predictive
-    factor = temperature * float(noise) ** 2
-    learned = {key: leaf + math.log(noise) if key == NOISE else leaf for key, leaf in (predictive.params or {}).items()}
-    if predictive.root is not None:
-        return replace(predictive, root=predictive.root * factor**0.5, params=learned)
-    return replace(predictive, cov=predictive.covariances * factor, params=learned)

@@ -170,7 +170,7 @@ class _Run:
 
     def _output(self) -> Layer | None:
         """The layer, if it is the output layer alone."""
-        if len(self.layers) != 1 or self.found.generic or self.done.f.ndim != 2:
+        if len(self.layers) != 1 or self.found.generic or self.done.f.ndim != 2 or self.done.taps:
             return None
         layer = self.layers[0]
         alone = layer.part.kind == "affine" and layer.part.weight is not None and len(layer.uses) == 1
@@ -181,7 +181,7 @@ class _Run:
         layer, block = self._output(), self.blocks[0]
         if layer is None or not isinstance(block, Kronecker):
             return None
-        v = layer.rotated(block.inputs).squeeze(1) ** 2 @ block.times(factor).variances.mT  # [B, O]
+        v = layer.energy(block.inputs) @ block.times(factor).variances.mT  # [B, O]
         return block.left * v.sqrt().unsqueeze(1)
 
     def covariances(self, factors: Sequence[float] = (1.0,)) -> Tensor:
@@ -197,13 +197,13 @@ class _Run:
         """The output layer: its Jacobian is its input, and nothing is back-propagated."""
         block = self.blocks[0]
         if isinstance(block, Kronecker):
-            squared = layer.rotated(block.inputs).squeeze(1) ** 2
+            squared = layer.energy(block.inputs)
             each = [squared @ block.times(factor).variances.mT for factor in factors]  # [B, O]
             return torch.stack([(block.left * v.unsqueeze(1)) @ block.left.mT for v in each])
         if isinstance(block, Diagonal):
             v = torch.stack([_single(layer, block.times(factor).variance()) for factor in factors])
             return v if v.shape[-1] > WIDE else torch.diag_embed(v)  # a thousand classes need no thousand times a thousand zeros
-        if isinstance(block, Dense) and block.index is None and len(factors) == 1:
+        if isinstance(block, Dense) and block.index is None and len(factors) == 1 and layer.spread is None:
             return _dense_output(block, layer, layer.extended.squeeze(1), self.f.shape[-1]).unsqueeze(0)
         return None
 
@@ -215,12 +215,18 @@ class _Run:
         for c in range(classes):
             unit[c, :, position, c] = 1
         unit = unit.reshape(classes, *f.shape)
-        edges = [use.edge for layer in self.layers for use in layer.uses]
+        taps = self.done.taps
+        edges = [use.edge for layer in self.layers for use in layer.uses] + [tap.edge for tap in taps]
         rows: list[list[Tensor]] = [[] for _ in self.layers]
+        noise: list[list[Tensor]] = [[] for _ in taps]
         for c in range(classes if edges else 0):
             found = iter(torch.autograd.grad(f, edges, unit[c], retain_graph=True, allow_unused=True))
             for i, layer in enumerate(self.layers):
                 rows[i].append(layer.outputs([next(found) for _ in layer.uses]))
+            for i, (tap, g) in enumerate(zip(taps, found, strict=True)):
+                if g is not None:
+                    noise[i].append((g * tap.var.sqrt()).movedim(tap.axis, 0).flatten(1))
+        self.noise = [_gram(torch.stack(one)) for one in noise if one]  # [B, C, C] each
         return rows, unit
 
     def _position(self, position: int, factors: Sequence[float]) -> Tensor:
@@ -235,6 +241,8 @@ class _Run:
             names = set(block.shapes)
             mine = [(layer, g) for layer, g in left.items() if set(layer.part.names) <= names]
             total += _block(block, mine, {name: others[name] for name in others if name in names}, total, factors)
+        for cov in self.noise:
+            total += cov
         return total
 
     def joint(self) -> Tensor:
@@ -283,6 +291,10 @@ def _block(
         inner = _projected(block, layers, others, like[0])  # [B, C, k]
         rest = total[0] - inner @ inner.mT  # outside Q, where rounding must not make a variance negative
         rest = rest - torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp_max(0))
+        for layer, g in layers:
+            if layer.spread is not None:  # there by its variances without the directions: it has those of the whole
+                without, whole = _spread(layer, g, [block.diagonal, block.variance()])
+                rest = rest + whole - without
         if len(factors) == 1:
             return (rest + (inner * block.logs.exp()) @ inner.mT).unsqueeze(0)
         at = [(factor, block.times(factor).logs.exp()) for factor in factors]
@@ -305,7 +317,23 @@ def _block(
         rotated = (rows if block.index is None else rows[..., block.index]) @ basis
         for i, factor in enumerate(factors):
             total[i, piece] = (rotated * (block.temperature / (values + factor))) @ rotated.mT
+    if any(layer.spread is not None for layer, _ in layers):
+        variances = [block.times(factor).variance() for factor in factors]
+        for layer, g in layers:
+            if layer.spread is not None:
+                total = total + _spread(layer, g, variances)
     return total
+
+
+def _spread(layer: Layer, g: list[Tensor], variances: list[Params]) -> Tensor:
+    """What noise of the inputs of a layer, each position's own, adds by way of the weights' variances: [G, B, C, C]."""
+    assert layer.spread is not None
+    assert layer.part.weight is not None
+    rows, found = torch.stack(g), []
+    for v in variances:
+        weight = v[layer.part.weight]
+        found.append(_gram((rows * (layer.spread @ weight.reshape(weight.shape[0], -1).mT).sqrt()).flatten(2)))
+    return torch.stack(found)
 
 
 def _slice(layer: Layer, piece: slice) -> Layer:
@@ -325,7 +353,7 @@ def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: list[
     size, positions, outputs = g[0].shape
     basis, bias, classes = block.inputs, layer.part.bias is not None, len(g)
     if positions == 1:
-        squared, turned = layer.rotated(basis).squeeze(1) ** 2, torch.stack(g).squeeze(2) @ block.left
+        squared, turned = layer.energy(basis), torch.stack(g).squeeze(2) @ block.left
         return torch.stack([_gram(turned * (squared @ v.mT).sqrt()) for v in variances])
     roots, inputs = [v.sqrt() for v in variances], basis.shape[0]
     # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
@@ -346,7 +374,11 @@ def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: list[
             product = block.left.mT @ product
         each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
         found.append(torch.stack([white @ white.mT for white in each]))
-    return torch.cat(found, 1)
+    total = torch.cat(found, 1)
+    if layer.spread is not None:  # noise of the inputs is each position's own
+        squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, torch.stack(g) @ block.left
+        total = total + torch.stack([_gram((turned * (squared @ v.mT).sqrt()).flatten(2)) for v in variances])
+    return total
 
 
 def _single(layer: Layer, variance: Params) -> Tensor:
@@ -380,6 +412,8 @@ def _diagonal(variances: list[Params], layers: list[tuple[Layer, list[Tensor]]],
         else:
             for leaf, name, piece in _leaves(layer, g):
                 total[:, piece] = total[:, piece] + torch.stack([_gram((leaf * v[name].sqrt()).flatten(2)) for v in variances])
+            if layer.spread is not None:
+                total = total + _spread(layer, g, variances)
     return total
 
 

@@ -1,0 +1,72 @@
+r"""Prediction by one pass of means forwards and one sweep of expected slopes backwards for every output.
+
+Forwards, means and variances go through the network as in `streamlined`; every function of a random number then has a mean
+:math:`E[g(x)]` and an expected slope :math:`E[g'(x)]`, which is the derivative of that mean. Backwards, the output k is followed through
+these slopes to every layer's output, which gives :math:`\delta_k`, and
+
+.. math:: \mathrm{Var}_k = \sum_{\text{layers}} \delta_k^{\circ 2} \cdot \big( S\, (m^{\circ 2} + v) + s \big)
+          + \sum_{\text{functions}} \delta_k^{\circ 2} \cdot \big( \mathrm{Var}[g(x)] - E[g'(x)]^2 v \big),
+
+where the last sum is what a function makes of its input beyond its expected slope.
+
+All correlations between units, tokens, branches and positions are kept, as in the linearised network, whose code does the work here: the
+network that is linearised is that of the means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito import tree
+from dubito.curvature.capture import tapped
+from dubito.model import Model
+from dubito.predict.linearized import linearized
+from dubito.predict.streamlined.engine import Streamlined
+from dubito.predict.streamlined.moments import Moments, Weight
+from dubito.predictive import LatentMixture
+from dubito.tree import Buffers, Params
+
+
+@dataclass(frozen=True)
+class Means(Model):
+    """A model whose network is that of the means: what it gives for x is E[f(x)]."""
+
+    engine: Any = None
+    noisy: bool = False  # x is then (x, variances of x)
+
+    def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+        engine: Streamlined = self.engine
+        weights: list[Any] = []
+        inputs = x[0] if self.noisy else x
+        program, found = engine.program(inputs, adjoint=True, noisy=self.noisy), engine.trace(inputs)
+        for name in found.weights.values():
+            known = engine.weights[name]
+            mean = params[name] if name in params else buffers[name]
+            weights.append(known._replace(mean=mean) if isinstance(known, Weight) else mean)
+        leaves: list[Any] = list(tree.leaves(inputs))
+        if self.noisy:
+            leaves[0] = Moments(tapped(leaves[0].detach().requires_grad_(), x[1], 0), x[1])
+        f = program(*leaves, *weights)
+        return (f.mean if isinstance(f, Moments) else f), buffers
+
+
+def adjoint(engine: Streamlined, x: Any, *, x_var: Tensor | None = None, memory: float = 1.0) -> LatentMixture:
+    """The predictive at x: means by the forward pass, covariances of the outputs by the sweeps backwards."""
+    x = engine.prepared(x)
+    base = engine.model
+    if x_var is not None:
+        x_var = x_var.to(x).expand_as(x)
+    model = Means(
+        base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output,
+        engine=engine, noisy=x_var is not None,
+    )  # fmt: skip
+    with torch.inference_mode(False):
+        x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
+        given = x if x_var is None else (x, x_var)
+        engine.trace(x)
+        p = linearized(model, given, params=engine.params, buffers=engine.buffers, covariance=engine.covariance, memory=memory)
+        return replace(p, how="adjoint")

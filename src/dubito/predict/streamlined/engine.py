@@ -1,0 +1,116 @@
+r"""One pass through the network with means and variances in the place of numbers.
+
+The network is traced once (`trace`), its operations are replaced by rules (`program`), and from then on a prediction costs two or three
+matrix products where the plain network has one. `forward` carries variances only, or covariances as well: `rank` directions
+in which units move together, or all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dubito import tree
+from dubito.curvature.capture import example_count
+from dubito.likelihoods import own
+from dubito.linalg import Blocks, Covariance, Kronecker
+from dubito.model import Model
+from dubito.predict.streamlined.moments import Moments, Weight
+from dubito.predict.streamlined.program import lower
+from dubito.predict.streamlined.trace import Ref, Trace, trace
+from dubito.predictive import LatentMixture
+from dubito.tree import Buffers, Params
+
+NARROW = 512  # units of a network, all operations together, up to which all directions are carried
+WIDE = 100  # outputs above which their covariances are left out
+
+
+class Streamlined:
+    """The streamlined network of a posterior: its traces and programs, and what of the weights is needed again and again."""
+
+    def __init__(self, model: Model, params: Params, buffers: Buffers, covariance: Covariance, *, fallback: int = 0):
+        self.model, self.params, self.buffers, self.covariance = model, params, buffers, covariance
+        self.fallback = fallback
+        self.traces: dict[tuple, Trace] = {}
+        self.programs: dict[tuple, fx.GraphModule] = {}
+        blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        kronecker = {block.weight: block for block in blocks if isinstance(block, Kronecker)}
+        fixed = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
+        variances = {name: leaf for name, leaf in covariance.variance().items() if ":" not in name}
+        self.random = tuple(variances)
+        self.weights: dict[str, Tensor | Weight] = {**fixed}
+        for name, var in variances.items():
+            self.weights[name] = Weight.of(fixed[name], var.to(fixed[name].dtype), kronecker.get(name))
+
+    def prepared(self, x: Any) -> Any:
+        return tree.move(tree.tensors(x, next(self.model.network.parameters()).dtype), self.model.device)
+
+    def trace(self, x: Any) -> Trace:
+        """Of the network for inputs like x; found once."""
+        leaves = list(tree.leaves(x))
+        kind = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+        count = example_count(x)
+        for key in (kind, (count, kind)):
+            if key in self.traces:
+                return self.traces[key]
+        with torch.inference_mode(False):
+            plain = {name: w.mean if isinstance(w, Weight) else w for name, w in self.weights.items()}
+            params = {name: plain[name] for name in self.params if ":" not in name}
+            found = trace(self.model, params, x, {name: plain[name] for name in self.buffers})
+        self.traces[kind if found.dynamic else (count, kind)] = found
+        return found
+
+    def program(
+        self, x: Any, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False
+    ) -> fx.GraphModule:
+        """The program for inputs like x; made once."""
+        found = self.trace(x)
+        key = (id(found), adjoint, rank, noisy, taylor)
+        if key not in self.programs:
+            self.programs[key] = lower(
+                found, self.random, adjoint=adjoint, rank=rank, noisy=noisy, fallback=self.fallback, taylor=taylor
+            )
+        return self.programs[key]
+
+    def moments(self, x: Any, *, rank: int = 0, x_var: Tensor | None = None, taylor: bool = False) -> Moments:
+        """Mean [B, *D, C] and variances of f, with directions if `rank` is not 0; `x_var` are variances of the input."""
+        program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor)
+        found = self.trace(x)
+        leaves: list[Any] = list(tree.leaves(x))
+        if x_var is not None:
+            leaves[0] = Moments(leaves[0], x_var)
+        f = program(*leaves, *(self.weights[name] for name in found.weights.values()))
+        return f if isinstance(f, Moments) else Moments(f, torch.zeros_like(f))
+
+    def rank(self, x: Any) -> int:
+        """All directions where the network is narrow, none where it is wide."""
+        found = self.trace(x)
+        units = sum(math.prod(found.shapes[step.out.slot][1:]) for step in found.steps if isinstance(step.out, Ref))
+        return -1 if units <= NARROW else 0
+
+    def predict(self, x: Any, *, rank: int | None = None, x_var: Tensor | None = None, taylor: bool = False) -> LatentMixture:
+        """The predictive at x."""
+        x = self.prepared(x)
+        with torch.no_grad():
+            rank = self.rank(x) if rank is None else rank
+            if x_var is not None:
+                x_var = x_var.to(x).expand_as(x)
+            f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor)
+            how = {0: "streamlined, variances only", -1: "streamlined, full covariance"}.get(
+                rank, f"streamlined, {rank} directions"
+            )
+            mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
+            mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in (mean, cov))
+            return LatentMixture(self.model.likelihood, mean, cov, params=own(self.params), how=how)
+
+
+def covariance_of(f: Moments) -> Tensor:
+    """[B, *D, C], or [B, *D, C, C] where outputs move together."""
+    if f.factor is None or f.mean.shape[-1] > WIDE:
+        return f.var
+    together = torch.einsum("r...c,r...d->...cd", f.factor, f.factor)
+    own = (f.var - together.diagonal(dim1=-2, dim2=-1)).clamp_min(0)
+    return together + torch.diag_embed(own)

@@ -1,0 +1,79 @@
+"""What flows through the network: a mean and a variance of every number, and, if wanted, directions in which they move together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+
+class Moments(NamedTuple):
+    r"""Numbers with means and variances [B, ...], of the same shape.
+
+    `factor` [R, B, ...] holds directions in which they move together: covariances off the diagonal are those of
+    :math:`\sum_r u_r u_r^T`. `var` is the whole variance, of which the directions explain a part.
+    """
+
+    mean: Tensor
+    var: Tensor
+    factor: Tensor | None = None
+
+
+class Weight(NamedTuple):
+    """A weight with its mean, its variance, and E[w^2] = mean^2 + variance, which is formed once.
+
+    `block` is the covariance of a layer's matrix where its entries are not independent."""
+
+    mean: Tensor
+    var: Tensor
+    second: Tensor
+    block: Any = None
+
+    @staticmethod
+    def of(mean: Tensor, var: Tensor, block: Any = None) -> Weight:
+        return Weight(mean, var, mean * mean + var, block)
+
+
+def mean_of(value: Any) -> Any:
+    """The mean of a value that may be certain."""
+    return value.mean if isinstance(value, Moments | Weight) else value
+
+
+def var_of(value: Any) -> Tensor | None:
+    """The variance of a value; None if it is certain."""
+    return value.var if isinstance(value, Moments | Weight) else None
+
+
+def uncertain(value: Any) -> bool:
+    return isinstance(value, Moments | Weight)
+
+
+def still(adjoint: bool) -> AbstractContextManager:
+    """Around what computes variances: the adjoint needs gradients of the means alone, with variances held fixed."""
+    return torch.no_grad() if adjoint else nullcontext()
+
+
+def linear_map(function: Callable[[Tensor], Tensor], x: Moments, *, squared: Callable[[Tensor], Tensor] | None = None) -> Moments:
+    """A map that only moves numbers about, or (with `squared`, the same map with squared coefficients) adds them up."""
+    factor = None if x.factor is None else vmap(function)(x.factor)
+    if squared is None:
+        return Moments(function(x.mean), function(x.var), factor)
+    var = squared(x.var)
+    if factor is not None:  # what moves together adds up before it is squared
+        own = residual(x)
+        var = squared(own) + factor.square().sum(0)
+    return Moments(function(x.mean), var, factor)
+
+
+def residual(x: Moments) -> Tensor:
+    """The part of the variance that is each number's own."""
+    return x.var if x.factor is None else (x.var - x.factor.square().sum(0)).clamp_min(0)
+
+
+def attached(mean: Tensor, m: Tensor, slope: Tensor) -> Tensor:
+    """The same mean, whose gradient in m is the expected slope."""
+    return mean.detach() + slope.detach() * (m - m.detach())

@@ -1,0 +1,157 @@
+"""A trace turned into a program of rules: a torch.fx GraphModule, whose code can be read, compiled and exported."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from dubito.predict.streamlined import rules as _rules  # noqa: F401 (registers them)
+from dubito.predict.streamlined.moments import Moments, Weight
+from dubito.predict.streamlined.registry import KEYWORDS, RULES
+from dubito.predict.streamlined.trace import Ref, Size, Step, Trace, refs
+
+
+class NoRule(ValueError):
+    """An operation on random numbers that nobody has written a rule for."""
+
+    def __init__(self, step: Step):
+        where = f" in {step.where}" if step.where else ""
+        super().__init__(
+            f"there is no rule for the mean and variance of {step.name}(){where}. The ways out: write one "
+            f"(`@dubito.predict.streamlined.rule({step.name!r})`, five lines, see docs/streamlined.md); make the weights before it "
+            "certain by `only=`; let it be sampled, `fallback=64` (draws of what goes in, for this operation alone); or predict with "
+            "how='linearized' or 'sampled'"
+        )
+
+
+def lower(
+    found: Trace,
+    random: Iterable[str],
+    *,
+    adjoint: bool = False,
+    rank: int = 0,
+    noisy: bool = False,
+    fallback: int = 0,
+    taylor: bool = False,
+) -> fx.GraphModule:
+    """The program: takes the inputs, then the weights in the order of `found.weights`, and gives the moments of f.
+
+    `random` names the weights that have a variance; `noisy` inputs have one too. Operations on what is certain stay as they are, and
+    what f does not need is left out.
+    """
+    random, graph, root = set(random), fx.Graph(), nn.Module()
+    needed = _needed(found)
+    values: dict[int, Any] = {slot: graph.placeholder(f"x{i}") for i, slot in enumerate(found.inputs)}
+    for slot, name in found.weights.items():
+        values[slot] = graph.placeholder("w_" + "".join(c if c.isalnum() else "_" for c in name))
+    for i, (slot, tensor) in enumerate(found.constants.items()):
+        if slot in needed:
+            root.register_buffer(f"constant{i}", tensor, persistent=False)
+            values[slot] = graph.get_attr(f"constant{i}")
+    uncertain = {slot for slot, name in found.weights.items() if name in random}
+    uncertain |= set(found.inputs[:1]) if noisy else set()
+    batch = None
+    for step in found.steps:
+        outs = [ref.slot for ref in refs(step.out)]
+        if not needed & set(outs):
+            continue
+        if batch is None and _follows((step.args, step.kwargs)):
+            first = values[found.inputs[found.batched.index(True)]]
+            if noisy and found.batched.index(True) == 0:
+                first = graph.call_function(getattr, (first, "mean"))
+            batch = graph.call_function(operator.getitem, (graph.call_function(getattr, (first, "shape")), 0))
+        args, kwargs = (_filled(part, values, graph, batch) for part in (step.args, step.kwargs))
+        if any(ref.slot in uncertain for ref in refs((step.args, step.kwargs))):
+            last = isinstance(step.out, Ref) and step.out.slot == found.output
+            given = {"adjoint": adjoint, "rank": rank or (-1 if last and not adjoint else None), "taylor": taylor}
+            if adjoint and isinstance(step.out, Ref):
+                given["axis"] = found.axes.get(step.out.slot)
+            node = _ruled(graph, step, args, kwargs, given, fallback)
+            uncertain |= set(outs)
+        else:
+            node = _plain(graph, step, args, kwargs)
+        _assign(graph, step.out, node, values, needed)
+    graph.output(values[found.output])
+    return fx.GraphModule(root, graph)
+
+
+def _needed(found: Trace) -> set[int]:
+    needed = {found.output}
+    for step in reversed(found.steps):
+        if any(ref.slot in needed for ref in refs(step.out)):
+            needed |= {ref.slot for ref in refs((step.args, step.kwargs))}
+    return needed
+
+
+def _follows(value: Any) -> bool:
+    if isinstance(value, Size):
+        return True
+    if isinstance(value, dict):
+        return any(_follows(item) for item in value.values())
+    if isinstance(value, slice):
+        return any(_follows(item) for item in (value.start, value.stop, value.step))
+    return isinstance(value, tuple | list) and not isinstance(value, Ref) and any(_follows(item) for item in value)
+
+
+def _filled(value: Any, values: dict[int, Any], graph: fx.Graph, batch: Any) -> Any:
+    if isinstance(value, Ref):
+        return values[value.slot]
+    if isinstance(value, Size):
+        size = batch if value.slope == 1 else graph.call_function(operator.mul, (batch, value.slope))
+        return size if value.constant == 0 else graph.call_function(operator.add, (size, value.constant))
+    if isinstance(value, dict):
+        return {key: _filled(item, values, graph, batch) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_filled(item, values, graph, batch) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple | list):
+        return type(value)(_filled(item, values, graph, batch) for item in value)
+    return value
+
+
+def _plain(graph: fx.Graph, step: Step, args: tuple, kwargs: dict) -> fx.Node:
+    """The operation itself, on what is certain."""
+    name = getattr(step.func, "__name__", "")
+    if step.name == "setitem":
+        return graph.call_function(_set, args, kwargs)
+    if name == "__get__":
+        return graph.call_function(getattr, (args[0], step.name[4:]))
+    if getattr(torch.Tensor, name, None) is step.func and args and isinstance(args[0], fx.Node):
+        return graph.call_method(name, args, kwargs)
+    return graph.call_function(step.func, args, kwargs)
+
+
+def _set(x: Tensor, index: Any, value: Any) -> Tensor:
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+def _ruled(graph: fx.Graph, step: Step, args: tuple, kwargs: dict, given: dict[str, Any], fallback: int) -> fx.Node:
+    rule: Callable
+    if step.name in RULES:
+        rule = RULES[step.name]
+        extra = {key: given[key] for key in KEYWORDS[step.name] if given.get(key) is not None and given[key] is not False}
+    elif fallback:
+        from dubito.predict.streamlined.rules.sampled import by_draws
+
+        rule, args = by_draws, (step.func, fallback, *args)
+        extra = {"adjoint": True} if given["adjoint"] else {}
+    else:
+        raise NoRule(step)
+    return graph.call_function(rule, args, {**kwargs, **extra})
+
+
+def _assign(graph: fx.Graph, out: Any, node: fx.Node, values: dict[int, Any], needed: set[int]) -> None:
+    if isinstance(out, Ref):
+        values[out.slot] = node
+    elif isinstance(out, tuple):
+        for i, part in enumerate(out):
+            if part is not None and any(ref.slot in needed for ref in refs(part)):
+                _assign(graph, part, graph.call_function(operator.getitem, (node, i)), values, needed)
+
+
+__all__ = ["Moments", "NoRule", "Weight", "lower"]

@@ -1,0 +1,35 @@
+"""Rules, one for each operation: from the moments of what goes in to the moments of what comes out.
+
+A rule is called as the operation is, with `Moments` (or `Weight`, where a random weight is given directly) in the place of those tensors
+that are random, and returns `Moments`. It may take more keywords, which it is given where it names them: `adjoint` (variances then
+carry no gradient; the mean must), `rank` (whether directions are carried: 0 none, -1 all, else how many) and `taylor` (first order).
+
+>>> from dubito.predict.streamlined import Moments, rule
+>>> @rule(torch.sinc)
+... def sinc(x):
+...     return by_quadrature(torch.sinc, x)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from dubito.predict.streamlined.trace import canonical
+
+RULES: dict[str, Callable[..., Any]] = {}
+KEYWORDS: dict[str, frozenset[str]] = {}  # of `adjoint`, `rank` and `taylor`, those that a rule takes
+
+
+def rule(*operations: Callable | str) -> Callable[[Callable], Callable]:
+    """Register a rule for operations, given as functions or by name; `torch.relu`, `F.relu`, `x.relu()` and `x.relu_()` are one."""
+
+    def register(function: Callable) -> Callable:
+        for operation in operations:
+            name = operation if isinstance(operation, str) else canonical(operation)
+            RULES[name] = function
+            KEYWORDS[name] = frozenset(inspect.signature(function).parameters) & {"adjoint", "axis", "rank", "taylor"}
+        return function
+
+    return register
