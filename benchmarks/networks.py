@@ -108,3 +108,42 @@ def resnet50(classes: int = 1000) -> nn.Sequential:
             layers.append(Bottleneck(inputs, width, stride if i == 0 else 1))
             inputs = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class _Encoder(nn.Module):
+    """Attention with matrices of its own for queries, keys and values, then two layers, each beside a way around."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.project = (nn.Linear(width, width) for _ in range(4))
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        x = x + self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
+
+
+class ViT(nn.Module):
+    """A vision transformer that reads its class from a token of its own."""
+
+    def __init__(self, image: int, patch: int, width: int, depth: int, heads: int, classes: int = 10, channels: int = 3):
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.token = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.places = nn.Parameter(0.02 * torch.randn(1, (image // patch) ** 2 + 1, width))
+        self.blocks = nn.Sequential(*(_Encoder(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.places
+        return self.head(self.norm(self.blocks(tokens))[:, 0])
+
+
+def last_values(depth: int, blocks: int = 2) -> str:
+    """`only=` for the value matrices of the last blocks of a `ViT`, and its head."""
+    return "|".join([*(rf"blocks\.{i}\.value" for i in range(depth - blocks, depth)), r"^head"])

@@ -17,7 +17,7 @@ from dubito.curvature.capture import Use
 from dubito.curvature.layout import MERGED, Part
 from dubito.tree import Params
 
-CHUNK = 2**24  # numbers that may be formed at a time, where something is formed piece by piece
+CHUNK = 2**22  # numbers that may be formed at a time, where something is formed piece by piece
 
 
 def examples_first(value: Tensor, part: Part, batch: int) -> Tensor:
@@ -235,5 +235,7 @@ def squared_products(g: Tensor, a: Tensor) -> Tensor:
 
 def pieces(n: int, each: int) -> Iterator[slice]:
     """n things in slices, so that things of `each` numbers stay within bounds."""
+    if isinstance(n, torch.SymInt):  # while it is traced for any number of them: all at a time
+        return iter([slice(0, n)])
     step = max(1, CHUNK // max(1, each))
     return (slice(start, min(n, start + step)) for start in range(0, n, step))

@@ -138,10 +138,10 @@ class Categorical(Classes):
         return (columns * self._logits(torch.ones_like(f), params).unsqueeze(-2)).movedim(-2, 0)
 
     def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
-        r"""Probit: :math:`\mathrm{softmax}(m_c / \sqrt{1 + \pi V_{cc} / 8})`. Pairwise (Lu et al. 2020):
-        :math:`p_c \propto 1 / \sum_d \exp((m_d - m_c) / \sqrt{1 + \pi \mathrm{Var}(f_c - f_d) / 8})`. Bridge (Hobbhahn et al. 2022): the mean of the Dirichlet
-        with :math:`\alpha_c = \frac{1}{V_{cc}} (1 - \frac{2}{C} + \frac{e^{m_c}}{C^2} \sum_d e^{-m_d})`, after the logits
-        are made to sum to zero."""
+        r"""Three closed forms. Probit: :math:`\mathrm{softmax}(m_c / \sqrt{1 + \pi V_{cc} / 8})`. Pairwise (Lu et al. 2020):
+        :math:`p_c \propto 1 / \sum_d \exp((m_d - m_c) / \sqrt{1 + \pi \mathrm{Var}(f_c - f_d) / 8})`. Bridge (Hobbhahn et al.
+        2022): the mean of the Dirichlet with :math:`\alpha_c = \frac{1}{V_{cc}} (1 - \frac{2}{C} + \frac{e^{m_c}}{C^2} \sum_d
+        e^{-m_d})`, after the logits are made to sum to zero."""
         mean, classes = self._logits(f_mean, params), f_mean.shape[-1]
         slope = self._logits(torch.ones_like(f_mean), params)
         cov = (f_cov if f_cov.ndim > f_mean.ndim else torch.diag_embed(f_cov)) * slope.unsqueeze(-1) * slope.unsqueeze(-2)

@@ -62,7 +62,7 @@ class Diagonal(Covariance):
         return -torch.stack([p.double().log().sum() for p in self.precision.values()]).sum()
 
     def variance(self) -> Params:
-        return {name: 1 / p for name, p in self.precision.items()}
+        return {name: p.reciprocal() for name, p in self.precision.items()}
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         parts = [
@@ -76,7 +76,7 @@ class Diagonal(Covariance):
         return replace(self, prior={name: prior[name] for name in self.curvature}, scale=scale, temperature=temperature)
 
     def times(self, factor: float) -> Diagonal:
-        return replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
+        return self if factor == 1 else replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
 
     def with_temperature(self, temperature: float) -> Diagonal:
         return replace(self, temperature=temperature)

@@ -78,6 +78,11 @@ class Kronecker(Covariance):
         return self.temperature / precision
 
     @property
+    def biased(self) -> bool:
+        """Whether the bias is one of the inputs."""
+        return self.bias is not None
+
+    @property
     def plain(self) -> bool:
         """One curvature and one prior precision, told apart by numbers alone."""
         return self.parts is None and self.warp is None
@@ -216,7 +221,7 @@ class Kronecker(Covariance):
         )  # fmt: skip
 
     def times(self, factor: float) -> Kronecker:
-        return replace(self, delta=self.delta * factor)
+        return self if factor == 1 else replace(self, delta=self.delta * factor)
 
     def with_temperature(self, temperature: float) -> Kronecker:
         return replace(self, temperature=temperature)

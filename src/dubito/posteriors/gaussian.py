@@ -262,12 +262,7 @@ class Gaussian(Posterior):
         if self._fitted.base is not None:
             raise ValueError(CONTINUED)
         scores = dict.fromkeys(((p, s, t) for p in precisions for s in noises for t in temperatures), 0.0)
-        batches: Iterable[Any] = [data] if isinstance(data, tuple) else data
-        with lent(batches), forked():  # a DataLoader draws from the global generator, even unshuffled
-            batches = [tree.move(batch, self.model.device) for batch in batches]
-        if not batches:
-            raise ValueError("there is no held-out data: the loader gave no batch")
-        for batch in batches:
+        for batch in self._held_out(data):
             x, y = self.model.split(batch)
             found = sweep(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance, factors=ratios)
             for ratio, predictive in zip(ratios, found, strict=True):
@@ -280,6 +275,44 @@ class Gaussian(Posterior):
         noise = None if s == 1 else self._scale.rsqrt() * s
         precision = {name: leaf * p for name, leaf in self.prior_precision.items()}
         return self.with_prior(precision, noise=noise, temperature=self.temperature * t)
+
+    def _held_out(self, data: Iterable[Any]) -> list[Any]:
+        batches: Iterable[Any] = [data] if isinstance(data, tuple) else data
+        with lent(batches), forked():  # a DataLoader draws from the global generator, even unshuffled
+            batches = [tree.move(batch, self.model.device) for batch in batches]
+        if not batches:
+            raise ValueError("there is no held-out data: the loader gave no batch")
+        return batches
+
+    def calibrated(self, data: Iterable[Any], how: str = "streamlined", *, rank: int | None = None) -> Gaussian:
+        """The posterior whose predictions in one pass have their variances of f multiplied by the factor, `variance_scale`, that scores
+        held-out data best, (x, y) or batches. It is positive by construction, and 1 unless this is called."""
+        self._only(how, "streamlined", "adjoint")
+        plain = replace(self, variance_scale=1.0)
+        found = []
+        for batch in self._held_out(data):
+            x, y = self.model.split(batch)
+            found.append((plain.predict(x, how, rank=rank if how == "streamlined" else None), y))
+
+        def score(log: float) -> float:
+            return sum(float(p.stretched(math.exp(log)).log_prob(y).double().sum()) for p, y in found)
+
+        grid = [math.log(10) * i / 2 for i in range(-8, 9)]
+        best = max(grid, key=score)
+        low, high = best - grid[1] + grid[0], best + grid[1] - grid[0]
+        ratio = (math.sqrt(5) - 1) / 2
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        at_a, at_b = score(a), score(b)
+        while high - low > 0.01:  # golden section
+            if at_a > at_b:
+                high, b, at_b = b, a, at_a
+                a = high - ratio * (high - low)
+                at_a = score(a)
+            else:
+                low, a, at_a = a, b, at_b
+                b = low + ratio * (high - low)
+                at_b = score(b)
+        return replace(self, variance_scale=math.exp((low + high) / 2))
 
     def as_prior(self) -> MultivariateNormal:
         """This posterior as the prior of a fit on new data, which then continues from what is known.

@@ -8,6 +8,7 @@ in which units move together, or all of them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,16 +17,17 @@ from torch import Tensor, fx
 from dubito import tree
 from dubito.curvature.capture import example_count
 from dubito.likelihoods import own
-from dubito.linalg import Blocks, Covariance, Kronecker
+from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
 from dubito.model import Model
-from dubito.predict.streamlined.moments import Moments, Weight
-from dubito.predict.streamlined.program import lower
+from dubito.predict.streamlined.moments import Moments, Output, Weight, mean_of
+from dubito.predict.streamlined.noise import noise_of
+from dubito.predict.streamlined.program import WIDE, lower
+from dubito.predict.streamlined.prune import pruned
 from dubito.predict.streamlined.trace import Ref, Trace, trace
 from dubito.predictive import LatentMixture
 from dubito.tree import Buffers, Params
 
 NARROW = 512  # units of a network, all operations together, up to which all directions are carried
-WIDE = 100  # outputs above which their covariances are left out
 
 
 class Streamlined:
@@ -36,14 +38,18 @@ class Streamlined:
         self.fallback = fallback
         self.traces: dict[tuple, Trace] = {}
         self.programs: dict[tuple, fx.GraphModule] = {}
-        blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
-        kronecker = {block.weight: block for block in blocks if isinstance(block, Kronecker)}
+        self.squares: dict[str, Tensor] = {}
+        self.chains: dict[int, Any] = {}  # of `predict.chain`, by trace
+        self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        kernels = {
+            block.weight: noise_of(block, block.weight, block.bias) for block in self.blocks if isinstance(block, Kronecker)
+        }
         fixed = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         variances = {name: leaf for name, leaf in covariance.variance().items() if ":" not in name}
         self.random = tuple(variances)
         self.weights: dict[str, Tensor | Weight] = {**fixed}
         for name, var in variances.items():
-            self.weights[name] = Weight.of(fixed[name], var.to(fixed[name].dtype), kronecker.get(name))
+            self.weights[name] = Weight.of(fixed[name], var.to(fixed[name].dtype), kernels.get(name))
 
     def prepared(self, x: Any) -> Any:
         return tree.move(tree.tensors(x, next(self.model.network.parameters()).dtype), self.model.device)
@@ -59,9 +65,44 @@ class Streamlined:
         with torch.inference_mode(False):
             plain = {name: w.mean if isinstance(w, Weight) else w for name, w in self.weights.items()}
             params = {name: plain[name] for name in self.params if ":" not in name}
-            found = trace(self.model, params, x, {name: plain[name] for name in self.buffers})
+            found = pruned(trace(self.model, params, x, {name: plain[name] for name in self.buffers}))
         self.traces[kind if found.dynamic else (count, kind)] = found
+        self._paired(found)
         return found
+
+    def _paired(self, found: Trace) -> None:
+        """Give matrices the noise that they make together with their bias."""
+        for step in found.steps:
+            if step.name != "linear":
+                continue
+            layer: list[Any] = [*step.args[1:], step.kwargs.get("weight"), step.kwargs.get("bias")]
+            layer = [part for part in layer if isinstance(part, Ref)][:2]
+            name, bias = (*(found.weights.get(ref.slot) for ref in layer), None, None)[:2]
+            weight = self.weights[name] if name in self.random else None
+            if isinstance(weight, Weight) and weight.block is None:
+                assert name is not None
+                block = next(block for block in self.blocks if name in block.shapes)
+                self.weights[name] = weight._replace(block=noise_of(block, name, bias if bias in self.random else None))
+
+    def prefix(self, found: Trace, slot: int, x: Any) -> Tensor:
+        """The value of a slot that nothing random comes before."""
+        leaves = list(tree.leaves(x))
+        if slot in found.inputs:
+            return leaves[found.inputs.index(slot)]
+        key = (id(found), slot)
+        if key not in self.programs:
+            self.programs[key] = lower(replace(found, output=slot), ())
+        return self.programs[key](*leaves, *(mean_of(self.weights[name]) for name in found.weights.values()))
+
+    def independent(self, name: str) -> bool:
+        """Whether the weights of a leaf are certain, or independent of each other and of all others."""
+        return all(isinstance(block, Diagonal) for block in self.blocks if name in block.shapes)
+
+    def square(self, name: str) -> Tensor:
+        """The squared mean of a weight, formed once."""
+        if name not in self.squares:
+            self.squares[name] = mean_of(self.weights[name]).square()
+        return self.squares[name]
 
     def program(
         self, x: Any, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False
@@ -75,15 +116,15 @@ class Streamlined:
             )
         return self.programs[key]
 
-    def moments(self, x: Any, *, rank: int = 0, x_var: Tensor | None = None, taylor: bool = False) -> Moments:
-        """Mean [B, *D, C] and variances of f, with directions if `rank` is not 0; `x_var` are variances of the input."""
+    def moments(self, x: Any, *, rank: int = 0, x_var: Tensor | None = None, taylor: bool = False) -> Moments | Output:
+        """Mean [B, *D, C] of f with its variances or, after an output layer, covariances; `x_var` are variances of the input."""
         program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor)
         found = self.trace(x)
         leaves: list[Any] = list(tree.leaves(x))
         if x_var is not None:
             leaves[0] = Moments(leaves[0], x_var)
         f = program(*leaves, *(self.weights[name] for name in found.weights.values()))
-        return f if isinstance(f, Moments) else Moments(f, torch.zeros_like(f))
+        return Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
 
     def rank(self, x: Any) -> int:
         """All directions where the network is narrow, none where it is wide."""
@@ -107,8 +148,10 @@ class Streamlined:
             return LatentMixture(self.model.likelihood, mean, cov, params=own(self.params), how=how)
 
 
-def covariance_of(f: Moments) -> Tensor:
+def covariance_of(f: Moments | Output) -> Tensor:
     """[B, *D, C], or [B, *D, C, C] where outputs move together."""
+    if isinstance(f, Output):
+        return f.cov
     if f.factor is None or f.mean.shape[-1] > WIDE:
         return f.var
     together = torch.einsum("r...c,r...d->...cd", f.factor, f.factor)

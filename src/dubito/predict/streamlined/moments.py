@@ -23,6 +23,13 @@ class Moments(NamedTuple):
     factor: Tensor | None = None
 
 
+class Output(NamedTuple):
+    """What the output layer gives: means [B, ..., C] and covariances [B, ..., C, C]."""
+
+    mean: Tensor
+    cov: Tensor
+
+
 class Weight(NamedTuple):
     """A weight with its mean, its variance, and E[w^2] = mean^2 + variance, which is formed once.
 
@@ -35,7 +42,7 @@ class Weight(NamedTuple):
 
     @staticmethod
     def of(mean: Tensor, var: Tensor, block: Any = None) -> Weight:
-        return Weight(mean, var, mean * mean + var, block)
+        return Weight(mean, var, torch.addcmul(var, mean, mean), block)
 
 
 def mean_of(value: Any) -> Any:

@@ -11,8 +11,13 @@ from torch import Tensor, fx, nn
 
 from dubito.predict.streamlined import rules as _rules  # noqa: F401 (registers them)
 from dubito.predict.streamlined.moments import Moments, Weight
+from dubito.predict.streamlined.origin import origin
 from dubito.predict.streamlined.registry import KEYWORDS, RULES
+from dubito.predict.streamlined.rules.head import head
 from dubito.predict.streamlined.trace import Ref, Size, Step, Trace, refs
+
+NOISE = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
+WIDE = 100  # outputs above which their covariances are left out
 
 
 class NoRule(ValueError):
@@ -55,7 +60,7 @@ def lower(
     uncertain = {slot for slot, name in found.weights.items() if name in random}
     uncertain |= set(found.inputs[:1]) if noisy else set()
     batch = None
-    for step in found.steps:
+    for step in _mixed(found.steps):
         outs = [ref.slot for ref in refs(step.out)]
         if not needed & set(outs):
             continue
@@ -65,18 +70,55 @@ def lower(
                 first = graph.call_function(getattr, (first, "mean"))
             batch = graph.call_function(operator.getitem, (graph.call_function(getattr, (first, "shape")), 0))
         args, kwargs = (_filled(part, values, graph, batch) for part in (step.args, step.kwargs))
-        if any(ref.slot in uncertain for ref in refs((step.args, step.kwargs))):
+        if _noise(step) or any(ref.slot in uncertain for ref in refs((step.args, step.kwargs))):
             last = isinstance(step.out, Ref) and step.out.slot == found.output
-            given = {"adjoint": adjoint, "rank": rank or (-1 if last and not adjoint else None), "taylor": taylor}
+            given = {"adjoint": adjoint, "rank": rank or None, "taylor": taylor}
             if adjoint and isinstance(step.out, Ref):
                 given["axis"] = found.axes.get(step.out.slot)
-            node = _ruled(graph, step, args, kwargs, given, fallback)
+            if "origin" in KEYWORDS.get(step.name, ()):
+                given["origin"] = _origin(found, step, uncertain, values, graph, root)
+            if last and step.name == "linear" and not adjoint and found.shapes[found.output][-1] <= WIDE:
+                node = graph.call_function(head, args, kwargs)
+            else:
+                node = _ruled(graph, step, args, kwargs, given, fallback, root)
             uncertain |= set(outs)
         else:
             node = _plain(graph, step, args, kwargs)
         _assign(graph, step.out, node, values, needed)
     graph.output(values[found.output])
     return fx.GraphModule(root, graph)
+
+
+def _origin(found: Trace, step: Step, uncertain: set[int], values: dict[int, Any], graph: fx.Graph, root: nn.Module) -> Any:
+    """The layer behind what an attention averages, as `Origin` has it: the third argument, or the second of a product."""
+    index = 2 if step.name == "scaled_dot_product_attention" else 1
+    known = origin(found, step.args[index] if len(step.args) > index else step.kwargs.get("value"), uncertain)
+    if known is None:
+        return None
+    name = f"channels{sum(1 for _ in root.buffers())}"
+    root.register_buffer(name, known.channels, persistent=False)  # stays on the CPU, which any device takes as an index
+    layer = (*known.step.args, known.step.kwargs.get("bias"))[:3]
+    input, weight, bias = (values[part.slot] if isinstance(part, Ref) else None for part in layer)
+    return (input, weight, bias, graph.get_attr(name), known.swapped)
+
+
+def _mixed(steps: list[Step]) -> list[Step]:
+    """The same, with a + w (b - a), as a GRU has it, in one: its parts are not independent, since a is in both."""
+    makers = {step.out.slot: step for step in steps if isinstance(step.out, Ref)}
+    found = []
+    for step in steps:
+        last = step.args[2] if step.name == "addcmul" and len(step.args) == 3 and not step.kwargs else None
+        apart = makers.get(last.slot) if isinstance(last, Ref) else None
+        if apart is not None and apart.name == "sub" and not apart.kwargs and apart.args[1] == step.args[0]:
+            step = Step(torch.lerp, "lerp", (step.args[0], apart.args[0], step.args[1]), {}, step.out, step.where)
+        found.append(step)
+    return found
+
+
+def _noise(step: Step) -> bool:
+    """Whether it makes random what is certain: dropout, which is written down only where it is on."""
+    on = step.kwargs.get("training", step.args[2] if len(step.args) > 2 else True)
+    return step.name in NOISE and bool(on)
 
 
 def _needed(found: Trace) -> set[int]:
@@ -130,16 +172,19 @@ def _set(x: Tensor, index: Any, value: Any) -> Tensor:
     return x
 
 
-def _ruled(graph: fx.Graph, step: Step, args: tuple, kwargs: dict, given: dict[str, Any], fallback: int) -> fx.Node:
+def _ruled(
+    graph: fx.Graph, step: Step, args: tuple, kwargs: dict, given: dict[str, Any], fallback: int, root: nn.Module
+) -> fx.Node:
     rule: Callable
     if step.name in RULES:
         rule = RULES[step.name]
         extra = {key: given[key] for key in KEYWORDS[step.name] if given.get(key) is not None and given[key] is not False}
     elif fallback:
-        from dubito.predict.streamlined.rules.sampled import by_draws
+        from dubito.predict.streamlined.rules.sampled import Sampled
 
-        rule, args = by_draws, (step.func, fallback, *args)
-        extra = {"adjoint": True} if given["adjoint"] else {}
+        name = f"sampled{sum(1 for _ in root.children())}"
+        root.add_module(name, Sampled(step.func, fallback, bool(given["adjoint"])))
+        return graph.call_module(name, args, kwargs)
     else:
         raise NoRule(step)
     return graph.call_function(rule, args, {**kwargs, **extra})

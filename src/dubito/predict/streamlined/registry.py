@@ -1,8 +1,10 @@
 """Rules, one for each operation: from the moments of what goes in to the moments of what comes out.
 
-A rule is called as the operation is, with `Moments` (or `Weight`, where a random weight is given directly) in the place of those tensors
-that are random, and returns `Moments`. It may take more keywords, which it is given where it names them: `adjoint` (variances then
-carry no gradient; the mean must), `rank` (whether directions are carried: 0 none, -1 all, else how many) and `taylor` (first order).
+A rule is called as the operation is, with `Moments` (or `Weight`, where a random weight is given directly) in the place of those
+tensors that are random, and returns `Moments`. It may take more keywords, which it is given where it names them: `adjoint` (variances
+then carry no gradient; the mean must), `axis` (in the adjoint: that of the examples in what comes out), `rank` (whether directions are
+carried: 0 none, -1 all, else how many), `taylor` (first order) and `origin` (the layer that made the values of an attention, see
+`origin.py`).
 
 >>> from dubito.predict.streamlined import Moments, rule
 >>> @rule(torch.sinc)
@@ -19,7 +21,8 @@ from typing import Any
 from dubito.predict.streamlined.trace import canonical
 
 RULES: dict[str, Callable[..., Any]] = {}
-KEYWORDS: dict[str, frozenset[str]] = {}  # of `adjoint`, `rank` and `taylor`, those that a rule takes
+KEYWORDS: dict[str, frozenset[str]] = {}  # of TOLD, those that a rule takes
+TOLD = {"adjoint", "axis", "origin", "rank", "taylor"}
 
 
 def rule(*operations: Callable | str) -> Callable[[Callable], Callable]:
@@ -29,7 +32,7 @@ def rule(*operations: Callable | str) -> Callable[[Callable], Callable]:
         for operation in operations:
             name = operation if isinstance(operation, str) else canonical(operation)
             RULES[name] = function
-            KEYWORDS[name] = frozenset(inspect.signature(function).parameters) & {"adjoint", "axis", "rank", "taylor"}
+            KEYWORDS[name] = frozenset(inspect.signature(function).parameters) & TOLD
         return function
 
     return register

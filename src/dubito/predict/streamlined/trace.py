@@ -22,9 +22,11 @@ from torch.overrides import TorchFunctionMode
 from dubito import tree
 from dubito.curvature.capture import _attention, example_count
 from dubito.model import Model, mode
+from dubito.predict.dropout import ALPHA, CHANNELS, ELEMENTS, WEIGHTED, Dropout
 from dubito.recurrent import RECURRENT, unrolled
 from dubito.tree import Buffers, Params
 
+_INPUTS = ("weight", "weight_ih_l0")  # of a layer: what multiplies its input
 PROBE = (3, 2)  # examples in the two runs
 # what turns data into a number that Python may decide by
 DECISIONS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__contains__", "nonzero", "allclose", "equal"}
@@ -87,8 +89,11 @@ def canonical(func: Callable) -> str:
 class Recorder(TorchFunctionMode):
     """Writes down what is called."""
 
-    def __init__(self, weights: Params, where: list[str]):
+    def __init__(self, weights: Params, where: list[str], dropout: Dropout | None = None):
         super().__init__()
+        self.dropout = dropout
+        names = {f"{site}.{name}".lstrip("."): site for site in (dropout.sites if dropout else ()) for name in _INPUTS}
+        self.sites = {id(weights[name]): site for name, site in names.items() if name in weights}
         self.where, self.steps, self.kept = where, [], []
         self.slots: dict[int, int] = {}
         self.constants: dict[int, Tensor] = {}
@@ -140,6 +145,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.dropout is not None:
+            if func in ELEMENTS or func in CHANNELS:
+                return self._dropped(func, *args, **kwargs)
+            args, kwargs = self._noisy(self.dropout, func, args, kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
@@ -150,7 +159,7 @@ class Recorder(TorchFunctionMode):
         if any(leaf.is_inference() for leaf, _ in versions):
             raise ValueError("a tensor made in inference mode cannot be traced: convert outside of torch.inference_mode()")
         name = canonical(func)
-        if name in DECISIONS and any(self.slots.get(id(leaf)) in self.dependent for leaf, _ in versions):
+        if getattr(func, "__name__", "") in DECISIONS and any(self.slots.get(id(leaf)) in self.dependent for leaf, _ in versions):
             raise ValueError(
                 f"{self.where[-1] or 'the network'} decides by the values of its data ({name}), which a pass of means and variances "
                 "cannot follow"
@@ -173,6 +182,39 @@ class Recorder(TorchFunctionMode):
             return result
         self._add(func, name, before, self.made(result))
         return result
+
+    def _dropped(
+        self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, shared: Any = None
+    ) -> Tensor:
+        """Dropout that is kept on: written down, and the values left alone."""
+        assert self.dropout is not None
+        if func in ALPHA:
+            raise ValueError("alpha dropout has no streamlined rule: predict with how='sampled'")
+        if p == 0:
+            return input
+        if shared is None and func is F.dropout:  # in recurrent nets the time axis shares a mask
+            first = self.dropout.batch_first
+            shared = () if first is None or input.ndim != 3 else (-2,) if first else (-3,)
+        before = self.refer(((input, p, True), {} if shared is None else {"shared": shared}))
+        result = input.clone()
+        self._add(func, canonical(func), before, self.made(result))
+        return result
+
+    def _noisy(self, dropout: Dropout, func: Callable, args: tuple[Any, ...], kwargs: dict) -> tuple[tuple[Any, ...], dict]:
+        """The same call, with dropout on the input of a layer that was named, and on inside of attention."""
+        site = self.sites.get(id(args[1])) if args[1:] else None
+        between = func in RECURRENT and any(isinstance(value, float) and value > 0 for value in args)
+        if func in RECURRENT and (between or any(id(one) in self.sites for one in _tensors(args))):
+            raise ValueError("dropout in a recurrent layer has no streamlined rule: predict with how='sampled'")
+        if func is F.embedding and site in dropout.words:
+            raise ValueError("dropout of words has no streamlined rule: predict with how='sampled'")
+        if func in WEIGHTED and site is not None:  # of features, or channels: one mask for all positions
+            ndim = args[0].ndim
+            shared = tuple(range(1 - ndim, -1)) if func is F.linear else tuple(range(2 - ndim, 0))
+            return (self._dropped(F.dropout, args[0], dropout.sites[site], shared=shared), *args[1:]), kwargs
+        if func is F.multi_head_attention_forward and len(args) > 10 and args[10] > 0:
+            return args, {**kwargs, "training": True, "need_weights": True}
+        return args, kwargs
 
     def _add(self, func: Callable, name: str, before: Any, out: Any) -> None:
         self.steps.append(Step(func, name, before[0], before[1], out, self.where[-1]))
@@ -235,19 +277,19 @@ def _paths(network: nn.Module) -> Iterator[list[str]]:
             hook.remove()
 
 
-def trace(model: Model, params: Params, x: Any, buffers: Buffers) -> Trace:
-    """The operations of the network for inputs like x."""
+def trace(model: Model, params: Params, x: Any, buffers: Buffers, dropout: Dropout | None = None) -> Trace:
+    """The operations of the network for inputs like x; with `dropout`, its own and that which is put in are operations too."""
     count = example_count(x)
-    first = _record(model, params, x, buffers, count, PROBE[0])
+    first = _record(model, params, x, buffers, count, PROBE[0], dropout)
     try:
-        second = _record(model, params, x, buffers, count, PROBE[1])
+        second = _record(model, params, x, buffers, count, PROBE[1], dropout)
         steps = [_merged(a, b) for a, b in zip(first.steps, second.steps, strict=True)]
         constants = all(_same(first.constants[s], second.constants.get(s)) for s in first.constants)
         if not constants or first.output != second.output:
             raise ValueError
         return replace(first, steps=steps, axes=_axes(first.shapes, second.shapes))
     except ValueError:  # it takes another way for another number of examples: this trace is for that number alone
-        found = _record(model, params, x, buffers, count, count)
+        found = _record(model, params, x, buffers, count, count, dropout)
         return replace(found, dynamic=False, batch=count)
 
 
@@ -264,10 +306,12 @@ def _same(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and a.shape == b.shape and torch.equal(a, b)
 
 
-def _record(model: Model, params: Params, x: Any, buffers: Buffers, count: int, n: int) -> Trace:
+def _record(model: Model, params: Params, x: Any, buffers: Buffers, count: int, n: int, dropout: Dropout | None = None) -> Trace:
     def change(leaf: Tensor) -> Tensor:
         if leaf.shape[:1] != (count,):
             return leaf.clone()
+        if count == 0:
+            return leaf.new_zeros(n, *leaf.shape[1:])
         return leaf[torch.arange(n, device=leaf.device) % count]
 
     some = tree.apply_leaves(change, x)
@@ -275,7 +319,7 @@ def _record(model: Model, params: Params, x: Any, buffers: Buffers, count: int, 
     weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
     weights = {name: leaf.detach() for name, leaf in weights.items()}
     with torch.no_grad(), mode(model.network, False), _paths(model.network) as where:
-        recorder = Recorder(weights, where)
+        recorder = Recorder(weights, where, dropout)
         inputs = [recorder.slot(leaf, new=True) for leaf in tree.leaves(some)]
         recorder.dependent = set(inputs)
         with recorder:

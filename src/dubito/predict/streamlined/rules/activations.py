@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from dubito.predict.streamlined.moments import Moments, attached, still
 from dubito.predict.streamlined.registry import rule
 
 ROOT = math.sqrt(0.5)
-DENSITY = 1 / math.sqrt(2 * math.pi)
+LOG_ROOT = 0.5 * math.log(2 * math.pi)
 NODES = 8
 Found = tuple[Tensor, Tensor, Tensor]  # mean, variance, expected slope
 
@@ -61,22 +60,35 @@ def _tiny(m: Tensor) -> float:
 
 
 def _standard(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Normal distribution function and density."""
-    return torch.special.ndtr(z), torch.exp(-0.5 * z * z) * DENSITY
+    """Normal distribution function and density. (By erf, fast on a CPU and exportable; `torch.special.ndtr` is neither.)"""
+    upper = torch.erf(z * ROOT).mul(0.5).add(0.5)
+    return upper, torch.exp((z * z).mul(-0.5).sub(LOG_ROOT))
 
 
 def relu_moments(m: Tensor, v: Tensor) -> Found:
-    r""":math:`E = m \Phi + s \phi`; the variance in a form that does not cancel where :math:`|m| \gg s`."""
-    s = (v + _tiny(m)).sqrt()
-    z = m / s
-    upper, density = _standard(z)
-    mean = torch.addcmul(s * density, m, upper)
-    share = upper + z * (z * upper * (1 - upper) + density * (1 - 2 * upper)) - density * density
-    return mean, v * share.clamp(0, 1), upper
+    r"""With :math:`z = m / s` and :math:`h = z \Phi + \phi`: :math:`E = m \Phi + s \phi`, variance :math:`v (\Phi + h (z - h))`.
+
+    z is cut off at 20: beyond, a ReLU is the identity or zero, and the variance would drown in rounding."""
+    if torch.is_grad_enabled():
+        r = (v + _tiny(m)).rsqrt()
+        z = (m * r).clamp(-20, 20)
+        upper, density = _standard(z)
+        h = torch.addcmul(density, z, upper)
+        return torch.addcmul(v * r * density, m, upper), v * torch.addcmul(upper, h, z - h).clamp_min(0), upper
+    # the same in place: on a CPU most of the time goes into memory
+    r = (v + _tiny(m)).rsqrt_()
+    z = (m * r).clamp_(-20, 20)
+    upper = (z * ROOT).erf_().mul_(0.5).add_(0.5)
+    density = (z * z).mul_(-0.5).sub_(LOG_ROOT).exp_()
+    mean = r.mul_(v).mul_(density).addcmul_(m, upper)
+    h = density.addcmul_(z, upper)
+    return mean, z.sub_(h).mul_(h).add_(upper).clamp_min_(0).mul_(v), upper
 
 
 @rule("relu")
 def relu(x: Moments, inplace: bool = False, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
+    if taylor and x.factor is None and not adjoint:
+        return Moments(x.mean.relu(), x.var * (x.mean > 0))
     return elementwise(relu_moments, x, adjoint, axis, (lambda m: (m.relu(), (m > 0).to(m.dtype))) if taylor else None)
 
 
@@ -107,8 +119,8 @@ def clipped(x: Moments, *args: Any, adjoint: bool = False, axis: int | None = No
 
 
 def gelu_moments(m: Tensor, v: Tensor) -> Found:
-    r"""With :math:`t^2 = 1 + v`: :math:`E = m \Phi(m/t) + (v/t) \phi(m/t)`, slope :math:`\Phi + m \phi / t^3`; the variance by the series
-    :math:`\sum_n E[g^{(n)}]^2 v^n / n!`, whose terms are all positive."""
+    r"""With :math:`t^2 = 1 + v`: :math:`E = m \Phi(m/t) + (v/t) \phi(m/t)`, slope :math:`\Phi + m \phi / t^3`; the variance by the
+    series :math:`\sum_n E[g^{(n)}]^2 v^n / n!`, whose terms are all positive."""
     t2 = 1 + v
     t = t2.sqrt()
     z = m / t
@@ -158,14 +170,18 @@ def exp(x: Moments, *, adjoint: bool = False, axis: int | None = None) -> Moment
     return elementwise(moments, x, adjoint, axis)
 
 
-@lru_cache(maxsize=8)
+HERMITE: dict[int, list[tuple[float, float]]] = {}  # what is known of `hermite`, which a compiler then need not look into
+
+
 def hermite(n: int) -> list[tuple[float, float]]:
     """Nodes above zero and weights of a rule for N(0, 1), symmetric: (node, weight of each of the two)."""
-    import numpy as np
+    if n not in HERMITE:
+        import numpy as np
 
-    nodes, weights = np.polynomial.hermite_e.hermegauss(n)
-    weights = weights / weights.sum()
-    return [(float(t), float(w)) for t, w in zip(nodes, weights, strict=True) if t > 1e-12]
+        nodes, weights = np.polynomial.hermite_e.hermegauss(n)
+        weights = weights / weights.sum()
+        HERMITE[n] = [(float(t), float(w)) for t, w in zip(nodes, weights, strict=True) if t > 1e-12]
+    return HERMITE[n]
 
 
 def quadrature(g: Callable[[Tensor], Tensor], m: Tensor, v: Tensor, n: int = NODES) -> Found:

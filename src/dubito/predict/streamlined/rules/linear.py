@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.curvature.capture import noted
-from dubito.linalg import Kronecker
-from dubito.predict.streamlined.moments import Moments, Weight, mean_of, residual, still, var_of
+from dubito.curvature.capture import noted, tapped
+from dubito.predict.streamlined.moments import Moments, Weight, mean_of, residual, still, uncertain, var_of
+from dubito.predict.streamlined.noise import Noise, Rotated
 from dubito.predict.streamlined.registry import rule
+from dubito.predict.streamlined.rules.shapes import widened
 
 
 def affine(
@@ -30,7 +31,7 @@ def affine(
     bias: Any,
     adjoint: bool,
     rank: int,
-    kronecker: Callable[[Kronecker, Tensor], Tensor] | None = None,
+    kronecker: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> Moments:
     """The rule of a map that is linear in its input and in its weight, such as a product or a convolution."""
     m, v = mean_of(x), var_of(x)
@@ -40,7 +41,8 @@ def affine(
         m, w = (m.detach(), w.detach()) if adjoint else (m, w)
         block = weight.block if isinstance(weight, Weight) else None
         if block is not None and kronecker is not None:
-            var, sb = kronecker(block, m), None  # its part of the bias is inside
+            var = kronecker(block, m)
+            sb = None if block.biased else sb  # its part of the bias is inside
         elif s is not None:
             var, sb = apply(m * m, s, sb), None
         else:
@@ -71,11 +73,17 @@ def _channel(apply: Callable, mean: Tensor) -> int:
 
 def _directions(apply: Callable, x: Moments, own: Tensor, w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Variances that directions explain, and the directions after the layer."""
-    once = vmap(lambda u: apply(u, w, None))
+
+    def once(u: Tensor) -> Tensor:  # [R, B, ...]; (vmap would fix the number of examples in what is exported)
+        return apply(u.flatten(0, 1), w, None).unflatten(0, u.shape[:2])
+
     old = None if x.factor is None else once(x.factor)
     explained = torch.zeros((), dtype=own.dtype, device=own.device) if old is None else old.square().sum(0)
-    root = own.sqrt()
+    root = (own + torch.finfo(own.dtype).tiny ** 0.5).sqrt()  # its slope stays finite where there is no variance
     if rank < 0:
+        if apply is F.linear and root.ndim == 2:  # W diag(root), for which no matrix product is needed
+            new = root.mT.unsqueeze(-1) * w.mT.unsqueeze(1)
+            return explained, new if old is None else torch.cat([old, new])
         flat = root.flatten(1)  # every unit of its own
         units = torch.diag_embed(flat).transpose(0, 1).reshape(flat.shape[1], *root.shape)
         new = once(units)
@@ -85,23 +93,41 @@ def _directions(apply: Callable, x: Moments, own: Tensor, w: Tensor, rank: int) 
     return explained, new if old is None else old + new
 
 
-@lru_cache(maxsize=64)
 def _signs(rank: int, size: int) -> Tensor:
-    """[rank, size] of +-1 / sqrt(rank), the same every time."""
+    """[rank, size] of +-1 / sqrt(rank), the same every time. (Without a cache here, a compiler can take it for a constant.)"""
+    return _known_signs(rank, size)
+
+
+@lru_cache(maxsize=64)
+def _known_signs(rank: int, size: int) -> Tensor:
     generator = torch.Generator().manual_seed(rank * 1_000_003 + size)
     return (torch.randint(2, (rank, size), generator=generator) * 2.0 - 1.0) / rank**0.5
 
 
 @rule("linear")
 def linear(input: Any, weight: Any, bias: Any = None, *, adjoint: bool = False, rank: int = 0) -> Moments:
+    independent = isinstance(weight, Weight) and weight.block is None
+    if independent and not adjoint and not rank and not isinstance(bias, Tensor):
+        return _independent(input, weight, bias)
     return affine(F.linear, input, weight, bias, adjoint, rank, _kronecker)
 
 
-def _kronecker(block: Kronecker, m: Tensor) -> Tensor:
-    """Marginal variances of W m for certain m, in the eigenbasis; the bias is the input that is always 1."""
-    basis = block.inputs
-    turned = F.linear(m, basis[:-1].mT, basis[-1]) if block.bias is not None else m @ basis
-    return (turned.square() @ block.variances.mT) @ (block.left**2).mT
+def _independent(input: Any, weight: Weight, bias: Weight | None) -> Moments:
+    """The common case, without detours."""
+    m, v = mean_of(input), var_of(input)
+    mean = F.linear(m, weight.mean, mean_of(bias))
+    var = F.linear(m * m, weight.var, var_of(bias))
+    if v is None:
+        return Moments(mean, var)
+    if torch.is_grad_enabled():
+        return Moments(mean, var + F.linear(v, weight.second))
+    var.view(-1, var.shape[-1]).addmm_(v.reshape(-1, v.shape[-1]), weight.second.mT)
+    return Moments(mean, var)
+
+
+def _kronecker(block: Noise, m: Tensor) -> Tensor:
+    """Variances of W m + b for certain m."""
+    return block.var(m)
 
 
 def _convolution(function: Callable) -> Callable:
@@ -112,6 +138,27 @@ def _convolution(function: Callable) -> Callable:
         def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             return function(x, w, b, stride, padding, dilation, groups)
 
+        def kronecker(block: Any, m: Tensor) -> Tensor:
+            """As of a linear layer: the eigenbasis is a convolution, and what follows is a map of channels."""
+            filters = (block.basis[:-1] if block.biased else block.basis).mT.reshape(-1, *mean_of(weight).shape[1:])
+            turned = convolve(m, filters, block.basis[-1] if block.biased else None)
+            return torch.einsum("oi,bi...->bo...", block.marginal, turned.square())
+
+        convolve.channel = 1  # pyright: ignore[reportFunctionMemberAccess]
+        block = weight.block if isinstance(weight, Weight) and groups == 1 else None
+        return affine(convolve, input, weight, bias, adjoint, rank, kronecker if isinstance(block, Rotated) else None)
+
+    return apply
+
+
+def _transposed(function: Callable) -> Callable:
+    def apply(
+        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1,
+        dilation: Any = 1, *, adjoint: bool = False, rank: int = 0,
+    ) -> Moments:  # fmt: skip
+        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return function(x, w, b, stride, padding, output_padding, groups, dilation)
+
         convolve.channel = 1  # pyright: ignore[reportFunctionMemberAccess]
         return affine(convolve, input, weight, bias, adjoint, rank)
 
@@ -120,6 +167,8 @@ def _convolution(function: Callable) -> Callable:
 
 for _function in (F.conv1d, F.conv2d, F.conv3d):
     rule(_function)(_convolution(_function))
+for _function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
+    rule(_function)(_transposed(_function))
 
 
 @rule("embedding")
@@ -136,41 +185,103 @@ def embedding(
     return Moments(mean, var)
 
 
-def _product(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """A product of two matrices of which either may be random; the two are taken to be independent."""
-
-    def apply(a: Any, b: Any, *, adjoint: bool = False) -> Moments:
-        (m, v), (w, s) = ((mean_of(t), var_of(t)) for t in (a, b))
-        mean = function(m, w)
-        with still(adjoint):
-            var = 0
-            if v is not None:
-                var = function(v, w * w if s is None else w * w + s)
-            if s is not None:
-                var = var + function(m * m, s)
+def product(
+    function: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any, adjoint: bool = False, axis: int | None = None
+) -> Moments:
+    """A product that is linear in each of two tensors, of which either may be random; the two are taken to be independent."""
+    (m, v), (w, s) = ((mean_of(t), var_of(t)) for t in (a, b))
+    mean = function(m, w)
+    with still(adjoint):
+        m, w = (m.detach(), w.detach()) if adjoint else (m, w)
+        var, both = None, None
+        own_a, own_b = (residual(t) if isinstance(t, Moments) else var_of(t) for t in (a, b))
+        if own_a is not None:
+            var = function(own_a, w * w)
+        if own_b is not None:
+            part = function(m * m, own_b)
+            var = part if var is None else var + part
+        assert var is not None
+        if v is not None and s is not None:
+            both = function(v, s)
+            var = var + both
+        factors = [
+            vmap(one)(u)
+            for one, u in (
+                (lambda u: function(u, w), getattr(a, "factor", None)),
+                (lambda u: function(m, u), getattr(b, "factor", None)),
+            )
+            if u is not None
+        ]
         factor = None
-        fa, fb = getattr(a, "factor", None), getattr(b, "factor", None)
-        if fa is not None:
-            factor = vmap(lambda u: function(u, w))(fa)
-        if fb is not None:
-            other = vmap(lambda u: function(m, u))(fb)
-            if factor is None:
-                factor = other
-            else:
-                from dubito.predict.streamlined.rules.shapes import widened
-
-                factor, other = widened([factor, other])
-                factor = factor + other
-        if factor is not None and fb is None and isinstance(a, Moments):  # what moves together adds up before it is squared
-            explained = factor.square().sum(0)
-            own = residual(a)
-            var = function(own, w * w) + explained + (0 if s is None else function(v + m * m, s))
-        assert isinstance(var, Tensor)
-        return Moments(mean, var, factor)
-
-    rule(name)(apply)
+        if factors:  # what moves together adds up before it is squared
+            factor = factors[0] if len(factors) == 1 else sum(widened(factors), torch.zeros((), device=mean.device))
+            var = var + factor.square().sum(0)
+    if adjoint and axis is not None and both is not None:  # noise times noise, which no slope tells of
+        mean = tapped(mean, both, axis)
+    return Moments(mean, var, factor)
 
 
-_product("matmul", torch.matmul)
-_product("mm", torch.matmul)
-_product("bmm", torch.bmm)
+@rule("mm")
+def mm(a: Any, b: Any, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+    return product(torch.matmul, a, b, adjoint, axis)
+
+
+@rule("rmatmul")
+def rmatmul(b: Any, a: Any, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+    return product(torch.matmul, a, b, adjoint, axis)
+
+
+@rule("baddbmm", "addmm")
+def baddbmm(
+    input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1, adjoint: bool = False, axis: int | None = None
+) -> Moments:
+    from dubito.predict.streamlined.rules.arithmetic import add, mul
+
+    if not uncertain(a) and not uncertain(b):
+        found: Any = torch.matmul(a, b)
+    else:
+        found = product(torch.matmul, a, b, adjoint, axis)
+    if not uncertain(input):
+        first: Any = input if beta == 1 else input * beta
+    else:
+        first = input if beta == 1 else mul(input, beta, adjoint=adjoint)
+    return add(first, found, alpha=alpha, adjoint=adjoint)
+
+
+@rule("einsum")
+def einsum(equation: str, *operands: Any, adjoint: bool = False, axis: int | None = None) -> Moments:
+    """Of one or two tensors, where no letter stands twice in one of them."""
+    given: Any = operands[0] if isinstance(operands[0], list) else operands
+    letters = equation.split("->")[0].replace(" ", "").split(",")
+    if len(given) > 2 or any(len(set(one)) < len(one.replace("...", ".")) for one in letters):
+        raise ValueError("einsum() has a streamlined rule for one or two tensors, and no letter twice in one of them")
+    if len(given) == 1:
+        x = given[0]
+        return product(lambda t, one: torch.einsum(equation, t) * one, x, torch.ones((), device=x.mean.device), adjoint, axis)
+    return product(lambda t, u: torch.einsum(equation, t, u), given[0], given[1], adjoint, axis)
+
+
+@rule("lerp")
+def lerp(a: Any, b: Any, weight: Any, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+    r""":math:`a + w (b - a)` of three independent numbers: :math:`(1 - w)^2 v_a + w^2 v_b + v_w ((b - a)^2 + v_a + v_b)`."""
+    (m, v), (n, u), (w, s) = ((mean_of(t), var_of(t)) for t in (a, b, weight))
+    mean = torch.lerp(m, n, w)
+    with still(adjoint):
+        zero = torch.zeros((), dtype=mean.dtype, device=mean.device)
+        own = [zero if t is None else t for t in (v, u)]
+        var = (1 - w) ** 2 * own[0] + w**2 * own[1]
+        beyond = None
+        if s is not None:
+            beyond = s * (own[0] + own[1])
+            var = var + s * (n - m) ** 2 + beyond
+        slopes = ((a, 1 - w), (b, w), (weight, n - m))
+        known = [(t.factor, slope) for t, slope in slopes if getattr(t, "factor", None) is not None]
+        factor = None
+        if known:
+            apart = sum((slope**2 * u.square().sum(0) for u, slope in known), zero)
+            factor = sum(widened([u * slope for u, slope in known]), zero)
+            var = (var - apart).clamp_min(0) + factor.square().sum(0)
+        var = var.expand(mean.shape)
+    if adjoint and axis is not None and beyond is not None:
+        mean = tapped(mean, beyond.expand(mean.shape), axis)
+    return Moments(mean, var, factor)

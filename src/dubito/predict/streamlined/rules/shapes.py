@@ -31,7 +31,7 @@ def moved(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 METHODS = (
-    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "swapaxes", "t", "squeeze", "unsqueeze", "expand",
+    "view", "reshape", "flatten", "transpose", "permute", "movedim", "swapaxes", "t", "squeeze", "unsqueeze", "expand",
     "expand_as", "view_as", "contiguous", "clone", "chunk", "split", "unbind", "narrow", "select", "flip", "roll", "repeat",
     "repeat_interleave", "index_select", "gather", "detach", "to", "type_as", "float", "double", "half", "bfloat16", "tile", "diagonal",
 )  # fmt: skip
@@ -44,6 +44,7 @@ rule("broadcast_to")(moved(torch.broadcast_to))
 rule("swapdims")(moved(torch.swapdims))
 rule("moveaxis")(moved(torch.moveaxis))
 rule("tensor_split")(moved(torch.tensor_split))
+rule("unflatten")(moved(torch.unflatten))  # torch.compile does not know the method
 
 
 @rule("getitem")

@@ -1,0 +1,179 @@
+"""What a prediction in one pass costs, as a ratio to the plain network's forward pass in the same run.
+
+An MLP with all weights random; a small vision transformer, and with `--device cuda` a ViT-Base in bfloat16, with the value matrices of
+the last two blocks and the head random. "Taylor" takes functions at their mean, as SUQ does. These are the traced network alone,
+what `dubito.as_module` deploys; "predict" is `posterior.predict`, which also makes the predictive. Beside them sampling, the
+linearised network, and for the MLP laplace-torch where it is installed. SUQ's own code cannot be installed; its figures, in the
+targets' column, were measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measure import interleaved, ratio, show, write
+from networks import ViT, last_values, mlp
+from torch import Tensor, nn
+
+import dubito
+from dubito.posteriors import Gaussian
+
+TARGETS = {
+    ("MLP", "forward, Taylor"): {1: 2.3, 64: 2.5, 256: 2.6},
+    ("MLP", "forward, exact moments"): {1: 2.9, 64: 2.7, 256: 3.0},
+    ("MLP", "adjoint"): {1: 3.3, 64: 7, 256: 9},
+    ("ViT", "forward, Taylor"): {1: 1.15, 8: 1.2, 32: 1.12},
+    ("ViT", "forward, exact moments"): {1: 1.45, 8: 1.6, 32: 1.45},
+    ("ViT", "adjoint"): {1: 4, 8: 4, 32: 4},
+    ("ViT-Base", "forward, Taylor"): {1: 1.1, 64: 1.1},
+    ("ViT-Base", "forward, exact moments"): {1: 1.3, 64: 1.3},
+    ("ViT-Base", "adjoint"): {1: 3, 64: 3},
+}
+SUQ = {"MLP": "7.1-8.7 / 4.6-5.3 / 3.8", "ViT": "1.45 / 1.6 / 1.5", "ViT-Base": "1.16 (paper)"}
+
+
+def posterior_of(network: nn.Module, only: str, variance: float) -> Gaussian:
+    model = dubito.Model(network, dubito.Categorical(), only=only)
+    mean = model.parameters()
+    return Gaussian.diagonal(model, mean, {name: torch.full_like(leaf, variance) for name, leaf in mean.items()})
+
+
+def laplace_torch(network: nn.Module, x: Tensor) -> Callable[[], object] | None:
+    """The peer's linearised prediction with a diagonal posterior over all weights."""
+    try:
+        import laplace
+        from laplace.curvature import AsdlGGN
+    except ImportError:
+        return None
+    posterior = laplace.Laplace(network, "classification", subset_of_weights="all", hessian_structure="diag", backend=AsdlGGN)
+    data = torch.utils.data.TensorDataset(x[:8], torch.randint(10, (len(x[:8]),)))
+    posterior.fit(torch.utils.data.DataLoader(data, batch_size=8))
+    return lambda: posterior(x[:4])
+
+
+def synchronised(run: Callable[[], object]) -> Callable[[], None]:
+    def both() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return both
+
+
+def cases(posterior: Gaussian, x: Tensor, precision: torch.dtype | None, draws: int) -> dict[str, Callable[[], object]]:
+    network, engine = posterior.model.network.eval(), posterior.streamlined
+    x = engine.prepared(x) if precision is None else x.to(precision)
+    weights = [engine.weights[name] for name in engine.trace(x).weights.values()]
+    taylor, exact = engine.program(x, taylor=True), engine.program(x)
+    quiet = torch.no_grad()
+    return {
+        "plain": quiet(lambda: network(x)),
+        "forward, Taylor": quiet(lambda: taylor(x, *weights)),
+        "forward, exact moments": quiet(lambda: exact(x, *weights)),
+        "forward, predict": lambda: posterior.predict(x, "streamlined", rank=0),
+        "adjoint": lambda: posterior.predict(x, "adjoint"),
+        "linearised": lambda: posterior.predict(x, "linearized"),
+        f"sampled, {draws} draws": lambda: posterior.predict(x, "sampled", draws=draws),
+    }
+
+
+def measure(name: str, posterior: Gaussian, x: Tensor, args: argparse.Namespace, precision: torch.dtype | None = None) -> dict:
+    runs = cases(posterior, x, precision, args.draws)
+    repeats = args.repeats * (10 if len(x) == 1 else 1)
+    if args.device == "cuda":
+        runs = {key: synchronised(run) for key, run in runs.items()}
+    slow = {key for key in runs if key.startswith(("sampled", "linearised"))}
+    seconds = interleaved({key: run for key, run in runs.items() if key not in slow}, repeats)
+    others = interleaved({key: run for key, run in runs.items() if key in slow or key == "plain"}, max(3, args.repeats // 10))
+    found = {key: ratio(seconds, key, "plain") for key in runs if key not in slow and key != "plain"}
+    found |= {key: ratio(others, key, "plain") for key in slow}
+    if name == "MLP" and args.device == "cpu" and (peer := laplace_torch(posterior.model.network, x)) is not None and len(x) >= 4:
+        times = interleaved({"plain": runs["plain"], "peer": peer}, 2)
+        over = ratio(times, "peer", "plain")
+        found["laplace-torch, diagonal, linearised (4 inputs, scaled up)"] = {k: v * len(x) / 4 for k, v in over.items()}
+    return {"plain milliseconds": 1e3 * min(seconds["plain"]), **found}
+
+
+def conversion(device: str) -> float:
+    """Milliseconds from a posterior to its first program, of a network of 670,000 weights."""
+    times = []
+    for _ in range(7):
+        posterior = posterior_of(mlp(784, 512, 512, 10).to(device), "", 1e-4)
+        x = torch.randn(8, 784, device=device)
+        start = time.perf_counter()
+        posterior.streamlined.program(x)
+        times.append(time.perf_counter() - start)
+    return 1e3 * sorted(times)[len(times) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--quick", action="store_true", help="only see that all runs; nothing is written")
+    args, began = parser.parse_args(), time.time()
+    if args.quick:
+        args.repeats, args.draws = 2, 4
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    figures: dict[str, Any] = {"conversion of a 670k-parameter network, ms": conversion(args.device)}
+    print(f"conversion {figures['conversion of a 670k-parameter network, ms']:.1f} ms")
+    studies: list[tuple[str, Callable[[], tuple[Gaussian, Callable[[int], Tensor], torch.dtype | None]], tuple[int, ...]]] = []
+    if args.device == "cpu":
+        studies = [
+            ("MLP", lambda: (posterior_of(mlp(784, 512, 512, 10), "", 1e-4), lambda n: torch.randn(n, 784), None), (1, 64, 256)),
+            (
+                "ViT",
+                lambda: (posterior_of(ViT(32, 4, 192, 6, 3), last_values(6), 1e-4), lambda n: torch.randn(n, 3, 32, 32), None),
+                (1, 8, 32),
+            ),
+        ]
+    else:
+
+        def base() -> tuple[Gaussian, Callable[[int], Tensor], torch.dtype]:
+            network = ViT(224, 16, 768, 12, 12).to("cuda", torch.bfloat16)
+            posterior = posterior_of(network, last_values(12), 1e-4)
+            return posterior, lambda n: torch.randn(n, 3, 224, 224, device="cuda", dtype=torch.bfloat16), torch.bfloat16
+
+        studies = [("ViT-Base", base, (1, 64))]
+    headline: dict[str, list[Any]] = {
+        "conversion of a 670k-parameter network": [f"{next(iter(figures.values())):.1f} ms", "<= 10 ms"]
+    }
+    for name, make, batches in studies:
+        posterior, inputs, precision = make()
+        found = {n: measure(name, posterior, inputs(n), args, precision) for n in batches}
+        figures[name] = found
+        rows = []
+        for key in dict.fromkeys(key for one in found.values() for key in one if key != "plain milliseconds"):
+            cells = [found[n][key]["fastest"] if key in found[n] else None for n in batches]
+            text = ["" if c is None else f"{c:.2f}" if c < 10 else f"{c:.0f}" for c in cells]
+            bound = TARGETS.get((name, key), {})
+            target = " / ".join(f"{bound[n]:g}" for n in batches if n in bound)
+            rows.append([key, *text, target])
+            headline[f"{name}, {key}, batch {' / '.join(map(str, batches))}"] = [" / ".join(text), target and f"<= {target}"]
+        show(f"{name}: ratio to the plain forward pass (SUQ: {SUQ[name]})", ["", *map(str, batches), "target"], rows)
+    if args.quick:
+        return
+    settings = {
+        "device": args.device,
+        "repeats": args.repeats,
+        "draws": args.draws,
+        "threads": torch.get_num_threads(),
+        "suq": SUQ,
+    }
+    if args.device == "cuda":
+        settings["gpu"] = torch.cuda.get_device_name()
+    name = "streamlined_cost" if args.device == "cpu" else "streamlined_cost_gpu"
+    write(name, settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Dropout that stays on, as noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dubito import Gaussian, Model
+from dubito.posteriors import Stochastic
+from dubito.predict.dropout import Dropout
+from dubito.predict.streamlined import Moments
+from dubito.predict.streamlined.program import lower
+from dubito.predict.streamlined.registry import RULES
+from dubito.predict.streamlined.trace import trace
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_moments(p, noisy):
+    x = noisy(4, 5, sd=0.5)
+    found = RULES["dropout"](x, p)
+    truth = F.dropout(x.mean + x.var.sqrt() * torch.randn(200_000, 4, 5), p)
+    torch.testing.assert_close(found.mean, x.mean)
+    torch.testing.assert_close(found.var.sqrt(), truth.std(0), rtol=0.02, atol=0.002)
+
+
+def test_of_what_is_certain_and_at_the_ends():
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(RULES["dropout"](x, 0.5).var, x * x)
+    assert RULES["dropout"](x, 1.0).mean.abs().max() == 0
+    assert RULES["dropout"](x, 0.0).var.max() == 0
+    assert RULES["dropout"](x, 0.5, training=False) is x
+    assert isinstance(RULES["dropout2d"](torch.randn(2, 3, 4, 4), 0.2), Moments)
+
+
+def test_a_trace_has_dropout_only_when_asked():
+    network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+    model = Model(network, Gaussian())
+    args = model, model.parameters(), torch.randn(5, 4), model.buffers()
+    assert [step.name for step in trace(*args).steps] == ["linear", "linear"]
+    assert [step.name for step in trace(*args, Dropout()).steps] == ["linear", "dropout", "linear"]
+    placed = trace(*args, Dropout.find(network, "^0$", 0.3))
+    assert [step.name for step in placed.steps] == ["dropout", "linear", "dropout", "linear"]
+    assert placed.steps[0].args[1] == 0.3
+    assert [step.name for step in trace(*args).steps] == ["linear", "linear"]
+
+
+def test_what_has_no_rule_says_so():
+    for network, at in ((nn.Sequential(nn.Linear(4, 3), nn.AlphaDropout(0.1)), None), (nn.GRU(4, 3, batch_first=True), "^$")):
+        model = Model(network, Gaussian(), output=lambda out: out[0] if isinstance(out, tuple) else out)
+        with pytest.raises(ValueError, match="how='sampled'"):
+            trace(model, model.parameters(), torch.randn(5, 2, 4), {}, Dropout.find(network, at, 0.1))
+
+
+NETWORKS = {
+    "units": (lambda: nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3)), (4, 4), None),
+    "input": (lambda: nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3)), (4, 4), ""),
+    "channels": (
+        lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Dropout2d(0.2), nn.AvgPool2d(6), nn.Flatten(), nn.Linear(8, 3)),
+        (4, 1, 8, 8),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_programs_with_dropout(name):
+    """The traced network with dropout as noise, run forwards, against draws of masks."""
+    make, shape, at = NETWORKS[name]
+    network = make()
+    model = Model(network, Gaussian(scale=0.1))
+    dropout = Dropout.find(network, at, 0.1)
+    x, params, buffers = torch.randn(shape), model.parameters(), model.buffers()
+    truth = Stochastic(model, params, buffers, dropout).predict(x, draws=20_000)
+    weights = {name: leaf for name, leaf in params.items() if ":" not in name}
+    found = trace(model, weights, x, buffers, dropout)
+    f = lower(found, ())(x, *({**buffers, **weights}[n] for n in found.weights.values()))
+    var = f.var if isinstance(f, Moments) else f.cov.diagonal(dim1=-2, dim2=-1)
+    ratio = float((var / truth.f_var).sqrt().mean())
+    # units that share a dropped input move together, and pixels a dropped channel: not kept by the forward pass
+    assert (ratio == pytest.approx(1, abs=0.1)) or (name == "channels" and 0.2 < ratio < 1)
+    assert float(((f.mean - truth.f_mean).abs() / truth.f_var.sqrt()).max()) < 0.15
