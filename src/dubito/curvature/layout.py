@@ -75,7 +75,7 @@ def _find(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[s
     everything = {**params, **live}
     done = forward(model, everything, x, buffers, wanted=live)
     slopes: Any = [None] * len(live)
-    if done.f.requires_grad:
+    if live and done.f.requires_grad:
         slopes = torch.autograd.grad(done.f, list(live.values()), torch.ones_like(done.f), allow_unused=True)
     reasons = {
         name: "it is used otherwise than by a known layer" for name, slope in zip(live, slopes, strict=True) if slope is not None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.dropout import Dropout
+from dubito.predict.adjoint import adjoint
+from dubito.predict.dropout import Dropout, learned_rates
 from dubito.predict.sampled import sampled
+from dubito.predict.streamlined import Streamlined
 from dubito.predictive import LatentMixture
 from dubito.randomness import fresh, generator
 from dubito.tree import Buffers, Params
@@ -33,6 +36,13 @@ class Stochastic(Posterior):
         source = generator or fresh()
         return {"dropout:seed": torch.randint(2**62, (n,), generator=source, device=source.device).to(self.model.device)}
 
+    @cached_property
+    def streamlined(self) -> Streamlined:
+        """The network as a program of means and variances, in which dropout is noise; independent masks."""
+        rates = learned_rates(self.dropout, {**self.buffers, **self.params})
+        weights = {name: leaf for name, leaf in self.params.items() if not name.startswith("dropout:")}
+        return Streamlined(self.model, weights, self.buffers, dropout=rates)
+
     def predict(
         self,
         x: Any,
@@ -43,7 +53,11 @@ class Stochastic(Posterior):
         seed: int = 0,
         consistent: bool | None = None,
     ) -> LatentMixture:
-        self._only(how, "sampled")
+        self._only(how, "sampled", "streamlined", "adjoint")
+        if how == "streamlined":
+            return self.streamlined.predict(x)
+        if how == "adjoint":
+            return adjoint(self.streamlined, x, memory=memory)
         return sampled(
             self.model,
             x,

@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -114,6 +114,14 @@ class Dropout:
     def plain(self) -> bool:
         """Whether training needs nothing but the network's own dropout in train mode."""
         return not self.sites and self.batch_first is None
+
+
+def learned_rates(dropout: Dropout, weights: Params) -> Dropout:
+    """The same places with the rates that were learned for them (concrete dropout), as numbers."""
+    logits = {site: weights[PREFIX + site] for site in dropout.sites if PREFIX + site in weights}
+    return replace(
+        dropout, sites={**dropout.sites, **{site: float(torch.sigmoid(one).squeeze()) for site, one in logits.items()}}
+    )
 
 
 def _drops(module: nn.Module) -> bool:

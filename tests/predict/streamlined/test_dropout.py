@@ -81,3 +81,30 @@ def test_programs_with_dropout(name):
     # units that share a dropped input move together, and pixels a dropped channel: not kept by the forward pass
     assert (ratio == pytest.approx(1, abs=0.1)) or (name == "channels" and 0.2 < ratio < 1)
     assert float(((f.mean - truth.f_mean).abs() / truth.f_var.sqrt()).max()) < 0.15
+
+
+@pytest.mark.parametrize("how", ["streamlined", "adjoint"])
+@pytest.mark.parametrize("at", [None, "^3$", ""])
+def test_dropout_in_one_pass(how, at):
+    """What MC dropout predicts, by the first two moments of its masks."""
+    network = nn.Sequential(
+        nn.Linear(4, 40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 40), nn.Tanh(), nn.Dropout(0.1), nn.Linear(40, 2)
+    )
+    model, x = Model(network, Gaussian(scale=0.1)), torch.randn(5, 4)
+    posterior = Stochastic(model, model.parameters(), model.buffers(), Dropout.find(network, at, 0.1))
+    truth, found = posterior.predict(x, draws=20_000), posterior.predict(x, how)
+    torch.testing.assert_close(found.f_mean, truth.f_mean, rtol=0, atol=0.02)
+    # without covariances units that share what was dropped before them count as independent
+    within = 0.03 if how == "adjoint" else 0.25
+    assert float(((found.f_var / truth.f_var).sqrt() - 1).abs().mean()) < within
+
+
+def test_learned_rates_are_used_in_one_pass():
+    network = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 2))
+    model, x = Model(network, Gaussian(scale=0.1)), torch.randn(5, 4)
+    params = {**model.parameters(), "dropout:2": torch.tensor([-2.0])}
+    posterior = Stochastic(model, params, model.buffers(), Dropout.find(network, "^2$", 0.5))
+    hidden, rate = torch.relu(network[0](x)), torch.sigmoid(torch.tensor(-2.0))
+    exact = (rate / (1 - rate)) * hidden**2 @ network[2].weight.T ** 2
+    for how in ("streamlined", "adjoint"):
+        torch.testing.assert_close(posterior.predict(x, how).f_var, exact.detach())

@@ -8,6 +8,7 @@ in which units move together, or all of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from dubito.curvature.capture import example_count
 from dubito.likelihoods import own
 from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
 from dubito.model import Model
+from dubito.predict.dropout import Dropout
 from dubito.predict.streamlined.moments import Moments, Output, Weight, mean_of
 from dubito.predict.streamlined.noise import noise_of
 from dubito.predict.streamlined.program import WIDE, lower
@@ -33,9 +35,19 @@ NARROW = 512  # units of a network, all operations together, up to which all dir
 class Streamlined:
     """The streamlined network of a posterior: its traces and programs, and what of the weights is needed again and again."""
 
-    def __init__(self, model: Model, params: Params, buffers: Buffers, covariance: Covariance, *, fallback: int = 0):
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        buffers: Buffers,
+        covariance: Covariance | None = None,
+        *,
+        dropout: Dropout | None = None,
+        fallback: int = 0,
+    ):
+        covariance = Blocks(()) if covariance is None else covariance
         self.model, self.params, self.buffers, self.covariance = model, params, buffers, covariance
-        self.fallback = fallback
+        self.dropout, self.fallback = dropout, fallback
         self.traces: dict[tuple, Trace] = {}
         self.programs: dict[tuple, fx.GraphModule] = {}
         self.squares: dict[str, Tensor] = {}
@@ -65,7 +77,7 @@ class Streamlined:
         with torch.inference_mode(False):
             plain = {name: w.mean if isinstance(w, Weight) else w for name, w in self.weights.items()}
             params = {name: plain[name] for name in self.params if ":" not in name}
-            found = pruned(trace(self.model, params, x, {name: plain[name] for name in self.buffers}))
+            found = pruned(trace(self.model, params, x, {name: plain[name] for name in self.buffers}, self.dropout))
         self.traces[kind if found.dynamic else (count, kind)] = found
         self._paired(found)
         return found
@@ -116,14 +128,26 @@ class Streamlined:
             )
         return self.programs[key]
 
-    def moments(self, x: Any, *, rank: int = 0, x_var: Tensor | None = None, taylor: bool = False) -> Moments | Output:
-        """Mean [B, *D, C] of f with its variances or, after an output layer, covariances; `x_var` are variances of the input."""
+    def moments(
+        self,
+        x: Any,
+        *,
+        rank: int = 0,
+        x_var: Tensor | None = None,
+        taylor: bool = False,
+        weights: Mapping[str, Tensor | Weight] | None = None,
+    ) -> Moments | Output:
+        """Mean [B, *D, C] of f with its variances or, after an output layer, covariances; `x_var` are variances of the input.
+
+        `weights`, such as `Weight.of(mean, var)` with gradients, stand in the places of the engine's own: to train through it.
+        """
         program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor)
         found = self.trace(x)
         leaves: list[Any] = list(tree.leaves(x))
         if x_var is not None:
             leaves[0] = Moments(leaves[0], x_var)
-        f = program(*leaves, *(self.weights[name] for name in found.weights.values()))
+        known = self.weights if weights is None else {**self.weights, **weights}
+        f = program(*leaves, *(known[name] for name in found.weights.values()))
         return Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
 
     def rank(self, x: Any) -> int:
