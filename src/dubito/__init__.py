@@ -4,6 +4,7 @@ from dubito import measures as measures
 from dubito import metrics as metrics
 from dubito import posteriors as posteriors
 from dubito import priors as priors
+from dubito.export import as_module as as_module
 from dubito.fit import fit as fit
 from dubito.io import load as load
 from dubito.io import save as save

@@ -106,6 +106,28 @@ def test_small_variances_give_the_linearised_network():
     torch.testing.assert_close(c.covariances, b.covariances, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("structure", ["kronecker", "dense", "lowrank"])
+def test_outputs_that_move_together_by_their_weights(structure):
+    """Linear in the random weights, so that the linearised network is exact: all directions are too, variances alone are not."""
+    model = Model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double(), Gaussian(scale=0.1), only="^0")
+    x, y = torch.randn(50, 4).double(), torch.randn(50, 1).double()
+    posterior = dubito.fit(model, Laplace(structure, check=False), (x, y), progress=False)
+    exact = posterior.predict(x[:5], "linearized")
+    for how, options in (("adjoint", {}), ("streamlined", {"rank": -1})):
+        torch.testing.assert_close(posterior.predict(x[:5], how, **options).f_var, exact.f_var, rtol=1e-5, atol=1e-9)
+    mixed = posterior.predict(x[:5], "streamlined", rank=512)
+    assert float(((mixed.f_var / exact.f_var).sqrt() - 1).abs().max()) < 5.0
+    assert float((posterior.predict(x[:5], "streamlined", rank=0).f_var / exact.f_var).min()) > 1.5
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_one_example_is_like_many(activation):
+    posterior = around(mlp(3, 6, 6, 6, 2, activation=activation), variance=0.01)
+    x = torch.randn(4, 3)
+    whole = posterior.predict(x, "adjoint")
+    torch.testing.assert_close(posterior.predict(x[:1], "adjoint").covariances, whole.covariances[:, :1])
+
+
 def test_two_linear_layers_are_exact():
     """Means, variances and covariances of a product of two random matrices, in closed form."""
     posterior = around(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double(), variance=0.2)
@@ -438,3 +460,36 @@ def test_the_short_way_of_a_chain_is_the_long_way(structure, only, noisy, monkey
     long = posterior.predict(x[:4], "adjoint", x_var=x_var)
     torch.testing.assert_close(short.f_mean, long.f_mean)
     torch.testing.assert_close(short.covariances, long.covariances)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["streamlined", "adjoint"])
+@pytest.mark.parametrize("build", [lambda: mlp(4, 20, 20, 3), lambda: Token("packed"), lambda: nn.Sequential(
+    nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3),
+)], ids=["mlp", "attention", "convolutions"])  # fmt: skip
+def test_the_same_on_a_gpu(how, build):
+    network = build().eval()
+    x = (
+        torch.randn(6, 5, 3)
+        if isinstance(network, Token)
+        else torch.randn(6, 1, 4, 4)
+        if len(network) == 6
+        else torch.randn(6, 4)
+    )
+    here = around(network, variance=0.002).predict(x, how)
+    there = around(network.cuda(), variance=0.002).predict(x, how)
+    assert there.f_mean.is_cuda
+    torch.testing.assert_close(there.f_mean.cpu(), here.f_mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(there.f_var.cpu(), here.f_var, rtol=5e-3, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["streamlined", "adjoint"])
+def test_half_precision_on_a_gpu(how):
+    posterior = around(Token("packed").cuda().bfloat16(), variance=0.001)
+    x = torch.randn(6, 5, 3, device="cuda", dtype=torch.bfloat16)
+    found = posterior.predict(x, how)
+    assert found.f_var.dtype == torch.float32
+    exact = around(Token("packed").cuda(), variance=0.001)
+    assert (found.f_var > 0).all()
+    assert exact.predict(x.float(), how).f_var.shape == found.f_var.shape

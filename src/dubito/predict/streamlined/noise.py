@@ -1,6 +1,7 @@
 """Weights of a layer that are not independent: the noise they put on the layer's output for certain inputs.
 
-Each kind has `var(m)` [..., O] and `cov(m)` [..., O, O], for inputs m [..., I]; the bias, where there is one, is inside.
+Each kind has `var(m)` [..., O], `cov(m)` [..., O, O] and `directions(m)` [O, ..., O], whose outer products add up to `cov`, for inputs
+m [..., I]; the bias, where there is one, is inside.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Rotated:
     def cov(self, m: Tensor) -> Tensor:
         return (self.left * (self.energy(m) @ self.variances.mT).unsqueeze(-2)) @ self.left.mT
 
+    def directions(self, m: Tensor) -> Tensor:
+        return (self.left * (self.energy(m) @ self.variances.mT).sqrt().unsqueeze(-2)).movedim(-1, 0)
+
 
 @dataclass(frozen=True)
 class Full:
@@ -62,19 +66,22 @@ class Full:
         half = torch.einsum("oipj,...j->...oip", self.sigma, a)
         return torch.einsum("...oip,...i->...op", half, a)
 
+    def directions(self, m: Tensor) -> Tensor:
+        return _root(self.cov(m))
+
 
 @dataclass(frozen=True)
 class Directions:
     """Independent weights, and directions in which they move together."""
 
     own: Tensor  # [O, in], may be negative where directions take away
-    directions: Tensor  # [k, O, in]
+    rows: Tensor  # [k, O, in]
     signs: Tensor  # [k], what each direction adds: 1, or -1 where it takes away
     biased: bool
 
     def _each(self, m: Tensor) -> tuple[Tensor, Tensor]:
         a = torch.cat([m, torch.ones_like(m[..., :1])], -1) if self.biased else m
-        return a.square() @ self.own.mT, torch.einsum("koi,...i->...ko", self.directions, a)
+        return a.square() @ self.own.mT, torch.einsum("koi,...i->...ko", self.rows, a)
 
     def var(self, m: Tensor) -> Tensor:
         own, along = self._each(m)
@@ -83,6 +90,15 @@ class Directions:
     def cov(self, m: Tensor) -> Tensor:
         own, along = self._each(m)
         return torch.diag_embed(own) + (along * self.signs.unsqueeze(-1)).mT @ along
+
+    def directions(self, m: Tensor) -> Tensor:
+        return _root(self.cov(m))
+
+
+def _root(cov: Tensor) -> Tensor:
+    """Columns [O, ..., O] whose outer products add up to the covariance."""
+    values, vectors = torch.linalg.eigh(cov)
+    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).movedim(-1, 0)
 
 
 Noise = Rotated | Full | Directions

@@ -59,6 +59,8 @@ def affine(
             second = weight.second if isinstance(weight, Weight) else w * w if s is None else w * w + s
             spread = apply(v, second, None)
             var = spread if var is None else var + spread
+        if rank and block is not None and apply is F.linear:  # outputs move together by their weights too
+            factor = _joined(factor, block.directions(m), rank)
         if sb is not None:
             shape = [1] * mean.ndim
             shape[_channel(apply, mean)] = -1
@@ -91,6 +93,14 @@ def _directions(apply: Callable, x: Moments, own: Tensor, w: Tensor, rank: int) 
     signs = _signs(rank, own[0].numel()).to(own).reshape(rank, 1, *own.shape[1:])
     new = once(root * signs)
     return explained, new if old is None else old + new
+
+
+def _joined(factor: Tensor | None, new: Tensor, rank: int) -> Tensor:
+    """Directions and new ones: all of them, or mixed into `rank`."""
+    if rank > 0:
+        new = torch.tensordot(_signs(rank, len(new)).to(new), new, 1)
+        return new if factor is None else factor + new
+    return new if factor is None else torch.cat([factor, new])
 
 
 def _signs(rank: int, size: int) -> Tensor:
