@@ -35,8 +35,8 @@ FIXED = "the noise is not learned by this likelihood, so it is part of the curva
 class Gaussian(Posterior):
     """N(params, covariance) over the weights that the covariance names; the other parameters are a point.
 
-    It predicts by linearising the network (`how="linearized"`: mean f(x), exact Gaussian over f) or by `draws` of the weights
-    (`how="sampled"`). A fitted Laplace approximation also has its `evidence`, and its prior can be changed afterwards.
+    It predicts by linearising the network (`how="linearized"`: mean f(x), exact Gaussian over f), by `draws` of the weights
+    (`how="sampled"`), or by moments of such draws in one pass (`how="streamlined"`, `how="adjoint"`). A fitted Laplace approximation also has its `evidence`, and its prior can be changed afterwards.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=0.1))

@@ -15,9 +15,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito import tree
@@ -33,6 +34,8 @@ from dubito.tree import Buffers, Params
 
 GIGABYTE = 2**30
 POSITIONS = 256  # outputs of an example (classes times pixels) above which draws of linearised functions take over
+SMALL = 2**18  # numbers in the outputs of all layers up to which a CPU does all cotangents at once
+_UNBATCHED: WeakSet[nn.Module] = WeakSet()  # networks with an operation that cannot
 WIDE = 100  # classes above which a root of the covariance is kept instead of the covariance
 
 
@@ -219,8 +222,8 @@ class _Run:
         edges = [use.edge for layer in self.layers for use in layer.uses] + [tap.edge for tap in taps]
         rows: list[list[Tensor]] = [[] for _ in self.layers]
         noise: list[list[Tensor]] = [[] for _ in taps]
-        for c in range(classes if edges else 0):
-            found = iter(torch.autograd.grad(f, edges, unit[c], retain_graph=True, allow_unused=True))
+        for gradients in self._swept(f, edges, unit) if edges else ():
+            found = iter(gradients)
             for i, layer in enumerate(self.layers):
                 rows[i].append(layer.outputs([next(found) for _ in layer.uses]))
             for i, (tap, g) in enumerate(zip(taps, found, strict=True)):
@@ -228,6 +231,26 @@ class _Run:
                     noise[i].append((g * tap.var.sqrt()).movedim(tap.axis, 0).flatten(1))
         self.noise = [_gram(torch.stack(one)) for one in noise if one]  # [B, C, C] each
         return rows, unit
+
+    def _swept(self, f: Tensor, edges: list[Any], unit: Tensor) -> Iterator[Sequence[Tensor | None]]:
+        """Gradients of every output. All outputs at once where one at a time would be mostly overhead."""
+        small = f.is_cuda or self.size * self.found.taps < SMALL
+        if small and self.model.network not in _UNBATCHED:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of operators without a batching rule, which are looped over
+                    found = torch.autograd.grad(f, edges, unit, retain_graph=True, allow_unused=True, is_grads_batched=True)
+                for c in range(len(unit)):
+                    yield [None if g is None else g[c] for g in found]
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                _UNBATCHED.add(self.model.network)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no current CUDA context.*")  # of torch's own threads
+            for one in unit:
+                yield torch.autograd.grad(f, edges, one, retain_graph=True, allow_unused=True)
 
     def _position(self, position: int, factors: Sequence[float]) -> Tensor:
         """The covariances [G, B, C, C] of the outputs at one position."""

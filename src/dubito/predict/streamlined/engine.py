@@ -124,7 +124,14 @@ class Streamlined:
         key = (id(found), adjoint, rank, noisy, taylor)
         if key not in self.programs:
             self.programs[key] = lower(
-                found, self.random, adjoint=adjoint, rank=rank, noisy=noisy, fallback=self.fallback, taylor=taylor
+                found,
+                self.random,
+                adjoint=adjoint,
+                rank=rank,
+                noisy=noisy,
+                fallback=self.fallback,
+                taylor=taylor,
+                fixed=self.weights,
             )
         return self.programs[key]
 

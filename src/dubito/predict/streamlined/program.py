@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,11 +42,12 @@ def lower(
     noisy: bool = False,
     fallback: int = 0,
     taylor: bool = False,
+    fixed: Mapping[str, Any] | None = None,
 ) -> fx.GraphModule:
     """The program: takes the inputs, then the weights in the order of `found.weights`, and gives the moments of f.
 
     `random` names the weights that have a variance; `noisy` inputs have one too. Operations on what is certain stay as they are, and
-    what f does not need is left out.
+    what f does not need is left out. `fixed` holds the weights: squares of those that are certain are then formed once.
     """
     random, graph, root = set(random), fx.Graph(), nn.Module()
     needed = _needed(found)
@@ -75,6 +76,8 @@ def lower(
             given = {"adjoint": adjoint, "rank": rank or None, "taylor": taylor}
             if adjoint and isinstance(step.out, Ref):
                 given["axis"] = found.axes.get(step.out.slot)
+            if fixed is not None and "square" in KEYWORDS.get(step.name, ()):
+                given["square"] = _square(found, step, uncertain, fixed, graph, root)
             if "origin" in KEYWORDS.get(step.name, ()):
                 given["origin"] = _origin(found, step, uncertain, values, graph, root)
             if last and step.name == "linear" and not adjoint and found.shapes[found.output][-1] <= WIDE:
@@ -119,6 +122,17 @@ def _noise(step: Step) -> bool:
     """Whether it makes random what is certain: dropout, which is written down only where it is on."""
     on = step.kwargs.get("training", step.args[2] if len(step.args) > 2 else True)
     return step.name in NOISE and bool(on)
+
+
+def _square(found: Trace, step: Step, uncertain: set[int], fixed: Mapping[str, Any], graph: fx.Graph, root: nn.Module) -> Any:
+    """The square of a weight that is certain, where it meets something that is not."""
+    weight = step.args[1] if len(step.args) > 1 else step.kwargs.get("weight")
+    if not isinstance(weight, Ref) or weight.slot in uncertain or weight.slot not in found.weights:
+        return None
+    name = f"square_{''.join(c if c.isalnum() else '_' for c in found.weights[weight.slot])}"
+    if not hasattr(root, name):
+        root.register_buffer(name, fixed[found.weights[weight.slot]].detach().square(), persistent=False)
+    return graph.get_attr(name)
 
 
 def _needed(found: Trace) -> set[int]:

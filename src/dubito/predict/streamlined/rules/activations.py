@@ -61,6 +61,8 @@ def _tiny(m: Tensor) -> float:
 
 def _standard(z: Tensor) -> tuple[Tensor, Tensor]:
     """Normal distribution function and density. (By erf, fast on a CPU and exportable; `torch.special.ndtr` is neither.)"""
+    if not torch.is_grad_enabled():
+        return (z * ROOT).erf_().mul_(0.5).add_(0.5), (z * z).mul_(-0.5).sub_(LOG_ROOT).exp_()
     upper = torch.erf(z * ROOT).mul(0.5).add(0.5)
     return upper, torch.exp((z * z).mul(-0.5).sub(LOG_ROOT))
 
@@ -78,8 +80,7 @@ def relu_moments(m: Tensor, v: Tensor) -> Found:
     # the same in place: on a CPU most of the time goes into memory
     r = (v + _tiny(m)).rsqrt_()
     z = (m * r).clamp_(-20, 20)
-    upper = (z * ROOT).erf_().mul_(0.5).add_(0.5)
-    density = (z * z).mul_(-0.5).sub_(LOG_ROOT).exp_()
+    upper, density = _standard(z)
     mean = r.mul_(v).mul_(density).addcmul_(m, upper)
     h = density.addcmul_(z, upper)
     return mean, z.sub_(h).mul_(h).add_(upper).clamp_min_(0).mul_(v), upper
@@ -120,25 +121,23 @@ def clipped(x: Moments, *args: Any, adjoint: bool = False, axis: int | None = No
 
 def gelu_moments(m: Tensor, v: Tensor) -> Found:
     r"""With :math:`t^2 = 1 + v`: :math:`E = m \Phi(m/t) + (v/t) \phi(m/t)`, slope :math:`\Phi + m \phi / t^3`; the variance by the
-    series :math:`\sum_n E[g^{(n)}]^2 v^n / n!`, whose terms are all positive."""
-    t2 = 1 + v
-    t = t2.sqrt()
-    z = m / t
+    series :math:`\sum_n E[g^{(n)}]^2 v^n / n!`, whose terms are all positive, up to n = 4: off by .4 % of s at v = 1, 1 % at most."""
+    q = (v + 1).reciprocal()
+    root = q.sqrt()
+    z = m * root
     upper, density = _standard(z)
-    mean = torch.addcmul(v / t * density, m, upper)
-    scaled = density / t
-    first = upper + z * scaled / t
-    r = v / t2
-    # derivatives of E in m, relative: E'' = (phi / t) (1 + (1 - z^2) / t2), E''' = -(phi / t^2) z (1 + (3 - z^2) / t2), ...
+    density = density * root
+    mean = torch.addcmul(v * density, m, upper)
+    first = torch.addcmul(upper, z * root, density)
+    # derivatives of E in m, relative to phi / t: 1 + (1 - z^2) q; -(z / t) (1 + (3 - z^2) q); (1 / t^2) (z^2 - 1 - (z^4 - 6 z^2 + 3) q)
     z2 = z * z
-    q = 1 / t2
-    second = 1 + (1 - z2) * q
-    third = z * (1 + (3 - z2) * q)
-    fourth = (z2 - 1) - (3 - 6 * z2 + z2 * z2) * q
-    fifth = z * ((3 - z2) + (15 - 10 * z2 + z2 * z2) * q)
-    series = v * second * second / 2 + r * v * third * third / 6 + r * r * v * fourth * fourth / 24
-    series = series + r * r * r * v * fifth * fifth / 120
-    var = v * (first * first + scaled * scaled * series)
+    second = torch.addcmul(torch.ones_like(q), 1 - z2, q)
+    third = torch.addcmul(torch.ones_like(q), 3 - z2, q)
+    fourth = torch.addcmul(z2 - 1, (z2 - 6).mul(z2).add(3), q, value=-1)
+    ratio = v * q
+    series = torch.addcmul((second * second).mul(12), ratio * z2, third * third, value=4)
+    series = torch.addcmul(series, ratio * ratio, fourth * fourth)  # times 24
+    var = v * torch.addcmul(first * first, density * density, v * series, value=1 / 24)
     return mean, var, first
 
 

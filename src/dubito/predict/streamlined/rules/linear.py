@@ -32,6 +32,7 @@ def affine(
     adjoint: bool,
     rank: int,
     kronecker: Callable[[Any, Tensor], Tensor] | None = None,
+    square: Tensor | None = None,
 ) -> Moments:
     """The rule of a map that is linear in its input and in its weight, such as a product or a convolution."""
     m, v = mean_of(x), var_of(x)
@@ -56,8 +57,12 @@ def affine(
             spread = extra + (apply(own, w * w, None) if s is None else apply(own, w * w, None) + apply(v, s, None))
             var = spread if var is None else var + spread
         else:
-            second = weight.second if isinstance(weight, Weight) else w * w if s is None else w * w + s
-            spread = apply(v, second, None)
+            if isinstance(weight, Weight):
+                square = weight.second
+            elif square is None:
+                square = w * w if s is None else w * w + s
+            assert square is not None
+            spread = apply(v, square, None)
             var = spread if var is None else var + spread
         if rank and block is not None and apply is F.linear:  # outputs move together by their weights too
             factor = _joined(factor, block.directions(m), rank)
@@ -115,11 +120,13 @@ def _known_signs(rank: int, size: int) -> Tensor:
 
 
 @rule("linear")
-def linear(input: Any, weight: Any, bias: Any = None, *, adjoint: bool = False, rank: int = 0) -> Moments:
+def linear(
+    input: Any, weight: Any, bias: Any = None, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None
+) -> Moments:
     independent = isinstance(weight, Weight) and weight.block is None
     if independent and not adjoint and not rank and not isinstance(bias, Tensor):
         return _independent(input, weight, bias)
-    return affine(F.linear, input, weight, bias, adjoint, rank, _kronecker)
+    return affine(F.linear, input, weight, bias, adjoint, rank, _kronecker, square)
 
 
 def _independent(input: Any, weight: Weight, bias: Weight | None) -> Moments:
@@ -143,7 +150,7 @@ def _kronecker(block: Noise, m: Tensor) -> Tensor:
 def _convolution(function: Callable) -> Callable:
     def apply(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-        *, adjoint: bool = False, rank: int = 0,
+        *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None,
     ) -> Moments:  # fmt: skip
         def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             return function(x, w, b, stride, padding, dilation, groups)
@@ -156,7 +163,7 @@ def _convolution(function: Callable) -> Callable:
 
         convolve.channel = 1  # pyright: ignore[reportFunctionMemberAccess]
         block = weight.block if isinstance(weight, Weight) and groups == 1 else None
-        return affine(convolve, input, weight, bias, adjoint, rank, kronecker if isinstance(block, Rotated) else None)
+        return affine(convolve, input, weight, bias, adjoint, rank, kronecker if isinstance(block, Rotated) else None, square)
 
     return apply
 
