@@ -86,6 +86,9 @@ def measure(name: str, posterior: Gaussian, x: Tensor, args: argparse.Namespace,
     repeats = args.repeats * (10 if len(x) == 1 else 1)
     if args.device == "cuda":
         runs = {key: synchronised(run) for key, run in runs.items()}
+    compiled: dict[str, dict] = {}
+    if args.compile:
+        compiled = _compiled(posterior, x, precision, repeats)
     slow = {key for key in runs if key.startswith(("sampled", "linearised"))}
     seconds = interleaved({key: run for key, run in runs.items() if key not in slow}, repeats)
     others = interleaved({key: run for key, run in runs.items() if key in slow or key == "plain"}, max(3, args.repeats // 10))
@@ -95,7 +98,26 @@ def measure(name: str, posterior: Gaussian, x: Tensor, args: argparse.Namespace,
         times = interleaved({"plain": runs["plain"], "peer": peer}, 2)
         over = ratio(times, "peer", "plain")
         found["laplace-torch, diagonal, linearised (4 inputs, scaled up)"] = {k: v * len(x) / 4 for k, v in over.items()}
-    return {"plain milliseconds": 1e3 * min(seconds["plain"]), **found}
+    return {"plain milliseconds": 1e3 * min(seconds["plain"]), **found, **compiled}
+
+
+def _compiled(posterior: Gaussian, x: Tensor, precision: torch.dtype | None, repeats: int) -> dict[str, dict]:
+    """The same with torch.compile, over the plain network with torch.compile."""
+    network, engine = posterior.model.network.eval(), posterior.streamlined
+    x = engine.prepared(x) if precision is None else x.to(precision)
+    weights = [engine.weights[name] for name in engine.trace(x).weights.values()]
+    programs = {"Taylor": engine.program(x, taylor=True), "exact moments": engine.program(x)}
+    runs: dict[str, Callable[[], object]] = {}
+    with torch.no_grad():
+        plain = torch.compile(network, fullgraph=True)
+        runs["plain"] = torch.no_grad()(lambda: plain(x))
+        for key, program in programs.items():
+            fast = torch.compile(lambda x, program=program: program(x, *weights), fullgraph=True)
+            runs[key] = torch.no_grad()(lambda fast=fast: fast(x))
+    if x.is_cuda:
+        runs = {key: synchronised(run) for key, run in runs.items()}
+    seconds = interleaved(runs, repeats)
+    return {f"forward, {key}, both compiled": ratio(seconds, key, "plain") for key in programs}
 
 
 def conversion(device: str) -> float:
@@ -116,6 +138,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--compile", action="store_true", help="also with torch.compile")
     parser.add_argument("--quick", action="store_true", help="only see that all runs; nothing is written")
     args, began = parser.parse_args(), time.time()
     if args.quick:

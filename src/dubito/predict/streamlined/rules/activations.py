@@ -121,31 +121,38 @@ def clipped(x: Moments, *args: Any, adjoint: bool = False, axis: int | None = No
 
 def gelu_moments(m: Tensor, v: Tensor) -> Found:
     r"""With :math:`t^2 = 1 + v`: :math:`E = m \Phi(m/t) + (v/t) \phi(m/t)`, slope :math:`\Phi + m \phi / t^3`; the variance by the
-    series :math:`\sum_n E[g^{(n)}]^2 v^n / n!`, whose terms are all positive, up to n = 4: off by .4 % of s at v = 1, 1 % at most."""
+    series :math:`\sum_n E[g^{(n)}]^2 v^n / n!`, whose terms are all positive, up to n = 3: off by .01 % of s at v = .1, .4 % at
+    v = .5, 2 % at most."""
     q = (v + 1).reciprocal()
     root = q.sqrt()
     z = m * root
     upper, density = _standard(z)
     density = density * root
-    mean = torch.addcmul(v * density, m, upper)
-    first = torch.addcmul(upper, z * root, density)
-    # derivatives of E in m, relative to phi / t: 1 + (1 - z^2) q; -(z / t) (1 + (3 - z^2) q); (1 / t^2) (z^2 - 1 - (z^4 - 6 z^2 + 3) q)
-    z2 = z * z
-    second = torch.addcmul(torch.ones_like(q), 1 - z2, q)
-    third = torch.addcmul(torch.ones_like(q), 3 - z2, q)
-    fourth = torch.addcmul(z2 - 1, (z2 - 6).mul(z2).add(3), q, value=-1)
-    ratio = v * q
-    series = torch.addcmul((second * second).mul(12), ratio * z2, third * third, value=4)
-    series = torch.addcmul(series, ratio * ratio, fourth * fourth)  # times 24
-    var = v * torch.addcmul(first * first, density * density, v * series, value=1 / 24)
-    return mean, var, first
+    # derivatives of E in m, relative to phi / t: 1 + (1 - z^2) q, then -(z / t) (1 + (3 - z^2) q)
+    if torch.is_grad_enabled():
+        first, z2 = torch.addcmul(upper, z * root, density), z * z
+        second, third = 1 + (1 - z2) * q, 1 + (3 - z2) * q
+        series = 3 * second * second + v * q * z2 * third * third  # times 6
+        return torch.addcmul(v * density, m, upper), v * (first * first + density * density * v * series / 6), first
+    mean = (v * density).addcmul_(m, upper)
+    first = root.mul_(z).mul_(density).add_(upper)
+    z2 = z.mul_(z)
+    second = torch.rsub(z2, 1).mul_(q).add_(1)
+    third = torch.rsub(z2, 3).mul_(q).add_(1)
+    series = second.mul_(second).mul_(3).addcmul_(third.mul_(third).mul_(z2), q.mul_(v))
+    return mean, (first * first).addcmul_(density.mul_(density).mul_(v), series, value=1 / 6).mul_(v), first
 
 
 @rule("gelu")
 def gelu(
     x: Moments, approximate: str = "none", *, adjoint: bool = False, axis: int | None = None, taylor: bool = False
 ) -> Moments:
-    return elementwise(gelu_moments, x, adjoint, axis, at_mean(F.gelu) if taylor else None)
+    return elementwise(gelu_moments, x, adjoint, axis, _gelu_at_mean if taylor else None)
+
+
+def _gelu_at_mean(m: Tensor) -> tuple[Tensor, Tensor]:
+    upper, density = _standard(m)
+    return m * upper, torch.addcmul(upper, m, density)
 
 
 @rule("erf")

@@ -67,7 +67,9 @@ def _axis(dim: int | None, dtype: Any) -> int:
 def attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     *, scale: float | None = None, enable_gqa: bool = False, adjoint: bool = False, axis: int | None = None, origin: Any = None,
+    taylor: bool = False,
 ) -> Moments:  # fmt: skip
+    """`taylor`: of the values' noise only, each token's own."""
     if isinstance(attn_mask, Moments | Weight):
         raise ValueError("attention with a random mask has no streamlined rule: make its weights certain by `only=`")
     groups = mean_of(query).shape[-3] // mean_of(key).shape[-3] if enable_gqa else 1
@@ -84,6 +86,7 @@ def attention(
     with still(adjoint):
         q, k, v, a, o = (t.detach() for t in (q, k, v, a, mean)) if adjoint else (q, k, v, a, mean)
         vq, vk, vv = (None if var_of(t) is None else _own(t) for t in (query, key, value))
+        vq, vk, origin = (None, None, None) if taylor and vv is not None else (vq, vk, origin)
         square = a * a
         var = torch.zeros((), dtype=o.dtype, device=o.device)
         if vv is not None:

@@ -43,11 +43,12 @@ def normalised(x: Moments, axes: Axes, eps: float, adjoint: bool, *, centred: bo
             return i * (rest - average(u) if centred else rest)
 
         own = residual(x)
-        second = average(own * z * z) / size
-        var = own * (1 - (2 / size) * (z * z + 1 if centred else z * z)) + z * z * second
+        weighted = own * z
+        inner = torch.add(z * (average(weighted * z) / size), weighted, alpha=-2 / size)
         if centred:
-            var = var + (average(own) + 2 * z * average(own * z)) / size
-        var = (i * i * var).clamp_min(0)
+            inner = inner + average(weighted) * (2 / size)
+            own = torch.add(average(own) / size, own, alpha=1 - 2 / size)
+        var = (torch.addcmul(own, z, inner) * (i * i)).clamp_min(0)
         factor = None
         if x.factor is not None:
             factor = torch.func.vmap(along)(x.factor)
