@@ -233,9 +233,10 @@ def squared_products(g: Tensor, a: Tensor) -> Tensor:
     return total
 
 
-def pieces(n: int, each: int) -> Iterator[slice]:
-    """n things in slices, so that things of `each` numbers stay within bounds."""
+def pieces(n: int, each: int, like: Tensor | None = None) -> Iterator[slice]:
+    """n things in slices, so that things of `each` numbers stay within bounds, which are wider on a GPU (where `like` is)."""
     if isinstance(n, torch.SymInt):  # while it is traced for any number of them: all at a time
         return iter([slice(0, n)])
-    step = max(1, CHUNK // max(1, each))
+    chunk = CHUNK if like is None or not like.is_cuda else 64 * CHUNK
+    step = max(1, chunk // max(1, each))
     return (slice(start, min(n, start + step)) for start in range(0, n, step))

@@ -323,7 +323,7 @@ def _block(
         at = [(factor, block.times(factor).logs.exp()) for factor in factors]
         return torch.stack([(rest + (inner * inside) @ inner.mT) / factor for factor, inside in at])
     assert isinstance(block, Dense)
-    for piece in pieces(like.shape[1], like.shape[2] * block.size):
+    for piece in pieces(like.shape[1], like.shape[2] * block.size, like):
         leaves = {name: leaf[:, piece] for name, leaf in others.items()}
         for layer, g in layers:
             part = _slice(layer, piece)
@@ -382,7 +382,7 @@ def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: list[
     # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
     inputs_first, outputs_first = positions < classes * outputs, positions < inputs
     found = []
-    for piece in pieces(size, classes * outputs * inputs):
+    for piece in pieces(size, classes * outputs * inputs, basis):
         a = layer.a[piece]
         if inputs_first:
             a = a @ basis[:-1] + basis[-1] if bias else a @ basis
@@ -443,7 +443,15 @@ def _diagonal(variances: list[Params], layers: list[tuple[Layer, list[Tensor]]],
 def _leaves(layer: Layer, g: list[Tensor]) -> Iterator[tuple[Tensor, str, slice]]:
     """Gradients of a layer's weights [C, b, *shape], in pieces of the batch."""
     size = sum(layer.shapes[name].numel() for name in layer.part.names)
-    for piece in pieces(layer.batch, len(g) * size):
+    affine = layer.part.kind == "affine" and layer.part.weight is not None
+    for piece in pieces(layer.batch, len(g) * size, g[0]):
+        if affine and g[0].is_cuda:  # all outputs in one product
+            rows, part = torch.stack([one[piece] for one in g]), layer.part
+            assert part.weight is not None
+            yield (rows.mT @ layer.a[piece]).unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
+            if part.bias is not None:
+                yield rows.sum(2), part.bias, piece
+            continue
         part = _slice(layer, piece)
         each = [part.gradients(one[piece]) for one in g]
         for name in each[0]:

@@ -25,7 +25,7 @@ Axes = tuple[int, ...]
 
 def normalised(x: Moments, axes: Axes, eps: float, adjoint: bool, *, centred: bool = True) -> Moments:
     """x over its root mean square along the axes (counted from the end), its mean taken off before if `centred`."""
-    size = math.prod(x.mean.shape[axis] for axis in axes)
+    size = math.prod([x.mean.shape[axis] for axis in axes])
 
     def average(t: Tensor) -> Tensor:
         return t.mean(axes, keepdim=True)
