@@ -166,9 +166,10 @@ def _agree(a: Tensor, b: Tensor) -> bool:
     shorter = min(a.shape[0], b.shape[0])
     if not a.is_floating_point():
         return torch.equal(a[:shorter], b[:shorter])
+    close = max(1e-3, 4 * torch.finfo(a.dtype).eps)  # half precision rounds as much
     a, b = a.double(), b.double()
     away, spread = (a[:shorter] - b[:shorter]).norm(), (a - a.mean(0)).norm()
-    return bool((away <= 0.05 * spread) | (away <= 1e-3 * a.norm()))
+    return bool((away <= 0.05 * spread) | (away <= close * a.norm()))
 
 
 def grouped(done: Forward, layout: Layout) -> dict[Part, list[Use]]:

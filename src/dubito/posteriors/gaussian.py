@@ -36,7 +36,8 @@ class Gaussian(Posterior):
     """N(params, covariance) over the weights that the covariance names; the other parameters are a point.
 
     It predicts by linearising the network (`how="linearized"`: mean f(x), exact Gaussian over f), by `draws` of the weights
-    (`how="sampled"`), or by moments of such draws in one pass (`how="streamlined"`, `how="adjoint"`). A fitted Laplace approximation also has its `evidence`, and its prior can be changed afterwards.
+    (`how="sampled"`), or by moments of such draws in one pass (`how="streamlined"`, `how="adjoint"`). A fitted Laplace approximation
+    also has its `evidence`, and its prior can be changed afterwards.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=0.1))
