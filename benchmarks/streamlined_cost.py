@@ -189,7 +189,8 @@ def main() -> None:
         "device": args.device,
         "repeats": args.repeats,
         "draws": args.draws,
-        "threads": torch.get_num_threads(), "compile": args.compile,
+        "threads": torch.get_num_threads(),
+        "compile": args.compile,
         "suq": SUQ,
     }
     if args.device == "cuda":

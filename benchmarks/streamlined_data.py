@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from cifar10 import normalised
 from measure import mean_and_error, show, write
-from networks import lenet, mlp, resnet20
+from networks import ViT, last_values, lenet, mlp, resnet20
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -73,6 +73,7 @@ class Problem:
     others: dict[str, Examples]
     size: int  # images at a time
     draws: int
+    only: str = ""  # which weights are random
 
 
 @dataclass
@@ -199,6 +200,25 @@ def resnet(args: argparse.Namespace) -> Problem:
     return Problem("CIFAR-10, ResNet-20", trained, train, 50_000, held_out, test, others, at_once(250, args), args.resnet_draws)
 
 
+def transformer(args: argparse.Namespace) -> Problem:
+    """A small vision transformer, trained here as it is; the value matrices of its last two blocks and its head are random."""
+    torch.manual_seed(0)
+    network = ViT(32, 4, 192, 6, 3)
+    train, test = normalised(some(cifar10("train"), args.train)), normalised(cifar10("test"))
+    held_out, train = some(train, args.held_out), some(train, len(train.y), args.held_out)
+    found = {"Fashion-MNIST": fashion_mnist, "notMNIST": notmnist}
+    others = {name: normalised(some(reader("test"), args.others // 4)) for name, reader in found.items()}
+    model = Model(network.to(args.device), Categorical(), Normal(scale=0.2))
+    method = MAP(epochs=args.vit_epochs, learning_rate=5e-4)
+    trained = dubito.fit(model, method, tuple(train), batch_size=256, seed=0, progress=False)
+    network.load_state_dict({name: leaf for name, leaf in trained.params.items() if ":" not in name}, strict=False)
+    start = dubito.fit(
+        Model(network.eval(), Categorical(), Normal(), last_values(6)), MAP(epochs=0), tuple(some(train, 100)), progress=False
+    )
+    test, size = some(test, args.resnet_test), at_once(250, args)
+    return Problem("CIFAR-10, ViT", start, train, len(train.y), held_out, test, others, size, args.resnet_draws, last_values(6))
+
+
 class Results:
     """What was found so far, as a file."""
 
@@ -239,7 +259,7 @@ class Results:
         settings = {**vars(self.args), "prior": "Normal(), by the evidence, by layer; tuned: times one of `multiples`"}
         if self.args.device != "cpu":
             settings["gpu"] = torch.cuda.get_device_name()
-        write("streamlined_data", settings=settings, figures=figures, headline=headline, seconds=time.time() - self.began)
+        write(self.args.name, settings=settings, figures=figures, headline=headline, seconds=time.time() - self.began)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -255,7 +275,7 @@ def study(problem: Problem, results: Results, args: argparse.Namespace, seed: in
 
     results.add(problem.name, "MAP", scored(lambda x: problem.trained.predict(x), problem, args.device))
     source = problem.trained.model
-    model = Model(source.network, source.likelihood, Normal())
+    model = Model(source.network, source.likelihood, Normal(), only=problem.only)
     for structure, method in STRUCTURES.items():
         if over():
             return False
@@ -298,6 +318,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--vit-epochs", type=int, default=12)
+    parser.add_argument("--name", default="streamlined_data", help="of the results")
     parser.add_argument("--resnet-draws", type=int, default=100)
     parser.add_argument("--resnet-train", type=int, default=10_000, help="images that its curvature is estimated from, of 50,000")
     parser.add_argument("--resnet-test", type=int, default=4_000)
@@ -312,7 +334,7 @@ def main() -> None:
     if args.quick:
         args.train, args.held_out, args.test, args.others, args.epochs, args.seeds = 500, 10, 20, 20, 20, 1
         args.draws, args.resnet_draws, args.tuning_draws, args.multiples = 20, 4, 4, (1.0, 10.0)
-        args.resnet_train, args.resnet_test = 20, 5
+        args.resnet_train, args.resnet_test, args.vit_epochs = 20, 5, 1
     warnings.filterwarnings("ignore", message="the weights are not at an optimum")  # a few epochs, or given
     results, going = Results(args, began), True
     for seed in range(args.seeds):
@@ -320,6 +342,7 @@ def main() -> None:
         makers: dict[str, Callable[[], Problem]] = {f"{a}, {b}": partial(small, a, b, seed, args) for a, b in pairs}
         if seed == 0:  # the given weights are one seed
             makers["CIFAR-10, ResNet-20"] = partial(resnet, args)
+            makers["CIFAR-10, ViT"] = partial(transformer, args)
         for name, make in makers.items():
             if going and any(part in name for part in args.only):
                 going = time.time() - began < args.seconds and study(make(), results, args, seed)

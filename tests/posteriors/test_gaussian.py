@@ -76,19 +76,19 @@ def test_for_a_linear_network_all_ways_to_predict_agree():
         torch.testing.assert_close(p.mean, exact.mean, rtol=0, atol=5 * (exact.f_var.max() / 2000) ** 0.5)
         torch.testing.assert_close(p.f_var, exact.f_var, rtol=0.2, atol=0)
     assert replace(posterior, how="sampled", draws=7).predict(x).means.shape == (7, 4, 2)
-    with pytest.raises(ValueError, match="'linearized' or 'sampled'; got 'linearised'"):
+    with pytest.raises(ValueError, match="'linearized' or 'sampled' or 'streamlined' or 'adjoint'; got 'linearised'"):
         posterior.predict(x, how="linearised")
 
 
 def test_links():
     model, (x, _) = problem(Categorical())
     posterior = fitted(model, STRUCTURES["dense"], problem(Categorical())[1])
-    means = {link: posterior.predict(x, link=link).mean for link in ("nodes", "mc", "probit", "bridge")}
+    means = {link: posterior.predict(x, link=link).mean for link in ("nodes", "mc", "pairwise", "probit", "bridge")}
     assert all(torch.allclose(m.sum(-1), torch.ones(10, dtype=DOUBLE)) for m in means.values())
-    for link in ("mc", "probit"):
+    for link in ("mc", "pairwise", "probit"):
         torch.testing.assert_close(means[link], means["nodes"], rtol=0, atol=0.1)
         assert not torch.equal(means[link], means["nodes"])
-    with pytest.raises(ValueError, match="link is one of nodes, mc, probit, bridge; got 'logit'"):
+    with pytest.raises(ValueError, match="link is one of nodes, mc, pairwise, probit, bridge; got 'logit'"):
         posterior.predict(x, link="logit")
 
 
@@ -232,6 +232,7 @@ def test_the_entropy_of_a_posterior_shrinks_with_data():
 TUNED = {name: method for name, method in STRUCTURES.items() if name not in ("hessian", "subnetwork")}
 
 
+@pytest.mark.filterwarnings("ignore:the held-out data like")
 @pytest.mark.parametrize("name", TUNED)
 def test_the_tuned_precision_is_the_best_of_the_grid(name):
     """Against a new prior and a prediction at every grid point."""
@@ -313,6 +314,7 @@ def test_what_makes_no_sense_is_refused_in_words():
             wrong()
 
 
+@pytest.mark.filterwarnings("ignore:the held-out data like")
 def test_tuning_leaves_the_global_generator_alone():
     from torch.utils.data import DataLoader, TensorDataset
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -104,20 +105,19 @@ class Gaussian(Posterior):
 
         `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
-        variances of the input, and for `"streamlined"` `rank` says how many directions are carried in which units move together: 0
-        none, -1 all; None picks, and `p.how` tells what.
+        variances of the input, and `draws` is how often an operation without a rule is drawn; for `"streamlined"`, `rank` says how
+        many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what.
         """
         how = self.how if how is None else how
         self._only(how, "linearized", "sampled", "streamlined", "adjoint")
         if link not in LINKS:
             raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
         if how in ("streamlined", "adjoint"):
-            engine = self.streamlined
-            p = (
-                engine.predict(x, rank=rank, x_var=x_var)
-                if how == "streamlined"
-                else adjoint(engine, x, x_var=x_var, memory=memory)
-            )
+            engine, fallback = self.streamlined, draws or 0
+            if how == "streamlined":
+                p = engine.predict(x, rank=rank, x_var=x_var, fallback=fallback)
+            else:
+                p = adjoint(engine, x, x_var=x_var, memory=memory, fallback=fallback)
             return p.stretched(self.variance_scale).linked(link)
         if x_var is not None or rank is not None:
             raise ValueError('x_var and rank are for predictions in one pass: how="streamlined" or how="adjoint"')
@@ -274,6 +274,11 @@ class Gaussian(Posterior):
                         at = replace(predictive.stretched(t * float(s) ** 2), params=learned)
                         scores[p, s, t] += float(at.log_prob(y).double().sum())
         p, s, t = max(scores, key=lambda key: scores[key])
+        if len(precisions) > 2 and p in (min(precisions), max(precisions)):
+            warnings.warn(
+                f"the held-out data like {p:g} times the present prior precision best, the end of the grid: give other `precisions`",
+                stacklevel=2,
+            )
         noise = None if s == 1 else self._scale.rsqrt() * s
         precision = {name: leaf * p for name, leaf in self.prior_precision.items()}
         return self.with_prior(precision, noise=noise, temperature=self.temperature * t)
@@ -314,6 +319,10 @@ class Gaussian(Posterior):
                 low, a, at_a = a, b, at_b
                 b = low + ratio * (high - low)
                 at_b = score(b)
+        if best in (grid[0], grid[-1]):
+            warnings.warn(
+                f"the best scale of variances lies at or beyond {math.exp(best):.0e}, the end of what was tried", stacklevel=2
+            )
         return replace(self, variance_scale=math.exp((low + high) / 2))
 
     def as_prior(self) -> MultivariateNormal:

@@ -55,9 +55,9 @@ class Stochastic(Posterior):
     ) -> LatentMixture:
         self._only(how, "sampled", "streamlined", "adjoint")
         if how == "streamlined":
-            return self.streamlined.predict(x)
+            return self.streamlined.predict(x, fallback=draws or 0)
         if how == "adjoint":
-            return adjoint(self.streamlined, x, memory=memory)
+            return adjoint(self.streamlined, x, memory=memory, fallback=draws or 0)
         return sampled(
             self.model,
             x,

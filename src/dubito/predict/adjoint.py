@@ -39,12 +39,13 @@ class Means(Model):
 
     engine: Any = None
     noisy: bool = False  # x is then (x, variances of x)
+    fallback: int = 0
 
     def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
         engine: Streamlined = self.engine
         weights: list[Any] = []
         inputs = x[0] if self.noisy else x
-        program, found = engine.program(inputs, adjoint=True, noisy=self.noisy), engine.trace(inputs)
+        program, found = engine.program(inputs, adjoint=True, noisy=self.noisy, fallback=self.fallback), engine.trace(inputs)
         for name in found.weights.values():
             known = engine.weights[name]
             mean = params[name] if name in params else buffers[name]
@@ -56,7 +57,7 @@ class Means(Model):
         return (f.mean if isinstance(f, Moments) else f), buffers
 
 
-def adjoint(engine: Streamlined, x: Any, *, x_var: Tensor | None = None, memory: float = 1.0) -> LatentMixture:
+def adjoint(engine: Streamlined, x: Any, *, x_var: Tensor | None = None, memory: float = 1.0, fallback: int = 0) -> LatentMixture:
     """The predictive at x: means by the forward pass, covariances of the outputs by the sweeps backwards."""
     x = engine.prepared(x)
     base = engine.model
@@ -72,7 +73,7 @@ def adjoint(engine: Streamlined, x: Any, *, x_var: Tensor | None = None, memory:
             return LatentMixture(base.likelihood, mean, cov, params=own(engine.params), how="adjoint")
     model = Means(
         base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output,
-        engine=engine, noisy=x_var is not None,
+        engine=engine, noisy=x_var is not None, fallback=fallback,
     )  # fmt: skip
     with torch.inference_mode(False):
         x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)

@@ -43,11 +43,10 @@ class Streamlined:
         covariance: Covariance | None = None,
         *,
         dropout: Dropout | None = None,
-        fallback: int = 0,
     ):
         covariance = Blocks(()) if covariance is None else covariance
         self.model, self.params, self.buffers, self.covariance = model, params, buffers, covariance
-        self.dropout, self.fallback = dropout, fallback
+        self.dropout = dropout
         self.traces: dict[tuple, Trace] = {}
         self.programs: dict[tuple, fx.GraphModule] = {}
         self.squares: dict[str, Tensor] = {}
@@ -117,11 +116,11 @@ class Streamlined:
         return self.squares[name]
 
     def program(
-        self, x: Any, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False
+        self, x: Any, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False, fallback: int = 0
     ) -> fx.GraphModule:
-        """The program for inputs like x; made once."""
+        """The program for inputs like x; made once. Operations without a rule are drawn `fallback` times, if that is not 0."""
         found = self.trace(x)
-        key = (id(found), adjoint, rank, noisy, taylor)
+        key = (id(found), adjoint, rank, noisy, taylor, fallback)
         if key not in self.programs:
             self.programs[key] = lower(
                 found,
@@ -129,7 +128,7 @@ class Streamlined:
                 adjoint=adjoint,
                 rank=rank,
                 noisy=noisy,
-                fallback=self.fallback,
+                fallback=fallback,
                 taylor=taylor,
                 fixed=self.weights,
             )
@@ -142,13 +141,14 @@ class Streamlined:
         rank: int = 0,
         x_var: Tensor | None = None,
         taylor: bool = False,
+        fallback: int = 0,
         weights: Mapping[str, Tensor | Weight] | None = None,
     ) -> Moments | Output:
         """Mean [B, *D, C] of f with its variances or, after an output layer, covariances; `x_var` are variances of the input.
 
         `weights`, such as `Weight.of(mean, var)` with gradients, stand in the places of the engine's own: to train through it.
         """
-        program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor)
+        program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor, fallback=fallback)
         found = self.trace(x)
         leaves: list[Any] = list(tree.leaves(x))
         if x_var is not None:
@@ -163,14 +163,16 @@ class Streamlined:
         units = sum(math.prod(found.shapes[step.out.slot][1:]) for step in found.steps if isinstance(step.out, Ref))
         return -1 if units <= NARROW else 0
 
-    def predict(self, x: Any, *, rank: int | None = None, x_var: Tensor | None = None, taylor: bool = False) -> LatentMixture:
+    def predict(
+        self, x: Any, *, rank: int | None = None, x_var: Tensor | None = None, taylor: bool = False, fallback: int = 0
+    ) -> LatentMixture:
         """The predictive at x."""
         x = self.prepared(x)
         with torch.no_grad():
             rank = self.rank(x) if rank is None else rank
             if x_var is not None:
                 x_var = x_var.to(x).expand_as(x)
-            f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor)
+            f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor, fallback=fallback)
             how = {0: "streamlined, variances only", -1: "streamlined, full covariance"}.get(
                 rank, f"streamlined, {rank} directions"
             )

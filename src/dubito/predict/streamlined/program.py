@@ -28,7 +28,7 @@ class NoRule(ValueError):
         super().__init__(
             f"there is no rule for the mean and variance of {step.name}(){where}. The ways out: write one "
             f"(`@dubito.predict.streamlined.rule({step.name!r})`, five lines, see docs/streamlined.md); make the weights before it "
-            "certain by `only=`; let it be sampled, `fallback=64` (draws of what goes in, for this operation alone); or predict with "
+            "certain by `only=`; let it be sampled, `predict(..., draws=64)` (for this operation alone); or predict with "
             "how='linearized' or 'sampled'"
         )
 

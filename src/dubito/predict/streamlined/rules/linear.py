@@ -64,7 +64,7 @@ def affine(
             assert square is not None
             spread = apply(v, square, None)
             var = spread if var is None else var + spread
-        if rank and block is not None and apply is F.linear:  # outputs move together by their weights too
+        if rank and block is not None and apply is F.linear and m.ndim == 2:  # outputs move together by their weights too
             factor = _joined(factor, block.directions(m), rank)
         if sb is not None:
             shape = [1] * mean.ndim
