@@ -541,3 +541,37 @@ def test_a_thousand_classes_take_no_matrix_for_each_input_where_none_is_needed()
     mixed = dubito.posteriors.Mixture.equal([kronecker, kronecker]).predict(x)
     assert mixed.root.shape == (2, 8, 1000, 1000)
     torch.testing.assert_close(mixed.mean, kronecker.predict(x).mean)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter beside it (LoRA)."""
+
+    def __init__(self, fan_in: int, fan_out: int, rank: int = 2):
+        super().__init__()
+        self.base = nn.Linear(fan_in, fan_out).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(fan_in, rank, bias=False), nn.Linear(rank, fan_out, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal", "lowrank"])
+def test_adapters_of_a_frozen_network(structure):
+    """`only=` picks the adapters; the dense posterior is that of their Jacobian, and the rest of the network never moves."""
+    network = nn.Sequential(Adapted(3, 5), nn.Tanh(), Adapted(5, 2)).double()
+    model = Model(network, Gaussian(scale=0.5), Normal(scale=1.0), only="lora")
+    x, y = torch.randn(12, 3).double(), torch.randn(12, 2).double()
+    posterior = dubito.fit(model, Laplace(structure, optimize_evidence=False, check=False), (x, y), progress=False)
+    names = list(posterior.covariance.shapes)
+    assert sorted(names) == sorted(name for name, _ in network.named_parameters() if "lora" in name)
+    assert set(posterior.sample(3)) == set(names)
+    p = posterior.predict(x)
+    assert (p.f_var > 0).all()
+    if structure == "dense":
+        params = {name: dict(network.named_parameters())[name].detach() for name in names}
+        slopes = torch.func.jacrev(lambda w: torch.func.functional_call(network, w, (x,)))(params)
+        rows = torch.cat([slopes[name].reshape(24, -1) for name in names], 1)
+        exact = torch.linalg.inv(rows.mT @ rows / 0.25 + torch.eye(rows.shape[1]).double())
+        torch.testing.assert_close(posterior.covariance.dense(), exact)
+        torch.testing.assert_close(p.f_var.flatten(), (rows @ exact @ rows.mT).diagonal())
+    assert (posterior.predict(x, "adjoint").f_var > 0).all()

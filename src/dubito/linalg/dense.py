@@ -59,7 +59,7 @@ class Dense(Covariance):
         """Of the precision, lower; in double precision, which costs a factor of two and saves refusals."""
         matrix = torch.tensordot(self.scale.double(), self.curvature.double(), 1)
         matrix.diagonal().add_(self._prior(self.prior).double().to(matrix.device))
-        factor, failed = torch.linalg.cholesky_ex(matrix / self.temperature)
+        factor, failed = torch.linalg.cholesky_ex(matrix if self.temperature == 1 else matrix / self.temperature)
         if failed:
             factor = self._repaired(matrix)
         return factor.to(self.curvature.dtype)
