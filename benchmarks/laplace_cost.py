@@ -293,6 +293,14 @@ def main() -> None:
     figures: dict[str, dict] = {}
     headline: dict[str, list[Any]] = {}
     everyone, columns = [*OURS, *PEERS], ["", *OURS, *PEERS, "target"]
+    settings = {
+        "repeats": args.repeats,
+        "batch": args.batch,
+        "batches": args.batches or {name: NETWORKS[name][2] for name in args.only},
+        "limits": {"seconds": args.seconds, "gigabytes": args.gigabytes},
+        "data": "random",
+        "peers": versions(),
+    }
     for name in args.only:
         times, memory = [], []
         for case in (case for case in CASES if any(part in case.name for part in args.cases)):
@@ -306,22 +314,13 @@ def main() -> None:
             headline[f"{what}, laplace-torch"] = ["; ".join(f"{who} {both(result[who])}" for who in PEERS), ""]
         show(f"{name}, batch {args.batch}: fits over an epoch, predictions over a forward pass", columns, times)
         show(f"{name}: rise of memory in MB", columns, memory)
+        if not args.quick:  # after every network, so that nothing is lost when it is stopped
+            write("laplace_cost", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
     for name, cases in figures.items():
         for case, result in cases.items():
             for who, figure in result.items():
                 if figure.get("error") not in (None, "not installed"):
                     print(f"{name}, {case}, {who}: {figure['error']}: {figure.get('message', '')}")
-    if args.quick:
-        return
-    settings = {
-        "repeats": args.repeats,
-        "batch": args.batch,
-        "batches": args.batches or {name: NETWORKS[name][2] for name in args.only},
-        "limits": {"seconds": args.seconds, "gigabytes": args.gigabytes},
-        "data": "random",
-        "peers": versions(),
-    }
-    write("laplace_cost", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
 
 
 if __name__ == "__main__":
