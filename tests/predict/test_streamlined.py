@@ -360,7 +360,7 @@ def test_a_rule_of_ones_own():
 
 def test_options_that_do_not_belong():
     posterior = around(mlp(3, 4, 2))
-    with pytest.raises(ValueError, match="x_var and rank are for predictions in one pass"):
+    with pytest.raises(ValueError, match="x_var, rank and top are for predictions in one pass"):
         posterior.predict(torch.randn(2, 3), "linearized", rank=3)
 
 
@@ -410,6 +410,28 @@ def test_it_says_how():
     assert narrow.predict(x, "streamlined").how == "streamlined, full covariance"
     assert narrow.predict(x, "streamlined", rank=16).how == "streamlined, 16 directions"
     assert narrow.predict(x, "adjoint").how == "adjoint"
+
+
+def test_many_outputs():
+    """Of the largest the adjoint's variances, of the others those of the forward pass; above 100 outputs by itself."""
+    posterior, x = around(mlp(3, 8, 8, 6), variance=0.01), torch.randn(4, 3)
+    whole, some, forward = (
+        posterior.predict(x, "adjoint"),
+        posterior.predict(x, "adjoint", top=2),
+        posterior.predict(x, "streamlined", rank=0),
+    )
+    largest = torch.zeros_like(whole.f_mean).scatter(1, whole.f_mean.topk(2).indices, 1).bool()
+    torch.testing.assert_close(some.f_mean, whole.f_mean)
+    torch.testing.assert_close(some.f_var[largest], whole.f_var[largest])
+    torch.testing.assert_close(some.f_var[~largest], forward.f_var[~largest])
+    assert some.how == "adjoint, 2 largest outputs"
+    assert posterior.predict(x, "adjoint", top=9).how == "adjoint"
+    many = around(mlp(3, 8, 120), variance=0.01, likelihood=Categorical()).predict(x, "adjoint")
+    assert many.how == "adjoint, 16 largest outputs"
+    assert many.cov is not None
+    assert many.cov.shape == (1, 4, 120)
+    with pytest.raises(ValueError, match="top is a positive number"):
+        posterior.predict(x, "adjoint", top=0)
 
 
 def test_a_scale_of_variances():

@@ -100,13 +100,15 @@ class Gaussian(Posterior):
         link: str = "nodes",
         x_var: Tensor | None = None,
         rank: int | None = None,
+        top: int | None = None,
     ) -> LatentMixture:
         """The predictive at x. Linearised with `draws`, it is made of so many linear functions instead of their exact Gaussian.
 
         `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
         variances of the input, and `draws` is how often an operation without a rule is drawn; for `"streamlined"`, `rank` says how
-        many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what.
+        many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what. For `"adjoint"`,
+        `top` is how many outputs of each example are swept back, the largest; None: all, or 16 of more than 100.
         """
         how = self.how if how is None else how
         self._only(how, "linearized", "sampled", "streamlined", "adjoint")
@@ -117,10 +119,10 @@ class Gaussian(Posterior):
             if how == "streamlined":
                 p = engine.predict(x, rank=rank, x_var=x_var, fallback=fallback)
             else:
-                p = adjoint(engine, x, x_var=x_var, memory=memory, fallback=fallback)
+                p = adjoint(engine, x, x_var=x_var, memory=memory, fallback=fallback, top=top)
             return p.stretched(self.variance_scale).linked(link)
-        if x_var is not None or rank is not None:
-            raise ValueError('x_var and rank are for predictions in one pass: how="streamlined" or how="adjoint"')
+        if x_var is not None or rank is not None or top is not None:
+            raise ValueError('x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
         source = generator(self.model.device, seed, "weights")
         if how == "linearized":
             p = linearized(

@@ -32,6 +32,8 @@ from dubito.predict.streamlined.moments import Moments, Weight
 from dubito.predictive import LatentMixture
 from dubito.tree import Buffers, Params
 
+MANY, TOP = 100, 16  # outputs above which only the largest are swept back, and how many
+
 
 @dataclass(frozen=True)
 class Means(Model):
@@ -57,18 +59,34 @@ class Means(Model):
         return (f.mean if isinstance(f, Moments) else f), buffers
 
 
-def adjoint(engine: Streamlined, x: Any, *, x_var: Tensor | None = None, memory: float = 1.0, fallback: int = 0) -> LatentMixture:
-    """The predictive at x: means by the forward pass, covariances of the outputs by the sweeps backwards."""
+def adjoint(
+    engine: Streamlined,
+    x: Any,
+    *,
+    x_var: Tensor | None = None,
+    memory: float = 1.0,
+    fallback: int = 0,
+    top: int | None = None,
+) -> LatentMixture:
+    """The predictive at x: means by the forward pass, covariances of the outputs by the sweeps backwards.
+
+    `top`: only so many outputs of each example, the largest, are swept back; the others have the variances of the forward pass, and
+    there are no covariances. Of more than MANY outputs it is TOP, unless given."""
     x = engine.prepared(x)
     base = engine.model
     if x_var is not None:
         x_var = x_var.to(x).expand_as(x)
+    found = engine.trace(x)
+    flat, outputs = len(found.shapes[found.output]) == 2, found.shapes[found.output][-1]
+    top = TOP if top is None and flat and outputs > MANY else top
+    if top is not None and not (flat and top > 0):
+        raise ValueError("top is a positive number, for networks with one output vector an example")
+    top = None if top is not None and top >= outputs else top
     with torch.no_grad():
-        found = engine.trace(x)
         if id(found) not in engine.chains:
             engine.chains[id(found)] = chain(found, engine.random)
         known = engine.chains[id(found)]
-        if known is not None and (swept := sweep(engine, found, known, x, x_var)) is not None:
+        if known is not None and top is None and (swept := sweep(engine, found, known, x, x_var)) is not None:
             mean, cov = (part.float().unsqueeze(0) if part.dtype.itemsize < 4 else part.unsqueeze(0) for part in swept)
             return LatentMixture(base.likelihood, mean, cov, params=own(engine.params), how="adjoint")
     model = Means(
@@ -79,5 +97,12 @@ def adjoint(engine: Streamlined, x: Any, *, x_var: Tensor | None = None, memory:
         x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
         given = x if x_var is None else (x, x_var)
         engine.trace(x)
-        p = linearized(model, given, params=engine.params, buffers=engine.buffers, covariance=engine.covariance, memory=memory)
-        return replace(p, how="adjoint")
+        others = None
+        if top is not None:
+            with torch.no_grad():
+                f = engine.moments(x, x_var=x_var, fallback=fallback)
+            others = top, f.var if isinstance(f, Moments) else f.cov.diagonal(dim1=-2, dim2=-1)
+        p = linearized(
+            model, given, params=engine.params, buffers=engine.buffers, covariance=engine.covariance, memory=memory, top=others
+        )
+        return replace(p, how="adjoint" if top is None else f"adjoint, {top} largest outputs")

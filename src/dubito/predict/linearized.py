@@ -50,11 +50,13 @@ def linearized(
     fallback: int = 30,
     memory: float = 1.0,
     generator: torch.Generator | None = None,
+    top: tuple[int, Tensor] | None = None,
 ) -> LatentMixture:
     """The predictive of the linearised network at x.
 
-    With `draws`, or where an example has very many outputs (segmentation: then `fallback` of them), as so many functions
-    f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x.
+    `top` = (k, variances [B, C]): only the k largest outputs of each example are followed; the others have the variances given, and
+    none of them a covariance. With `draws`, or where an example has very many outputs (segmentation: then `fallback` of them), as so
+    many functions f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x.
     """
     x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
     names = tuple(covariance.shapes)
@@ -71,12 +73,16 @@ def linearized(
     f, cov, root = [], [], []
     # gradients of every output with respect to every layer's outputs must fit, and those of weights that no rule knows
     other = 3 * found.outputs * sum(params[name].numel() for name in found.generic)
-    each = 4 * (found.taps * (found.outputs + 2) + other)
+    each = 4 * (found.taps * ((found.outputs if top is None else top[0]) + 2) + other)
     step = size if found.alone else max(1, min(size, int(memory * GIGABYTE / 2 / max(1, each))))
     for start in range(0, size, step):
         part = tree.apply_leaves(lambda leaf: leaf[start : start + step] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
         run = _Run(model, params, buffers, covariance, part, found, names)
-        if run.f.ndim == 2 and run.f.shape[-1] > WIDE and (wide := run.root()) is not None:
+        if top is not None:
+            run.top = run.f.topk(top[0]).indices
+            found_var = run.covariances()[0].diagonal(dim1=1, dim2=2)
+            cov.append(top[1][start : start + step].to(found_var).scatter(1, run.top, found_var))
+        elif run.f.ndim == 2 and run.f.shape[-1] > WIDE and (wide := run.root()) is not None:
             root.append(wide)
         else:
             cov.append(run.covariances()[0])
@@ -158,6 +164,7 @@ class _Run:
         names: tuple[str, ...],
     ):
         self.model, self.params, self.buffers, self.x, self.found = model, params, buffers, x, found
+        self.top: Tensor | None = None  # [B, k], outputs to follow, where these are not all
         self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
         wanted = {name: params[name].detach() for name in names}
         self.done: Forward = forward(model, {**params, **wanted}, x, buffers, wanted=wanted, skip=found.generic)
@@ -190,11 +197,16 @@ class _Run:
     def covariances(self, factors: Sequence[float] = (1.0,)) -> Tensor:
         """[G, B, *D, C, C], or without the last C where outputs are independent: for each multiple of the prior's precision."""
         with torch.no_grad():
-            if (layer := self._output()) is not None and (closed := self._closed(layer, factors)) is not None:
+            if (
+                self.top is None
+                and (layer := self._output()) is not None
+                and (closed := self._closed(layer, factors)) is not None
+            ):
                 return closed
             shape = self.f.shape
             found = [self._position(i, factors) for i in range(self.f[0].numel() // shape[-1])]
-            return torch.stack(found, 2).reshape(len(factors), *shape[:-1], shape[-1], shape[-1])
+            outputs = found[0].shape[-1]
+            return torch.stack(found, 2).reshape(len(factors), *shape[:-1], outputs, outputs)
 
     def _closed(self, layer: Layer, factors: Sequence[float]) -> Tensor | None:
         """The output layer: its Jacobian is its input, and nothing is back-propagated."""
@@ -214,10 +226,14 @@ class _Run:
         """Rows [B, T, O] of each of the C outputs at a position, for each layer, and the cotangents [C, B, *D, C]."""
         f = self.done.f
         classes = f.shape[-1]
-        unit = torch.zeros(classes, self.size, f[0].numel() // classes, classes, dtype=f.dtype, device=f.device)
-        for c in range(classes):
-            unit[c, :, position, c] = 1
-        unit = unit.reshape(classes, *f.shape)
+        if self.top is not None:  # of each example its own
+            unit = torch.zeros(self.top.shape[1], *f.shape, dtype=f.dtype, device=f.device)
+            unit.scatter_(2, self.top.mT.unsqueeze(-1), 1.0)
+        else:
+            unit = torch.zeros(classes, self.size, f[0].numel() // classes, classes, dtype=f.dtype, device=f.device)
+            for c in range(classes):
+                unit[c, :, position, c] = 1
+            unit = unit.reshape(classes, *f.shape)
         taps = self.done.taps
         edges = [use.edge for layer in self.layers for use in layer.uses] + [tap.edge for tap in taps]
         rows: list[list[Tensor]] = [[] for _ in self.layers]
