@@ -517,7 +517,7 @@ def test_links_are_certain_where_f_is_certain(link):
 
 def test_links_that_do_not_exist_are_named():
     p = predictive(Bernoulli(), covariance="diagonal")
-    with pytest.raises(ValueError, match="link is one of nodes, mc, probit, bridge; got 'logit'"):
+    with pytest.raises(ValueError, match="link is one of nodes, mc, pairwise, probit, bridge; got 'logit'"):
         replace(p, link="logit")
     with pytest.raises(ValueError, match="Bernoulli has no 'bridge' approximation: use link='nodes'"):
         replace(p, link="bridge").mean  # noqa: B018
