@@ -412,6 +412,13 @@ def test_it_says_how():
     assert narrow.predict(x, "adjoint").how == "adjoint"
 
 
+def test_little_memory_gives_the_same():
+    posterior, x = around(mlp(3, 8, 8, 2), variance=0.01), torch.randn(9, 3)
+    x_var = torch.full_like(x, 0.01)
+    whole = posterior.predict(x, "adjoint", x_var=x_var)
+    torch.testing.assert_close(posterior.predict(x, "adjoint", x_var=x_var, memory=1e-6).covariances, whole.covariances)
+
+
 def test_many_outputs():
     """Of the largest the adjoint's variances, of the others those of the forward pass; above 100 outputs by itself."""
     posterior, x = around(mlp(3, 8, 8, 6), variance=0.01), torch.randn(4, 3)

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from dubito import tree
-from dubito.curvature.capture import tapped
+from dubito.curvature.capture import example_count, tapped
 from dubito.likelihoods import own
 from dubito.model import Model
-from dubito.predict.chain import chain, sweep
+from dubito.predict.chain import Chain, chain, sweep
 from dubito.predict.linearized import linearized
 from dubito.predict.streamlined.engine import Streamlined
 from dubito.predict.streamlined.moments import Moments, Weight
+from dubito.predict.streamlined.trace import Trace
 from dubito.predictive import LatentMixture
 from dubito.tree import Buffers, Params
 
@@ -86,7 +87,7 @@ def adjoint(
         if id(found) not in engine.chains:
             engine.chains[id(found)] = chain(found, engine.random)
         known = engine.chains[id(found)]
-        if known is not None and top is None and (swept := sweep(engine, found, known, x, x_var)) is not None:
+        if known is not None and top is None and (swept := _swept(engine, found, known, x, x_var, memory)) is not None:
             mean, cov = (part.float().unsqueeze(0) if part.dtype.itemsize < 4 else part.unsqueeze(0) for part in swept)
             return LatentMixture(base.likelihood, mean, cov, params=own(engine.params), how="adjoint")
     model = Means(
@@ -106,3 +107,22 @@ def adjoint(
             model, given, params=engine.params, buffers=engine.buffers, covariance=engine.covariance, memory=memory, top=others
         )
         return replace(p, how="adjoint" if top is None else f"adjoint, {top} largest outputs")
+
+
+def _swept(
+    engine: Streamlined, found: Trace, known: Chain, x: Any, x_var: Tensor | None, memory: float
+) -> tuple[Tensor, Tensor] | None:
+    """The short way, some examples at a time where all together would take more memory than they may."""
+    outputs, width = found.shapes[found.output][-1], max(found.shapes[step.out.slot][-1] for step in known.steps)
+    size, step = example_count(x), max(1, int(memory * 2**30 / (16 * outputs * width)))
+    if size <= step:
+        return sweep(engine, found, known, x, x_var)
+    parts = []
+    for start in range(0, size, step):
+        piece = slice(start, start + step)
+        part = tree.apply_leaves(lambda leaf: leaf[piece] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
+        parts.append(sweep(engine, found, known, part, None if x_var is None else x_var[piece]))
+    if any(one is None for one in parts):
+        return None
+    means, covs = zip(*parts, strict=True)  # pyright: ignore[reportArgumentType]
+    return torch.cat(means), torch.cat(covs)
