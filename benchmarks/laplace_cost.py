@@ -216,7 +216,7 @@ def compare(name: str, case: Case, args: argparse.Namespace) -> dict[str, dict]:
     examples = sum(len(y) for _, y in data) if case.kind == "fit" else len(x)
     figures: dict[str, dict] = {}
     runs: dict[str, Callable[[], object]] = {}
-    for who in [*(OURS if case.kind == "predict" else OURS[:1]), *PEERS]:
+    for who in [*(OURS if case.kind == "predict" else OURS[:1]), *args.peers]:
         figure = figures[who] = probed(who, name, case, args)
         if "error" not in figure:
             part = figure["part"]
@@ -278,6 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="networks")
     parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of cases")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="backends of laplace-torch")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--batches", type=int, help="in an epoch; default: 64, of LeNet 32, of ResNet-20 3")
@@ -292,7 +293,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of the peer, and of ours, that these networks are not trained
     figures: dict[str, dict] = {}
     headline: dict[str, list[Any]] = {}
-    everyone, columns = [*OURS, *PEERS], ["", *OURS, *PEERS, "target"]
+    everyone, columns = [*OURS, *args.peers], ["", *OURS, *args.peers, "target"]
     settings = {
         "repeats": args.repeats,
         "batch": args.batch,
@@ -311,7 +312,7 @@ def main() -> None:
             what = f"{name}, {case.name}: " + ("fit over an epoch" if case.kind == "fit" else "over a forward pass")
             ours = "; ".join(f"{who} {both(result[who])}" for who in OURS if who in result)
             headline[what] = [ours, f"<= {bound:g}" + (f" (+{room} MB)" if room else "")]
-            headline[f"{what}, laplace-torch"] = ["; ".join(f"{who} {both(result[who])}" for who in PEERS), ""]
+            headline[f"{what}, laplace-torch"] = ["; ".join(f"{who} {both(result[who])}" for who in args.peers), ""]
         show(f"{name}, batch {args.batch}: fits over an epoch, predictions over a forward pass", columns, times)
         show(f"{name}: rise of memory in MB", columns, memory)
         if not args.quick:  # after every network, so that nothing is lost when it is stopped
