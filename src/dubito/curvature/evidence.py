@@ -207,3 +207,22 @@ def maximize(
         found = {name: leaf.detach() for name, leaf in precisions().items()}
         scale = log_scale.detach().exp()
         return found, scale, evidence.value(covariance, found, scale, temperature)
+
+
+def highest(function: Callable[[float], float], low: float, high: float, *, points: int = 101, tolerance: float = 1e-9) -> float:
+    """Where a function of one number is highest: the best of a grid, then the golden section around it."""
+    step = (high - low) / (points - 1)
+    best = max((low + i * step for i in range(points)), key=function)
+    low, high, ratio = best - step, best + step, (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    at_a, at_b = function(a), function(b)
+    while high - low > tolerance:
+        if at_a > at_b:
+            high, b, at_b = b, a, at_a
+            a = high - ratio * (high - low)
+            at_a = function(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + ratio * (high - low)
+            at_b = function(b)
+    return (low + high) / 2

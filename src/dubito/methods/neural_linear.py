@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito import store
+from dubito.curvature.evidence import highest
 from dubito.fit import Info, Start
 from dubito.likelihoods import Gaussian, Likelihood
 from dubito.model import Target
@@ -177,7 +178,7 @@ class NeuralLinear:
         unit = data.values.new_ones(1) if data.noise is None else data.noise
         if prior.scale is None and self.optimize_evidence:
             centre = math.log(float(data.values.mean() / unit.mean()) or 1.0)
-            return math.exp(_highest(lambda log: data.evidence(math.exp(log) * unit), centre - WIDE, centre + WIDE)) * unit
+            return math.exp(highest(lambda log: data.evidence(math.exp(log) * unit), centre - WIDE, centre + WIDE)) * unit
         if data.noise is not None:
             return data.noise / scale**2
         # Where b / a = lambda s^2. It lies between a perfect fit and none; b is concave in lambda, so there is only one.
@@ -222,22 +223,3 @@ class Rotated:
             self.a0 * self.b0.log() - self.shape * self.rate(precision).log() + torch.lgamma(self.shape) - torch.lgamma(self.a0)
         )
         return float(volume + score.sum() - 0.5 * self.rows * len(self.square) * math.log(2 * math.pi))
-
-
-def _highest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function is highest: the best of a grid, then the golden section around it."""
-    step = (high - low) / 100
-    best = max((low + i * step for i in range(101)), key=function)
-    low, high, ratio = best - step, best + step, (math.sqrt(5) - 1) / 2
-    a, b = high - ratio * (high - low), low + ratio * (high - low)
-    at_a, at_b = function(a), function(b)
-    while high - low > 1e-9:
-        if at_a > at_b:
-            high, b, at_b = b, a, at_a
-            a = high - ratio * (high - low)
-            at_a = function(a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + ratio * (high - low)
-            at_b = function(b)
-    return (low + high) / 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dubito import tree
-from dubito.curvature.evidence import Evidence, maximize
+from dubito.curvature.evidence import Evidence, highest, maximize
 from dubito.likelihoods import NOISE
 from dubito.linalg import Covariance, Diagonal
 from dubito.model import Model
@@ -306,26 +306,11 @@ class Gaussian(Posterior):
         def score(log: float) -> float:
             return sum(float(p.stretched(math.exp(log)).log_prob(y).double().sum()) for p, y in found)
 
-        grid = [math.log(10) * i / 2 for i in range(-8, 9)]
-        best = max(grid, key=score)
-        low, high = best - grid[1] + grid[0], best + grid[1] - grid[0]
-        ratio = (math.sqrt(5) - 1) / 2
-        a, b = high - ratio * (high - low), low + ratio * (high - low)
-        at_a, at_b = score(a), score(b)
-        while high - low > 0.01:  # golden section
-            if at_a > at_b:
-                high, b, at_b = b, a, at_a
-                a = high - ratio * (high - low)
-                at_a = score(a)
-            else:
-                low, a, at_a = a, b, at_b
-                b = low + ratio * (high - low)
-                at_b = score(b)
-        if best in (grid[0], grid[-1]):
-            warnings.warn(
-                f"the best scale of variances lies at or beyond {math.exp(best):.0e}, the end of what was tried", stacklevel=2
-            )
-        return replace(self, variance_scale=math.exp((low + high) / 2))
+        end = math.log(1e4)
+        best = highest(score, -end, end, points=17, tolerance=0.01)
+        if abs(best) > 0.95 * end:
+            warnings.warn(f"the best scale of variances, {math.exp(best):.0e}, is the end of what was tried", stacklevel=2)
+        return replace(self, variance_scale=math.exp(best))
 
     def as_prior(self) -> MultivariateNormal:
         """This posterior as the prior of a fit on new data, which then continues from what is known.
