@@ -25,8 +25,10 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
@@ -403,6 +405,8 @@ CASES = {
 }
 WAYS = ("SUQ's rules", "Taylor", "forward", "rank 64", "full", "adjoint", "linearised", "100 draws")
 
+SHOWN = ("SUQ's rules", "forward", "full", "adjoint")  # in the README
+
 
 def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
@@ -435,6 +439,22 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         if name != "plain":
             results[name]["cost"] = ratio(seconds, name, "plain")
     return figure | {"batch of the timing": case.batch, "plain, milliseconds": 1e3 * min(seconds["plain"])}
+
+
+def named(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The figures of one network; None where its data is not there."""
+    warnings.filterwarnings("ignore", message=".*optimum.*")  # of networks trained for a short time
+    try:
+        figure = run(CASES[name], args)
+    except FileNotFoundError as error:
+        print(f"{name}: left out, {error}")
+        return None
+    results = figure["ways"]
+    print(f"{name}: " + "; ".join(f"{way} {cell(results[way])}" for way in WAYS if way in results), flush=True)
+    for way, found in results.items():
+        if found.get("error") == "fails":
+            print(f"  {way} fails: {found['message']}")
+    return figure
 
 
 def synchronised(way: Callable[[], Any], device: str) -> Callable[[], None]:
@@ -479,35 +499,27 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="networks at a time, a process each: for OMP_NUM_THREADS=1")
     parser.add_argument("--quick", action="store_true", help="only see that all runs: few draws, nothing is written")
     args, began = parser.parse_args(), time.time()
     if args.quick:
         args.draws, args.repeats = 2000, 1
-    warnings.filterwarnings("ignore", message=".*optimum.*")  # of networks trained for a short time
     figures: dict[str, dict] = {}
     headline: dict[str, list[Any]] = {}
     misses: list[str] = []
-    for name, case in CASES.items():
-        if not any(part in name for part in args.only):
-            continue
-        try:
-            figure = figures[name] = run(case, args)
-        except FileNotFoundError as error:
-            print(f"{name}: left out, {error}")
-            continue
+    names = [name for name in CASES if any(part in name for part in args.only)]
+    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
+        found = pool.map(named, names, repeat(args)) if args.workers > 1 else (named(name, args) for name in names)
+        figures |= {name: figure for name, figure in zip(names, found, strict=True) if figure is not None}
+    for name, figure in figures.items():
+        case = CASES[name]
         results = figure["ways"]
-        print(f"{name}: " + "; ".join(f"{way} {cell(results[way])}" for way in WAYS if way in results), flush=True)
-        for way, found in results.items():
-            if found.get("error") == "fails":
-                print(f"  {way} fails: {found['message']}")
         misses += (lost := missed(name, case, results))
         figure["missed"] = lost
         bounds = ", ".join(f"{way} <= {number(bound)}" for way, bound in case.targets.items())
-        shown = [way for way in WAYS if way in results and results[way].get("error") != ""]
+        shown = [way for way in SHOWN if "kl" in results.get(way, {})]  # of the others and of times the JSON file tells
         what = "; ".join(f"{way} {cell(results[way])}" for way in shown)
-        headline[f"{name}: KL (error of the sd)"] = [what, f"{bounds}; adjoint's sd +-{case.sd:g} %".removeprefix("; ")]
-        costs = "; ".join(f"{way} {results[way]['cost']['fastest']:.3g}" for way in shown if "cost" in results[way])
-        headline[f"{name}, batch {case.batch}: time over a plain forward pass"] = [costs, ""]
+        headline[f"{name}: KL (error of the sd)"] = [what, f"{bounds}; sd +-{case.sd:g} %".removeprefix("; ")]
     rows = [[name, *(cell(figure["ways"].get(way)) for way in WAYS)] for name, figure in figures.items()]
     show("KL of the marginals from Monte Carlo (mean error of the standard deviation)", ["", *WAYS], rows)
     cost = [
@@ -518,7 +530,7 @@ def main() -> None:
     print("\n".join(["targets missed:", *misses] if misses else ["all targets kept"]))
     if args.quick:
         return
-    settings = {"draws": args.draws, "repeats": args.repeats, "device": args.device}
+    settings = {"draws": args.draws, "repeats": args.repeats, "device": args.device, "workers": args.workers}
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
     write("streamlined_accuracy", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)

@@ -5,18 +5,25 @@ the last two blocks and the head random. "Taylor" takes functions at their mean,
 what `dubito.as_module` deploys; "predict" is `posterior.predict`, which also makes the predictive. Beside them sampling, the
 linearised network, and for the MLP laplace-torch where it is installed. SUQ's own code cannot be installed; its figures, in the
 targets' column, were measured elsewhere.
+
+Memory is how far the peak rises during one call, each in a process of its own (on a GPU, of what is allocated there), over that of a
+plain pass that keeps its activations, as for training. A plain pass without gradients frees them as it goes; its rise is shown too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import interleaved, ratio, show, write
+from measure import growth, interleaved, ratio, show, write
 from networks import ViT, last_values, mlp
 from torch import Tensor, nn
 
@@ -132,6 +139,47 @@ def conversion(device: str) -> float:
     return 1e3 * sorted(times)[len(times) // 2]
 
 
+def study(name: str) -> tuple[Gaussian, Callable[[int], Tensor], torch.dtype | None, tuple[int, ...]]:
+    """A posterior, its inputs, their precision if it is not the usual one, and the numbers of examples."""
+    if name == "MLP":
+        return posterior_of(mlp(784, 512, 512, 10), "", 1e-4), lambda n: torch.randn(n, 784), None, (1, 64, 256)
+    if name == "ViT":
+        posterior = posterior_of(ViT(32, 4, 192, 6, 3), last_values(6), 1e-4)
+        return posterior, lambda n: torch.randn(n, 3, 32, 32), None, (1, 8, 32)
+    posterior = posterior_of(ViT(224, 16, 768, 12, 12).to("cuda", torch.bfloat16), last_values(12), 1e-4)
+    return posterior, lambda n: torch.randn(n, 3, 224, 224, device="cuda", dtype=torch.bfloat16), torch.bfloat16, (1, 64)
+
+
+MEASURED = ("plain", "plain, activations kept", "forward, predict", "adjoint")
+
+
+def peak(name: str, batch: int, way: str) -> None:
+    """In a process of its own: how far memory rises during one call, in megabytes."""
+    warnings.simplefilter("ignore")
+    posterior, inputs, precision, _ = study(name)
+    network = posterior.model.network.eval().requires_grad_()
+
+    def run(x: Tensor) -> object:
+        return network(x) if way == MEASURED[1] else cases(posterior, x, precision, 1)[way]()
+
+    x = inputs(batch)
+    run(inputs(2))  # what is made once
+    if not x.is_cuda:
+        print(json.dumps(growth(lambda: run(x))))
+        return
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(x)
+    print(json.dumps((torch.cuda.max_memory_allocated() - before) / 2**20))
+
+
+def peaks(name: str, batch: int) -> dict[str, float]:
+    # without these the allocator keeps what is freed, and a rise of memory would not be seen
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    call = [sys.executable, __file__, "--peak", name, str(batch)]
+    return {way: json.loads(subprocess.check_output([*call, way], env=env)) for way in MEASURED}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
@@ -139,8 +187,14 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--compile", action="store_true", help="also with torch.compile")
+    parser.add_argument(
+        "--peak", nargs=3, metavar=("NAME", "BATCH", "WAY"), help="the rise of memory of one case, for this file's own use"
+    )
     parser.add_argument("--quick", action="store_true", help="only see that all runs; nothing is written")
     args, began = parser.parse_args(), time.time()
+    if args.peak:
+        peak(args.peak[0], int(args.peak[1]), args.peak[2])
+        return
     if args.quick:
         args.repeats, args.draws = 2, 4
     if args.threads:
@@ -149,29 +203,11 @@ def main() -> None:
     torch.manual_seed(0)
     figures: dict[str, Any] = {"conversion of a 670k-parameter network, ms": conversion(args.device)}
     print(f"conversion {figures['conversion of a 670k-parameter network, ms']:.1f} ms")
-    studies: list[tuple[str, Callable[[], tuple[Gaussian, Callable[[int], Tensor], torch.dtype | None]], tuple[int, ...]]] = []
-    if args.device == "cpu":
-        studies = [
-            ("MLP", lambda: (posterior_of(mlp(784, 512, 512, 10), "", 1e-4), lambda n: torch.randn(n, 784), None), (1, 64, 256)),
-            (
-                "ViT",
-                lambda: (posterior_of(ViT(32, 4, 192, 6, 3), last_values(6), 1e-4), lambda n: torch.randn(n, 3, 32, 32), None),
-                (1, 8, 32),
-            ),
-        ]
-    else:
-
-        def base() -> tuple[Gaussian, Callable[[int], Tensor], torch.dtype]:
-            network = ViT(224, 16, 768, 12, 12).to("cuda", torch.bfloat16)
-            posterior = posterior_of(network, last_values(12), 1e-4)
-            return posterior, lambda n: torch.randn(n, 3, 224, 224, device="cuda", dtype=torch.bfloat16), torch.bfloat16
-
-        studies = [("ViT-Base", base, (1, 64))]
     headline: dict[str, list[Any]] = {
         "conversion of a 670k-parameter network": [f"{next(iter(figures.values())):.1f} ms", "<= 10 ms"]
     }
-    for name, make, batches in studies:
-        posterior, inputs, precision = make()
+    for name in ("MLP", "ViT") if args.device == "cpu" else ("ViT-Base",):
+        posterior, inputs, precision, batches = study(name)
         found = {n: measure(name, posterior, inputs(n), args, precision) for n in batches}
         figures[name] = found
         rows = []
@@ -183,6 +219,13 @@ def main() -> None:
             rows.append([key, *text, target])
             headline[f"{name}, {key}, batch {' / '.join(map(str, batches))}"] = [" / ".join(text), target and f"<= {target}"]
         show(f"{name}: ratio to the plain forward pass (SUQ: {SUQ[name]})", ["", *map(str, batches), "target"], rows)
+        largest = batches[-1]
+        rise = figures[f"{name}, batch {largest}, rise of memory in MB"] = peaks(name, largest)
+        kept = rise[MEASURED[1]]
+        show(f"{name}, batch {largest}: rise of memory", ["", "MB", "share"], [[way, mb, mb / kept] for way, mb in rise.items()])
+        for way in MEASURED[2:]:
+            told = f"{rise[way] / kept:.2f} ({rise[way]:.0f} MB; plain pass without gradients {rise['plain']:.0f} MB)"
+            headline[f"{name}, {way}, batch {largest}: memory over the plain pass's activations"] = [told, "<= 3"]
     if args.quick:
         return
     settings = {

@@ -8,8 +8,10 @@ with functions is understood as well as one of modules. What is not recognised, 
 
 from __future__ import annotations
 
+import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode
 
 from dubito import tree
 from dubito.model import Model, mode
@@ -61,25 +63,37 @@ def _without_check(function: Callable) -> Callable:
 _attention = _without_check(F.multi_head_attention_forward)
 
 
+class _Listening(threading.local):
+    capture: Capture | None = None  # whom a network tells of its layers, by the functions that follow
+
+
+_LISTENING = _Listening()
+
+
+def heard(layer: Callable, *args: Any) -> Tensor:
+    """layer(*args), of which a `Capture` that listens is told."""
+    capture = _LISTENING.capture
+    return layer(*args) if capture is None else capture.call(layer, args, {})
+
+
 def noted(x: Tensor, var: Tensor) -> Tensor:
-    """x, the input of the next layer, of which a `Capture` that is active is told how uncertain it is."""
-    if torch._C._is_torch_function_mode_enabled():
-        return handle_torch_function(noted, (x,), x, var)
+    """x, the input of the next layer, of which a `Capture` that listens is told how uncertain it is."""
+    if (capture := _LISTENING.capture) is not None:
+        capture.spreads[id(x)] = (x, var)
     return x
 
 
 def tapped(h: Tensor, var: Tensor, axis: int) -> Tensor:
-    """h, to which a `Capture` that is active is told to add noise of its own, with variances `var`; `axis` is that of the examples."""
-    if torch._C._is_torch_function_mode_enabled():
-        return handle_torch_function(tapped, (h,), h, var, axis)
+    """h, to which a `Capture` that listens is told to add noise of its own, with variances `var`; `axis` is that of the examples."""
+    if (capture := _LISTENING.capture) is not None and h.requires_grad:
+        capture.taps.append(Tap(get_gradient_edge(h), var, axis))
     return h
 
 
 def rescaled(x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
-    """x times a weight plus a bias of each channel, known to a `Capture` as a norm's scale and shift."""
-    if torch._C._is_torch_function_mode_enabled():
-        return handle_torch_function(rescaled, (x,), x, weight, bias, channel)
-    return _scale(x, weight, bias, channel)
+    """x times a weight plus a bias of each channel, known to a `Capture` that listens as a norm's scale and shift."""
+    capture = _LISTENING.capture
+    return _scale(x, weight, bias, channel) if capture is None else capture.rescaled(x, weight, bias, channel)
 
 
 def _scale(x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
@@ -110,7 +124,18 @@ class Capture(TorchFunctionMode):
         ] = {}  # by the id of an input: itself, so that the id stays its, and variances
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        return self.call(func, args, kwargs or {})
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While a network runs that tells of its layers itself: to look at all it calls would take longer than to run it, if small."""
+        before, _LISTENING.capture = _LISTENING.capture, self
+        try:
+            yield
+        finally:
+            _LISTENING.capture = before
+
+    def call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is F.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
@@ -122,21 +147,13 @@ class Capture(TorchFunctionMode):
             return self._embedding(func, *args, **kwargs)
         if func in NORMS:
             return self._norm(func, args, kwargs)
-        if func is noted:
-            self.spreads[id(args[0])] = args
-            return args[0]
-        if func is tapped:
-            h, var, axis = args
-            if h.requires_grad:
-                self.taps.append(Tap(get_gradient_edge(h), var, axis))
-            return h
-        if func is rescaled:
-            x, weight, bias, channel = args
-            if self._name(weight) is None and self._name(bias) is None:
-                return _scale(*args)
-            h = _scale(x, self._proxy(weight), self._proxy(bias), channel)
-            return self._record("scale", weight, bias, x, h, channel)
         return func(*args, **kwargs)
+
+    def rescaled(self, x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
+        if self._name(weight) is None and self._name(bias) is None:
+            return _scale(x, weight, bias, channel)
+        h = _scale(x, self._proxy(weight), self._proxy(bias), channel)
+        return self._record("scale", weight, bias, x, h, channel)
 
     def _name(self, weight: Any) -> str | None:
         return None if weight is None else self.names.get(id(weight))
@@ -242,7 +259,8 @@ def forward(model: Model, params: Params, x: Any, buffers: Buffers, *, wanted: P
     """Run the network in eval mode at `params`, recording the uses of the `wanted` weights (leaves of `params`)."""
     capture = Capture(wanted, skip)
     fixed = {name: leaf.detach() for name, leaf in buffers.items()}
-    with torch.enable_grad(), mode(model.network, False), capture:
+    tells = getattr(model, "tells", False)  # a program in the place of the network, which has no mode either
+    with torch.enable_grad(), nullcontext() if tells else mode(model.network, False), capture.listening() if tells else capture:
         f, _ = model.call(params, x, fixed)
     for use in capture.uses:
         if use.x._version != use.version:

@@ -71,6 +71,11 @@ class Layer:
     @cached_property
     def a(self) -> Tensor:
         """Inputs [B, T, I], the homogeneous 1 of a bias not included; indices [B, T] for a lookup."""
+        return self.inputs.float() if self.inputs.is_floating_point() and self.inputs.dtype.itemsize < 4 else self.inputs
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """The same in the network's own precision."""
         found = []
         for use in self.uses:
             if (
@@ -89,8 +94,7 @@ class Layer:
                 found.append(examples_first(use.x, self.part, self.batch).reshape(self.batch, -1, width))
             else:
                 found.append(rows(use.x, self.part, use.channel, self.batch))
-        value = found[0] if len(found) == 1 else torch.cat(found, 1)
-        return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     @cached_property
     def spread(self) -> Tensor | None:
@@ -100,8 +104,8 @@ class Layer:
         uses = [use._replace(x=torch.zeros_like(use.x) if use.spread is None else use.spread) for use in self.uses]
         return Layer(self.part, uses, self.batch, self.shapes).a
 
-    def outputs(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Gradients of the outputs of all uses, as rows [B, T, O]."""
+    def outputs(self, gradients: Sequence[Tensor | None], *, exact: bool = True) -> Tensor:
+        """Gradients of the outputs of all uses, as rows [B, T, O]; in the network's own precision if not `exact`."""
         found = []
         for use, g in zip(self.uses, gradients, strict=True):
             if g is None:
@@ -112,7 +116,7 @@ class Layer:
             else:
                 found.append(rows(g, self.part, use.channel, self.batch))
         value = found[0] if len(found) == 1 else torch.cat(found, 1)
-        return value.float() if value.dtype.itemsize < 4 else value
+        return value.float() if exact and value.dtype.itemsize < 4 else value
 
     @property
     def positions(self) -> int:
@@ -233,10 +237,10 @@ def squared_products(g: Tensor, a: Tensor) -> Tensor:
     return total
 
 
-def pieces(n: int, each: int, like: Tensor | None = None) -> Iterator[slice]:
+def pieces(n: int, each: int, like: Tensor | None = None, chunk: int = CHUNK) -> Iterator[slice]:
     """n things in slices, so that things of `each` numbers stay within bounds, which are wider on a GPU (where `like` is)."""
     if isinstance(n, torch.SymInt):  # while it is traced for any number of them: all at a time
         return iter([slice(0, n)])
-    chunk = CHUNK if like is None or not like.is_cuda else 64 * CHUNK
+    chunk = chunk if like is None or not like.is_cuda else 64 * CHUNK
     step = max(1, chunk // max(1, each))
     return (slice(start, min(n, start + step)) for start in range(0, n, step))

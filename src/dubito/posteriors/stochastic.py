@@ -7,13 +7,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dubito.posteriors.posterior import Posterior
 from dubito.predict.adjoint import adjoint
 from dubito.predict.dropout import Dropout, learned_rates
 from dubito.predict.sampled import sampled
 from dubito.predict.streamlined import Streamlined
-from dubito.predictive import LatentMixture
+from dubito.predictive import LINKS, LatentMixture
 from dubito.randomness import fresh, generator
 from dubito.tree import Buffers, Params
 
@@ -52,12 +53,21 @@ class Stochastic(Posterior):
         memory: float = 1.0,
         seed: int = 0,
         consistent: bool | None = None,
+        link: str = "nodes",
+        x_var: Tensor | None = None,
+        rank: int | None = None,
+        top: int | None = None,
     ) -> LatentMixture:
+        """The predictive at x, by draws of masks or in one pass; `link`, `x_var`, `rank` and `top` are as in `Gaussian.predict`."""
         self._only(how, "sampled", "streamlined", "adjoint")
+        if link not in LINKS:
+            raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
         if how == "streamlined":
-            return self.streamlined.predict(x, fallback=draws or 0)
+            return self.streamlined.predict(x, rank=rank, x_var=x_var, fallback=draws or 0).linked(link)
         if how == "adjoint":
-            return adjoint(self.streamlined, x, memory=memory, fallback=draws or 0)
+            return adjoint(self.streamlined, x, x_var=x_var, memory=memory, fallback=draws or 0, top=top).linked(link)
+        if x_var is not None or rank is not None or top is not None:
+            raise ValueError('x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
         return sampled(
             self.model,
             x,

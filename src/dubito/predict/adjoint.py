@@ -16,7 +16,7 @@ here: the network that is linearised is that of the means. A plain chain of laye
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class Means(Model):
     engine: Any = None
     noisy: bool = False  # x is then (x, variances of x)
     fallback: int = 0
+    tells: ClassVar[bool] = True  # the rules tell a `Capture` of their layers
 
     def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
         engine: Streamlined = self.engine

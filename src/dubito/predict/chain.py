@@ -80,6 +80,7 @@ def sweep(engine: Streamlined, found: Trace, known: Chain, x: Any, x_var: Tensor
     m = engine.prefix(found, known.start, x)
     v: Tensor | None = x_var
     passes: list[Pass] = []
+    one = torch.ones((), dtype=m.dtype, device=m.device)  # a direction, which comes out as the expected slope
     for i, step in enumerate(known.steps):
         if step.name != "linear":
             continue
@@ -113,7 +114,6 @@ def sweep(engine: Streamlined, found: Trace, known: Chain, x: Any, x_var: Tensor
             break
         var: Any = q if inherited is None else inherited if q is None else q + inherited
         function = known.steps[i + 1]
-        one = torch.ones((), dtype=h.dtype, device=h.device)  # a direction, which comes out as the expected slope
         value, var_out, slope = RULES[function.name](Moments(h, var, one), *function.args[1:], **function.kwargs)[:3]
         own = var_out if inherited is None else var_out - slope * slope * inherited
         passes.append(Pass(weight, rotated, own.clamp_min(0), slope))

@@ -12,6 +12,7 @@ Where a layer has several positions its gradients are formed example by example,
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ from dubito.tree import Buffers, Params
 
 GIGABYTE = 2**30
 POSITIONS = 256  # outputs of an example (classes times pixels) above which draws of linearised functions take over
+PARTS = 2**8  # into which a GPU cuts long sums
+CACHE = 2**19  # numbers that a CPU's cache holds while they are formed, scaled and multiplied
 SMALL = 2**18  # numbers in the outputs of all layers up to which a CPU does all cotangents at once
 _UNBATCHED: WeakSet[nn.Module] = WeakSet()  # networks with an operation that cannot
 WIDE = 100  # classes above which a root of the covariance is kept instead of the covariance
@@ -222,8 +225,8 @@ class _Run:
             return _dense_output(block, layer, layer.extended.squeeze(1), self.f.shape[-1]).unsqueeze(0)
         return None
 
-    def _gradients(self, position: int) -> tuple[list[list[Tensor]], Tensor]:
-        """Rows [B, T, O] of each of the C outputs at a position, for each layer, and the cotangents [C, B, *D, C]."""
+    def _gradients(self, position: int) -> tuple[list[Tensor], Tensor]:
+        """Rows [C, B, T, O] of the outputs at a position, for each layer, and the cotangents [C, B, *D, C]."""
         f = self.done.f
         classes = f.shape[-1]
         if self.top is not None:  # of each example its own
@@ -236,37 +239,43 @@ class _Run:
             unit = unit.reshape(classes, *f.shape)
         taps = self.done.taps
         edges = [use.edge for layer in self.layers for use in layer.uses] + [tap.edge for tap in taps]
-        rows: list[list[Tensor]] = [[] for _ in self.layers]
-        noise: list[list[Tensor]] = [[] for _ in taps]
-        for gradients in self._swept(f, edges, unit) if edges else ():
-            found = iter(gradients)
-            for i, layer in enumerate(self.layers):
-                rows[i].append(layer.outputs([next(found) for _ in layer.uses]))
-            for i, (tap, g) in enumerate(zip(taps, found, strict=True)):
-                if g is not None:
-                    noise[i].append((g * tap.var.sqrt()).movedim(tap.axis, 0).flatten(1))
-        self.noise = [_gram(torch.stack(one)) for one in noise if one]  # [B, C, C] each
+        roots = [None] * (len(edges) - len(taps)) + [tap.var.sqrt() for tap in taps]
+        found = iter(self._swept(f, edges, unit, roots) if edges else ())
+        rows = [_rows(layer, [next(found) for _ in layer.uses], len(unit), self.exact) for layer in self.layers]
+        noise = [(tap.axis, g) for tap, g in zip(taps, found, strict=True) if g is not None]
+        self.noise = [_gram(g.movedim(axis + 1, 1).flatten(2)) for axis, g in noise]  # [B, C, C] each
         return rows, unit
 
-    def _swept(self, f: Tensor, edges: list[Any], unit: Tensor) -> Iterator[Sequence[Tensor | None]]:
-        """Gradients of every output. All outputs at once where one at a time would be mostly overhead."""
+    @property
+    def exact(self) -> bool:
+        """Whether sums are formed of numbers in full precision; on a GPU those of bfloat16 are, and sums over them are exact anyway."""
+        return not (self.done.f.is_cuda and self.done.f.dtype == torch.bfloat16)
+
+    def _swept(self, f: Tensor, edges: list[Any], unit: Tensor, by: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of every output, [C, ...], times `by`. All outputs at once where one at a time would be mostly overhead."""
         small = f.is_cuda or self.size * self.found.taps < SMALL
         if small and self.model.network not in _UNBATCHED:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of operators without a batching rule, which are looped over
                     found = torch.autograd.grad(f, edges, unit, retain_graph=True, allow_unused=True, is_grads_batched=True)
-                for c in range(len(unit)):
-                    yield [None if g is None else g[c] for g in found]
-                return
+                return [g if g is None or root is None else g * root for g, root in zip(found, by, strict=True)]
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
                 _UNBATCHED.add(self.model.network)
+        whole: list[Tensor | None] = [None] * len(edges)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*no current CUDA context.*")  # of torch's own threads
-            for one in unit:
-                yield torch.autograd.grad(f, edges, one, retain_graph=True, allow_unused=True)
+            for c, one in enumerate(unit):
+                for i, g in enumerate(torch.autograd.grad(f, edges, one, retain_graph=True, allow_unused=True)):
+                    if g is None:
+                        continue
+                    place, root = whole[i], by[i]
+                    if place is None:
+                        place = whole[i] = g.new_empty(len(unit), *g.shape)
+                    place[c].copy_(g) if root is None else torch.mul(g, root, out=place[c])
+        return whole
 
     def _position(self, position: int, factors: Sequence[float]) -> Tensor:
         """The covariances [G, B, C, C] of the outputs at one position."""
@@ -299,7 +308,7 @@ class _Run:
                 leaves = {name: leaf for name, leaf in others.items() if name in names}
                 for layer, g in zip(self.layers, rows, strict=True):
                     if set(layer.part.names) <= names:
-                        each = [layer.gradients(one) for one in g]
+                        each = [layer.gradients(one.float() if one.dtype.itemsize < 4 else one) for one in g]
                         leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
                 leaves = {n: leaves.get(n, unit.new_zeros(classes, self.size, *s)).flatten(0, 1) for n, s in block.shapes.items()}
                 product = block.product(leaves)
@@ -309,11 +318,27 @@ class _Run:
             return total.reshape(classes, self.size, classes, self.size).permute(1, 0, 3, 2)
 
 
+def _rows(layer: Layer, gradients: list[Tensor | None], classes: int, exact: bool) -> Tensor:
+    """Gradients [C, ...] of the outputs of all uses of a layer, as rows [C, B, T, O]."""
+    if all(g is None for g in gradients):
+        rows = layer.outputs(gradients, exact=exact)
+        return rows.expand(classes, *rows.shape)
+    known = [g for g in gradients if g is not None]
+
+    def one(*given: Tensor) -> Tensor:
+        each = iter(given)
+        return layer.outputs([None if g is None else next(each) for g in gradients], exact=exact)
+
+    return torch.func.vmap(one)(*known)
+
+
 def _block(
-    block: Covariance, layers: list[tuple[Layer, list[Tensor]]], others: Params, like: Tensor, factors: Sequence[float]
+    block: Covariance, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor, factors: Sequence[float]
 ) -> Tensor:
     """What one block adds to the covariances [G, B, C, C]."""
     total = torch.zeros_like(like)
+    if not isinstance(block, Diagonal):
+        layers = [(layer, g.to(like.dtype)) for layer, g in layers]
     if isinstance(block, Kronecker):
         variances = [block.times(factor).variances for factor in factors]
         for layer, g in layers:
@@ -364,14 +389,14 @@ def _block(
     return total
 
 
-def _spread(layer: Layer, g: list[Tensor], variances: list[Params]) -> Tensor:
+def _spread(layer: Layer, g: Tensor, variances: list[Params]) -> Tensor:
     """What noise of the inputs of a layer, each position's own, adds by way of the weights' variances: [G, B, C, C]."""
     assert layer.spread is not None
     assert layer.part.weight is not None
-    rows, found = torch.stack(g), []
+    found = []
     for v in variances:
         weight = v[layer.part.weight]
-        found.append(_gram((rows * (layer.spread @ weight.reshape(weight.shape[0], -1).mT).sqrt()).flatten(2)))
+        found.append(_gram((g * (layer.spread @ weight.reshape(weight.shape[0], -1).mT).sqrt()).flatten(2)))
     return torch.stack(found)
 
 
@@ -383,16 +408,23 @@ def _slice(layer: Layer, piece: slice) -> Layer:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """[C, B, n] to [B, C, C]."""
-    rows = rows.transpose(0, 1)
-    return rows @ rows.mT
+    """[C, B, n] to [B, C, C], which are sums in full precision."""
+    if not rows.is_cuda:
+        rows = (rows.float() if rows.dtype.itemsize < 4 else rows).transpose(0, 1)
+        return rows @ rows.mT
+    # few rows that are long: a GPU is busy only with many products, of parts of them
+    parts = math.gcd(rows.shape[-1], PARTS)
+    short = rows.unflatten(-1, (parts, -1)).flatten(1, 2).transpose(0, 1)  # [B parts, C, n / parts]
+    half = short.dtype.itemsize < 4
+    found = torch.bmm(short, short.mT, out_dtype=torch.float32) if half else torch.bmm(short, short.mT)
+    return found.unflatten(0, (-1, parts)).sum(1)
 
 
-def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: list[Tensor]) -> Tensor:
+def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: Tensor) -> Tensor:
     size, positions, outputs = g[0].shape
     basis, bias, classes = block.inputs, layer.part.bias is not None, len(g)
     if positions == 1:
-        squared, turned = layer.energy(basis), torch.stack(g).squeeze(2) @ block.left
+        squared, turned = layer.energy(basis), g.squeeze(2) @ block.left
         return torch.stack([_gram(turned * (squared @ v.mT).sqrt()) for v in variances])
     roots, inputs = [v.sqrt() for v in variances], basis.shape[0]
     # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
@@ -415,7 +447,7 @@ def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: list[
         found.append(torch.stack([white @ white.mT for white in each]))
     total = torch.cat(found, 1)
     if layer.spread is not None:  # noise of the inputs is each position's own
-        squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, torch.stack(g) @ block.left
+        squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, g @ block.left
         total = total + torch.stack([_gram((turned * (squared @ v.mT).sqrt()).flatten(2)) for v in variances])
     return total
 
@@ -433,48 +465,49 @@ def _single(layer: Layer, variance: Params) -> Tensor:
     return total.expand(layer.batch, -1) if total.ndim == 1 else total
 
 
-def _diagonal(variances: list[Params], layers: list[tuple[Layer, list[Tensor]]], others: Params, total: Tensor) -> Tensor:
+def _diagonal(variances: list[Params], layers: list[tuple[Layer, Tensor]], others: Params, total: Tensor) -> Tensor:
     """[G, B, C, C] of independent weights: added to `total`, which may change in place."""
     for name, leaf in others.items():
         total = total + torch.stack([_gram((leaf * v[name].sqrt()).flatten(2)) for v in variances])
     for layer, g in layers:
         part = layer.part
         if part.kind == "affine" and layer.positions == 1:
-            rows = torch.stack(g).squeeze(2)
+            rows = g.squeeze(2)
             total = total + torch.stack([_gram(rows * _single(layer, v).sqrt()) for v in variances])
         elif part.kind == "lookup":
             assert part.weight is not None
-            found = [layer.lookups(one) for one in g]
+            found = [layer.lookups(one) for one in g.to(total.dtype)]
             sums, example, index = torch.stack([one for one, _, _ in found]), found[0][1], found[0][2]  # sums [C, U, E]
             inner = torch.stack([_gram(sums * v[part.weight][index].sqrt()) for v in variances])
             total = total.index_add(1, example, inner)
         else:
+            roots = {name: [v[name].sqrt().to(g.dtype) for v in variances] for name in part.names}
             for leaf, name, piece in _leaves(layer, g):
-                total[:, piece] = total[:, piece] + torch.stack([_gram((leaf * v[name].sqrt()).flatten(2)) for v in variances])
+                scaled = [leaf.mul_(roots[name][0])] if len(variances) == 1 else [leaf * root for root in roots[name]]
+                total[:, piece] += torch.stack([_gram(one.flatten(2)) for one in scaled])
             if layer.spread is not None:
                 total = total + _spread(layer, g, variances)
     return total
 
 
-def _leaves(layer: Layer, g: list[Tensor]) -> Iterator[tuple[Tensor, str, slice]]:
+def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
     """Gradients of a layer's weights [C, b, *shape], in pieces of the batch."""
-    size = sum(layer.shapes[name].numel() for name in layer.part.names)
-    affine = layer.part.kind == "affine" and layer.part.weight is not None
-    for piece in pieces(layer.batch, len(g) * size, g[0]):
-        if affine and g[0].is_cuda:  # all outputs in one product
-            rows, part = torch.stack([one[piece] for one in g]), layer.part
+    part, size = layer.part, sum(layer.shapes[name].numel() for name in layer.part.names)
+    affine = part.kind == "affine" and part.weight is not None
+    for piece in pieces(layer.batch, len(g) * size, g, CACHE):
+        if affine:  # all outputs in one product
             assert part.weight is not None
-            yield (rows.mT @ layer.a[piece]).unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
+            rows = g[:, piece]
+            yield (rows.mT @ layer.inputs[piece].to(g.dtype)).unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
             if part.bias is not None:
                 yield rows.sum(2), part.bias, piece
             continue
-        part = _slice(layer, piece)
-        each = [part.gradients(one[piece]) for one in g]
+        each = [_slice(layer, piece).gradients(one[piece].float() if one.dtype.itemsize < 4 else one[piece]) for one in g]
         for name in each[0]:
             yield torch.stack([e[name] for e in each]), name, piece
 
 
-def _projected(block: LowRank, layers: list[tuple[Layer, list[Tensor]]], others: Params, like: Tensor) -> Tensor:
+def _projected(block: LowRank, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor) -> Tensor:
     """J D^{1/2} Q, [B, C, k]."""
     directions = {name: leaf * block.diagonal[name].sqrt() for name, leaf in block.directions.items()}  # [k, *shape]
     total = like.new_zeros(like.shape[0], like.shape[1], len(block.logs))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dubito import Gaussian, Model
+from dubito import Categorical, Gaussian, Model
 from dubito.posteriors import Stochastic
 from dubito.predict.dropout import Dropout
 from dubito.predict.streamlined import Moments
@@ -108,3 +108,25 @@ def test_learned_rates_are_used_in_one_pass():
     exact = (rate / (1 - rate)) * hidden**2 @ network[2].weight.T ** 2
     for how in ("streamlined", "adjoint"):
         torch.testing.assert_close(posterior.predict(x, how).f_var, exact.detach())
+
+
+def test_options_are_those_of_a_gaussian():
+    """Directions, uncertain inputs and links, as `Gaussian.predict` has them."""
+    network = nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.Dropout(0.2), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3))
+    model, x = Model(network, Categorical()), torch.randn(5, 4)
+    posterior = Stochastic(model, model.parameters(), model.buffers(), Dropout.find(network, None, 0.2))
+    truth = posterior.predict(x, draws=5_000)
+    error = {r: float(((posterior.predict(x, "streamlined", rank=r).f_var / truth.f_var).log()).abs().mean()) for r in (0, -1)}
+    assert error[-1] < 0.1 < error[0]
+    x_var = torch.full_like(x, 0.01)
+    noisy = x + 0.1 * torch.randn(400, *x.shape)
+    drawn = posterior.predict(noisy.flatten(0, 1), draws=20, consistent=False).means.unflatten(1, (400, 5)).flatten(0, 1)
+    for how, options in (("adjoint", {}), ("streamlined", {"rank": -1})):
+        found = posterior.predict(x, how, x_var=x_var, **options)
+        torch.testing.assert_close(found.f_var.sqrt(), drawn.std(0), rtol=0.1, atol=0)
+        assert not torch.equal(posterior.predict(x, how, link="probit").mean, posterior.predict(x, how).mean)
+    assert posterior.predict(x, "adjoint", top=2).how == "adjoint, 2 largest outputs"
+    with pytest.raises(ValueError, match="in one pass"):
+        posterior.predict(x, rank=3)
+    with pytest.raises(ValueError, match="link is one of"):
+        posterior.predict(x, "adjoint", link="logit")

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dubito import Gaussian, Model
+from dubito.posteriors import Gaussian as Posterior
 from dubito.predict.streamlined import Moments
 from dubito.predict.streamlined.registry import RULES
 from dubito.predict.streamlined.rules.pooling import _begin, largest
@@ -127,3 +129,52 @@ def test_the_largest_along_an_axis_of_a_network(around, ratio):
     adjoint, forward = ratio(around(Set()), torch.randn(3, 5, 4), {"how": "adjoint"}, {"how": "streamlined", "rank": 0})
     assert adjoint == pytest.approx(1, abs=0.05)
     assert forward == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("kernel", "options"), [(2, {}), (3, {"stride": 2})])
+def test_positions_share_the_noise_of_a_kernel(kernel, options, bias, around, ratio):
+    """Neighbours that see nearly the same patch keep their order, however large the noise."""
+    network = nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1, bias=bias),
+        nn.ReLU(),
+        nn.MaxPool2d(kernel, **options),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+    smooth = F.interpolate(torch.randn(3, 2, 3, 3), size=24, mode="bilinear")
+    network(smooth)
+    posterior = around(network, 0.1)
+    (found,) = ratio(posterior, smooth, {"how": "adjoint"})
+    assert found == pytest.approx(1, abs=0.03)
+    program = posterior.streamlined.program(smooth, adjoint=True)
+    assert any("shared" in node.kwargs for node in program.graph.nodes)
+
+
+def test_pooling_comes_before_functions_that_rise():
+    """And not where something else reads them, nor before those that may fall."""
+
+    class Both(nn.Module):
+        def forward(self, x):
+            h = torch.relu(x)
+            return F.max_pool2d(h, 2) + F.avg_pool2d(h, 2)
+
+    def order(*layers: nn.Module) -> list[str]:
+        model = Model(nn.Sequential(nn.Conv2d(1, 2, 3), *layers, nn.Flatten(), nn.Linear(18, 1)), Gaussian(scale=0.1))
+        posterior = Posterior.diagonal(model, {}, {"0.bias": torch.ones(2)})
+        return [step.name for step in posterior.streamlined.trace(torch.randn(2, 1, 8, 8)).steps]
+
+    assert order(nn.ReLU(), nn.MaxPool2d(2))[1:3] == ["max_pool2d", "relu"]
+    assert order(nn.ReLU(inplace=True), nn.AdaptiveMaxPool2d(3))[1:3] == ["adaptive_max_pool2d", "relu"]
+    assert order(nn.LeakyReLU(-1.0), nn.MaxPool2d(2))[1:3] == ["leaky_relu", "max_pool2d"]
+    assert order(Both())[1:3] == ["relu", "max_pool2d"]
+
+
+def test_noise_of_the_inputs_is_each_positions_own():
+    """Beside which the kernel's is small: then all is as for independent numbers."""
+    network = nn.Sequential(nn.Conv2d(1, 3, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(48, 2))
+    posterior = Posterior.diagonal(Model(network, Gaussian(scale=0.1)), {}, {"0.weight": torch.full((3, 1, 1, 1), 1e-6)})
+    x, x_var = torch.randn(2, 1, 8, 8), torch.full((2, 1, 8, 8), 0.5)
+    drawn = torch.stack([network(x + x_var.sqrt() * torch.randn_like(x)) for _ in range(4000)]).detach()
+    found = posterior.predict(x, "adjoint", x_var=x_var)
+    torch.testing.assert_close(found.f_var.sqrt(), drawn.std(0), rtol=0.06, atol=0)

@@ -21,6 +21,7 @@ from dubito.likelihoods import own
 from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
 from dubito.model import Model
 from dubito.predict.dropout import Dropout
+from dubito.predict.streamlined.commute import commuted
 from dubito.predict.streamlined.moments import Moments, Output, Weight, mean_of
 from dubito.predict.streamlined.noise import noise_of
 from dubito.predict.streamlined.program import WIDE, lower
@@ -52,6 +53,7 @@ class Streamlined:
         self.squares: dict[str, Tensor] = {}
         self.chains: dict[int, Any] = {}  # of `predict.chain`, by trace
         self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        self.correlated = {name for block in self.blocks if not isinstance(block, Diagonal) for name in block.shapes}
         kernels = {
             block.weight: noise_of(block, block.weight, block.bias) for block in self.blocks if isinstance(block, Kronecker)
         }
@@ -63,7 +65,8 @@ class Streamlined:
             self.weights[name] = Weight.of(fixed[name], var.to(fixed[name].dtype), kernels.get(name))
 
     def prepared(self, x: Any) -> Any:
-        return tree.move(tree.tensors(x, next(self.model.network.parameters()).dtype), self.model.device)
+        like = next(self.model.network.parameters())
+        return tree.move(tree.tensors(x, like.dtype), like.device)
 
     def trace(self, x: Any) -> Trace:
         """Of the network for inputs like x; found once."""
@@ -76,7 +79,8 @@ class Streamlined:
         with torch.inference_mode(False):
             plain = {name: w.mean if isinstance(w, Weight) else w for name, w in self.weights.items()}
             params = {name: plain[name] for name in self.params if ":" not in name}
-            found = pruned(trace(self.model, params, x, {name: plain[name] for name in self.buffers}, self.dropout))
+            found = trace(self.model, params, x, {name: plain[name] for name in self.buffers}, self.dropout)
+            found = commuted(pruned(found))
         self.traces[kind if found.dynamic else (count, kind)] = found
         self._paired(found)
         return found
@@ -107,7 +111,7 @@ class Streamlined:
 
     def independent(self, name: str) -> bool:
         """Whether the weights of a leaf are certain, or independent of each other and of all others."""
-        return all(isinstance(block, Diagonal) for block in self.blocks if name in block.shapes)
+        return name not in self.correlated
 
     def square(self, name: str) -> Tensor:
         """The squared mean of a weight, formed once."""

@@ -83,4 +83,27 @@ def residual(x: Moments) -> Tensor:
 
 def attached(mean: Tensor, m: Tensor, slope: Tensor) -> Tensor:
     """The same mean, whose gradient in m is the expected slope."""
-    return mean.detach() + slope.detach() * (m - m.detach())
+    return _Attached.apply(mean, m, slope)  # pyright: ignore[reportReturnType]
+
+
+class _Attached(torch.autograd.Function):
+    """Nothing forwards and one product backwards, where torch's own operations would make a pass over memory for each of three."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(mean: Tensor, m: Tensor, slope: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return mean.view_as(mean)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+        ctx.save_for_forward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, g * ctx.saved_tensors[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, mean: Any, m: Tensor, slope: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return m * ctx.saved_tensors[0]

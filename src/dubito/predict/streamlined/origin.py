@@ -28,7 +28,7 @@ class Origin(NamedTuple):
     input: Any  # [B, T, I], or [T, B, I]
     weight: Weight
     bias: Any
-    channels: Tensor  # [H, D], among the layer's outputs
+    channels: Any  # [H, D], among the layer's outputs; or (start, H, D) where they stand in order, so that no copy is made
     swapped: bool  # tokens before examples
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -37,10 +37,17 @@ class Origin(NamedTuple):
         rows = m.transpose(0, 1) if self.swapped else m
         block, bias = self.weight.block, var_of(self.bias)
         if not isinstance(block, Rotated):  # independent, or taken to be
-            return rows, self.weight.var[self.channels], None if bias is None else bias[self.channels]
+            return rows, self.of(self.weight.var), None if bias is None else self.of(bias)
         basis = block.basis
         rows = torch.nn.functional.linear(rows, basis[:-1].mT, basis[-1]) if block.biased else rows @ basis
-        return rows, block.marginal[self.channels], None if bias is None or block.biased else bias[self.channels]
+        return rows, self.of(block.marginal), None if bias is None or block.biased else self.of(bias)
+
+    def of(self, outputs: Tensor) -> Tensor:
+        """[H, D, ...] of something [O, ...] that the layer's outputs have."""
+        if isinstance(self.channels, Tensor):
+            return outputs[self.channels]
+        start, heads, width = self.channels
+        return outputs[start : start + heads * width].unflatten(0, (heads, width))
 
 
 class Found(NamedTuple):

@@ -80,6 +80,8 @@ def lower(
                 given["square"] = _square(found, step, uncertain, fixed, graph, root)
             if "origin" in KEYWORDS.get(step.name, ()):
                 given["origin"] = _origin(found, step, uncertain, values, graph, root)
+            if "shared" in KEYWORDS.get(step.name, ()):
+                given["shared"] = _shared(found, step, uncertain, values, not noisy)
             if last and step.name == "linear" and not adjoint and found.shapes[found.output][-1] <= WIDE:
                 node = graph.call_function(head, args, kwargs)
             else:
@@ -98,11 +100,34 @@ def _origin(found: Trace, step: Step, uncertain: set[int], values: dict[int, Any
     known = origin(found, step.args[index] if len(step.args) > index else step.kwargs.get("value"), uncertain)
     if known is None:
         return None
-    name = f"channels{sum(1 for _ in root.buffers())}"
-    root.register_buffer(name, known.channels, persistent=False)  # stays on the CPU, which any device takes as an index
     layer = (*known.step.args, known.step.kwargs.get("bias"))[:3]
     input, weight, bias = (values[part.slot] if isinstance(part, Ref) else None for part in layer)
+    start, flat = int(known.channels.min()), known.channels.flatten()
+    if torch.equal(flat, torch.arange(start, start + len(flat))):
+        return (input, weight, bias, (start, *known.channels.shape), known.swapped)
+    name = f"channels{sum(1 for _ in root.buffers())}"
+    root.register_buffer(name, known.channels, persistent=False)  # stays on the CPU, which any device takes as an index
     return (input, weight, bias, graph.get_attr(name), known.swapped)
+
+
+def _shared(found: Trace, step: Step, uncertain: set[int], values: dict[int, Any], certain: bool) -> Any:
+    """The convolution behind what is pooled, whose random kernel all positions share, as `Kernel` has it; `certain`: its first inputs.
+    A batch norm between the two scales every channel, which changes no correlation."""
+    makers = {out.slot: maker for maker in found.steps if isinstance(out := maker.out, Ref)}
+    maker = makers.get(step.args[0].slot) if step.args and isinstance(step.args[0], Ref) else None
+    whole = certain and not any(_noise(one) for one in found.steps)
+    if whole and maker is not None and maker.name == "batch_norm":
+        maker = makers.get(maker.args[0].slot) if maker.args and isinstance(maker.args[0], Ref) else None
+    if maker is None or not maker.name.startswith("conv") or maker.name[4:] not in ("1d", "2d", "3d"):
+        return None
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given: dict[str, Any] = {**dict(zip(names, maker.args, strict=False)), **maker.kwargs}
+    if given.get("groups", 1) != 1 or not isinstance(given["weight"], Ref) or given["weight"].slot not in uncertain:
+        return None
+    layer = (
+        values[part.slot] if isinstance(part, Ref) else None for part in (given["input"], given["weight"], given.get("bias"))
+    )
+    return (*layer, given.get("stride", 1), given.get("padding", 0), given.get("dilation", 1), whole)
 
 
 def _mixed(steps: list[Step]) -> list[Step]:

@@ -26,7 +26,7 @@ from dubito.predict.streamlined.trace import canonical
 
 RULES: dict[str, Callable[..., Any]] = {}
 KEYWORDS: dict[str, frozenset[str]] = {}  # of TOLD, those that a rule takes
-TOLD = {"adjoint", "axis", "origin", "rank", "square", "taylor"}
+TOLD = {"adjoint", "axis", "origin", "rank", "shared", "square", "taylor"}
 
 
 def rule(*operations: Callable | str) -> Callable[[Callable], Callable]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.curvature.capture import noted, tapped
+from dubito.curvature.capture import heard, noted, tapped
 from dubito.predict.streamlined.moments import Moments, Weight, mean_of, residual, still, uncertain, var_of
 from dubito.predict.streamlined.noise import Noise, Rotated
 from dubito.predict.streamlined.registry import rule
@@ -126,7 +126,11 @@ def linear(
     independent = isinstance(weight, Weight) and weight.block is None
     if independent and not adjoint and not rank and not isinstance(bias, Tensor):
         return _independent(input, weight, bias)
-    return affine(F.linear, input, weight, bias, adjoint, rank, _kronecker, square)
+    return affine(_linear if adjoint else F.linear, input, weight, bias, adjoint, rank, _kronecker, square)
+
+
+def _linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return heard(F.linear, x, w, b)
 
 
 def _independent(input: Any, weight: Weight, bias: Weight | None) -> Moments:
@@ -153,7 +157,8 @@ def _convolution(function: Callable) -> Callable:
         *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None,
     ) -> Moments:  # fmt: skip
         def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            return function(x, w, b, stride, padding, dilation, groups)
+            given = (x, w, b, stride, padding, dilation, groups)
+            return heard(function, *given) if adjoint else function(*given)
 
         def kronecker(block: Any, m: Tensor) -> Tensor:
             """As of a linear layer: the eigenbasis is a convolution, and what follows is a map of channels."""
@@ -194,7 +199,7 @@ def embedding(
 ) -> Moments:
     if max_norm is not None:
         raise ValueError("an embedding that is renormalised while it is used (max_norm) has no streamlined rule")
-    mean = F.embedding(input, weight.mean, padding_idx)
+    mean = heard(F.embedding, input, weight.mean, padding_idx) if adjoint else F.embedding(input, weight.mean, padding_idx)
     with still(adjoint):
         var = F.embedding(input, weight.var)
         if padding_idx is not None:

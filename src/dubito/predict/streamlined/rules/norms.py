@@ -30,18 +30,12 @@ def normalised(x: Moments, axes: Axes, eps: float, adjoint: bool, *, centred: bo
     def average(t: Tensor) -> Tensor:
         return t.mean(axes, keepdim=True)
 
-    m = x.mean - average(x.mean) if centred else x.mean
     with still(adjoint):
-        extra = average(x.var) * (1 - 1 / size if centred else 1) + eps
-    inverse = torch.rsqrt(average(m * m) + extra)
-    mean = m * inverse
-    with still(adjoint):
-        z, i = mean.detach() if adjoint else mean, inverse.detach() if adjoint else inverse
-
-        def along(u: Tensor) -> Tensor:  # the Jacobian times a direction
-            rest = u - z * average(u * z)
-            return i * (rest - average(u) if centred else rest)
-
+        m = x.mean.detach() if adjoint else x.mean
+        middle = average(m) if centred else torch.zeros((), dtype=m.dtype, device=m.device)
+        apart = m - middle if centred else m
+        i = torch.rsqrt(average(apart * apart) + average(x.var) * (1 - 1 / size if centred else 1) + eps)
+        z = apart * i
         own = residual(x)
         weighted = own * z
         inner = torch.add(z * (average(weighted * z) / size), weighted, alpha=-2 / size)
@@ -51,9 +45,51 @@ def normalised(x: Moments, axes: Axes, eps: float, adjoint: bool, *, centred: bo
         var = (torch.addcmul(own, z, inner) * (i * i)).clamp_min(0)
         factor = None
         if x.factor is not None:
-            factor = torch.func.vmap(along)(x.factor)
+            factor = torch.func.vmap(lambda u: _along(u, z, i, axes, centred))(x.factor)
             var = var + factor.square().sum(0)
+    mean: Any = _Normalised.apply(x.mean, z, middle, i, axes, centred) if adjoint else z
     return Moments(mean, var, factor)
+
+
+def _along(u: Tensor, z: Tensor, i: Tensor, axes: Axes, centred: bool) -> Tensor:
+    """The Jacobian, which is symmetric, times a direction."""
+    rest = u - z * (u * z).mean(axes, keepdim=True)
+    return i * (rest - u.mean(axes, keepdim=True) if centred else rest)
+
+
+class _Normalised(torch.autograd.Function):
+    """z, with its gradient in m in one operation: by torch's operations for each step it would be a dozen passes over memory."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(m: Tensor, z: Tensor, middle: Tensor, i: Tensor, axes: Axes, centred: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        m, z, middle, i, ctx.axes, ctx.centred = inputs
+        ctx.save_for_backward(m.detach(), z, middle, i)
+        ctx.save_for_forward(m.detach(), z, middle, i)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        m, z, middle, i = ctx.saved_tensors
+        traced = any(
+            isinstance(n, torch.SymInt) for n in m.shape
+        )  # for any number of examples, where batched it would hold for one
+        if ctx.centred and ctx.axes == (-1,) and (m.dtype.itemsize >= 4 or m.is_cuda) and not traced:
+            back = torch.ops.aten.native_layer_norm_backward  # which takes any inverse, not only that of m alone
+            middle, i = (t.float() if t.dtype.itemsize < 4 else t for t in (middle, i))
+            found = back(g, m, m.shape[-1:], middle, i, None, None, [True, False, False])[0]
+        else:
+            found = _along(g, z, i, ctx.axes, ctx.centred)
+        return found, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, m: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, z, _, i = ctx.saved_tensors
+        return _along(m, z, i, ctx.axes, ctx.centred)
 
 
 def scaled(x: Moments | Tensor, weight: Any, bias: Any, channel: int, adjoint: bool, axis: int | None) -> Moments:

@@ -8,12 +8,17 @@ numbers is found one after another, by Clark's moments of the larger of two Gaus
 and :math:`\partial E / \partial m_1 = \Phi` is the probability that the first is the larger one. For two it is exact; the winner is
 then taken to be Gaussian again. Where the noise is as large as the differences of the means, the standard deviation of the largest of 4
 comes out 3 % too low, of 9 7 %, of 24 11 %; its mean is right to 2 % of that. Where it is a fifth of them, all are right to 2 %.
+
+Positions behind a convolution share the noise of its kernel, which for patches p and q has the covariance
+:math:`\sum_j S_j p_j q_j + s`. Its correlation is taken for that of all their noise, unless inputs or dropout have a part in it.
+Without it, standard deviations of a LeNet on MNIST came out 24 % too large.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +32,7 @@ from dubito.predict.streamlined.rules.shapes import moved
 
 DENSITY = 1 / math.sqrt(2 * math.pi)
 ROOT = math.sqrt(0.5)
+PAIRED = 9  # numbers in a window up to which it is asked which of them move together
 
 # -- averages
 
@@ -113,22 +119,26 @@ for _n in (1, 2, 3):
 
 
 class Largest(NamedTuple):
-    """Contestants: means, variances, directions, and the part of the variances that goes along with the inputs' own."""
+    """Contestants: means, variances, directions, and the part of the variances that goes along with the inputs' own; and covariances
+    [K, ...] with each of K contestants, where these are known."""
 
     mean: Tensor
     var: Tensor
     factor: Tensor | None = None
     linear: Tensor | None = None
+    shared: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Largest:
         """The same of all; the function counts axes from the end."""
         return Largest(*(None if t is None else function(t) for t in self))  # pyright: ignore[reportArgumentType]
 
 
-def larger(a: Largest, b: Largest, adjoint: bool) -> Largest:
-    """The larger of two."""
+def larger(a: Largest, b: Largest, adjoint: bool, together: Tensor | None = None) -> Largest:
+    """The larger of two, which have the covariance `together`."""
     with still(adjoint):
         d, spread = a.mean - b.mean, a.var + b.var
+        if together is not None:
+            spread = (spread - 2 * together).clamp_min(0)
         if a.factor is not None and b.factor is not None:
             spread = (spread - 2 * (a.factor * b.factor).sum(0)).clamp_min(0)
         root = (spread + torch.finfo(d.dtype).tiny ** 0.5).sqrt()
@@ -139,16 +149,19 @@ def larger(a: Largest, b: Largest, adjoint: bool) -> Largest:
         var = torch.lerp(b.var, a.var, upper) + d * (d * upper * lower + density * (lower - upper)) - density * density
         factor = None if a.factor is None or b.factor is None else a.factor * upper + b.factor * lower
         linear = None if a.linear is None or b.linear is None else a.linear * upper**2 + b.linear * lower**2
+        linear = linear if linear is None or together is None else linear + 2 * upper * lower * together
+        shared = None if a.shared is None or b.shared is None else a.shared * upper + b.shared * lower
     if adjoint:
         mean = attached(mean, a.mean, upper) + attached(torch.zeros_like(mean), b.mean, lower)
-    return Largest(mean, var.clamp_min(0), factor, linear)
+    return Largest(mean, var.clamp_min(0), factor, linear, shared)
 
 
 def largest(x: Largest, adjoint: bool) -> Largest:
     """Of the numbers along the last axis, one after another: for many alike this is much nearer than a tournament of pairs."""
     found = x.map(lambda t: t[..., 0])
     for i in range(1, x.mean.shape[-1]):
-        found = larger(found, x.map(lambda t: t[..., i]), adjoint)  # noqa: B023
+        together = None if found.shared is None else found.shared[i]
+        found = larger(found, x.map(lambda t: t[..., i]), adjoint, together)  # noqa: B023
     return found
 
 
@@ -194,24 +207,74 @@ def _cut(x: Largest, axis: int, windows: list[list[int]]) -> Largest:
     return Largest(x.mean.masked_fill(absent, low), *others)  # pyright: ignore[reportArgumentType]
 
 
-def _pooled(x: Moments, windows: Sequence[list[list[int]]], adjoint: bool, axis: int | None) -> Moments:
+def _pooled(
+    x: Moments, windows: Sequence[list[list[int]]], adjoint: bool, axis: int | None, kernel: Kernel | None = None
+) -> Moments:
     found, n = _begin(x, adjoint), len(windows)
     for one in windows:  # each that is cut adds an axis at the end
         found = _cut(found, -n, one)
-    return _end(largest(found.map(lambda t: t.flatten(-n)), adjoint), adjoint, axis)
+    found = found.map(lambda t: t.flatten(-n))
+    if kernel is not None and x.factor is None:
+        with still(adjoint):
+            found = found._replace(shared=_covariances(kernel, windows, found.var, adjoint))
+    return _end(largest(found, adjoint), adjoint, axis)
+
+
+class Kernel(NamedTuple):
+    """The convolution behind what is pooled."""
+
+    input: Any
+    weight: Any
+    bias: Any
+    stride: Any
+    padding: Any
+    dilation: Any
+    whole: bool  # all noise there is comes from weights, which positions share
+
+
+def _covariances(kernel: Kernel, windows: Sequence[list[list[int]]], var: Tensor, adjoint: bool) -> Tensor:
+    """[K, B, O, *outputs, K] of the numbers in every window: those by the kernel's noise or, if all noise is of such a kind, all their
+    noise with the same correlations."""
+    n, m, w = len(windows), mean_of(kernel.input), kernel.weight
+    m = m.detach() if adjoint else m
+    strides, apart = (_each(value, n) for value in (kernel.stride, kernel.dilation))
+    reach = [d * (k - 1) for d, k in zip(apart, w.var.shape[2:], strict=True)]
+    if kernel.padding == "same":
+        sides = [(r // 2, r - r // 2) for r in reach]
+    else:
+        sides = [(p, p) for p in _each(0 if kernel.padding == "valid" else kernel.padding, n)]
+    m = F.pad(m, [side for pair in reversed(sides) for side in pair])
+    steps = [s * (one[1][0] - one[0][0]) if len(one) > 1 else 1 for s, one in zip(strides, windows, strict=True)]
+    views = []  # for each place in the windows what the kernel sees there, in all windows
+    for place in product(*(one[0] for one in windows)):
+        view = m
+        for i, at in enumerate(place):
+            view = view.narrow(2 + i, at * strides[i], steps[i] * (len(windows[i]) - 1) + reach[i] + 1)
+        views.append(view)
+    convolve: Callable[..., Tensor] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[n]
+    size, tiny = len(views), torch.finfo(m.dtype).tiny ** 0.5
+    found: dict[tuple[int, int], Tensor] = {}
+    for i in range(size):
+        for j in range(i + 1):
+            found[i, j] = convolve(views[i] * views[j], w.var, var_of(kernel.bias), tuple(steps), 0, apart)
+    one = torch.ones((), dtype=m.dtype, device=m.device)
+    roots = [((var[..., i] + tiny) / (found[i, i] + tiny)).sqrt() if kernel.whole else one for i in range(size)]
+    rows = [[found[max(i, j), min(i, j)] * roots[i] * roots[j] for j in range(size)] for i in range(size)]
+    return torch.stack([torch.stack(row, -1) for row in rows])
 
 
 def _maximum(n: int) -> None:
     def apply(
         input: Moments, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
-        return_indices: bool = False, *, adjoint: bool = False, axis: int | None = None,
+        return_indices: bool = False, *, adjoint: bool = False, axis: int | None = None, shared: Any = None,
     ) -> Moments:  # fmt: skip
         if stride is None or stride == [] or stride == ():
             stride = kernel_size
         kernel, steps, sides, apart = (_each(value, n) for value in (kernel_size, stride, padding, dilation))
         sizes = input.mean.shape[-n:]
         windows = [_windows(sizes[i], kernel[i], steps[i], sides[i], apart[i], ceil_mode) for i in range(n)]
-        return _pooled(input, windows, adjoint, axis)
+        regular = not any(sides) and not ceil_mode and math.prod(kernel) <= PAIRED  # all windows alike, and not too many pairs
+        return _pooled(input, windows, adjoint, axis, Kernel(*shared) if regular and shared is not None else None)
 
     rule(f"max_pool{n}d")(apply)
 
