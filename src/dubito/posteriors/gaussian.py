@@ -21,7 +21,7 @@ from dubito.model import Model
 from dubito.posteriors.posterior import Posterior
 from dubito.predict.adjoint import adjoint
 from dubito.predict.linearized import functions, joint, linearized, sweep
-from dubito.predict.sampled import sampled
+from dubito.predict.sampled import GIGABYTE, sampled
 from dubito.predict.streamlined import Streamlined
 from dubito.predictive import LINKS, LatentMixture
 from dubito.priors import MultivariateNormal
@@ -130,10 +130,20 @@ class Gaussian(Posterior):
                 draws=draws, fallback=self.draws, memory=memory, generator=source,
             )  # fmt: skip
             return p.linked(link)
-        drawn = self.covariance.sample(draws or self.draws, source)
-        stacked = {name: (self.params[name] + leaf).to(self.params[name].dtype) for name, leaf in drawn.items()}
-        shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}
-        return sampled(self.model, x, shared=shared, stacked=stacked, memory=memory)
+        parts, left = [], draws or self.draws
+        # as many weights at a time as a third of the memory holds; how many does not depend on x, so that all x see the same functions
+        group = max(1, int(memory * GIGABYTE / 3 / (4 * self.covariance.size)))
+        while left > 0:
+            drawn = self.covariance.sample(min(group, left), source)
+            stacked = {name: (self.params[name] + leaf).to(self.params[name].dtype) for name, leaf in drawn.items()}
+            shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}
+            parts.append(sampled(self.model, x, shared=shared, stacked=stacked, memory=memory))
+            left -= group
+        if len(parts) == 1:
+            return parts[0]
+        own = [part.params or {} for part in parts]  # a learned noise is the same for all draws, or one for each
+        learned = {name: torch.cat([one[name] for one in own]) if leaf.ndim > 1 else leaf for name, leaf in own[0].items()}
+        return replace(parts[0], means=torch.cat([part.means for part in parts]), params=learned)
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [B, C] and covariance [B, C, B, C] of the linearised outputs at all inputs together."""
