@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dubito
-from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+from contract.methods import ULA
+from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model, store
+from dubito.posteriors import Samples, Stored
 
 
 def net(outputs: int = 1) -> nn.Module:
@@ -94,6 +100,272 @@ def kill_and_resume(method: str, tmp_path: Path, delays: tuple[float, ...]) -> N
     a, b = (dubito.store.read(f / "posterior.safetensors")[0] for f in (whole, killed))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+# A sampler is started and killed again and again, by one process that forks: importing torch every time would take longer than
+# all the rest. What is on disk after every kill must be the beginning of the whole run, bit for bit.
+KILLS = textwrap.dedent("""
+    import json, os, random, signal, sys, time, traceback
+    sys.path.insert(0, sys.argv[2])
+    import torch, dubito
+    from contract.methods import ULA, data, network
+    torch.set_num_threads(1)
+    dubito.store.SHARD = 4_000  # 17 draws: shards are closed between checkpoints, too
+    dice, kills, lengths = random.Random(int(sys.argv[4])), int(sys.argv[3]), []
+
+    def fit(folder, every, **options):
+        torch.manual_seed(0)
+        model = dubito.Model(network(), dubito.Gaussian(scale=0.3))
+        method = ULA(step_size=1e-4, n_draws=600, burn_in=3)
+        return dubito.fit(model, method, data(), checkpoint=folder, checkpoint_every=every, seed=5, **options)
+
+    def begin(folder, every):
+        heard, tell = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(tell)
+            return pid, heard
+        try:
+            fit(folder, every, resume=True, callbacks=[lambda event: os.write(tell, b".") and None])
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def end(pid, heard):
+        while os.read(heard, 1000):
+            pass
+        os.close(heard)
+        return os.waitpid(pid, 0)[1]
+
+    def stacked(folder):
+        return dubito.store.Archive.open(folder).stacked()
+
+    whole, killed = sys.argv[1] + "/whole", sys.argv[1] + "/killed"
+    fit(whole, 60.0)
+    expected, done = stacked(whole), 0
+    assert len(next(iter(expected.values()))) == 600
+    while done < kills:
+        pid, heard = begin(killed, dice.choice([0.0, 0.0, 0.02, 60.0]))
+        for _ in range(dice.randrange(40) if done % 4 else 0):  # steps
+            os.read(heard, 1)
+        time.sleep(dice.random() * 0.02)
+        os.kill(pid, signal.SIGKILL)
+        assert end(pid, heard) == signal.SIGKILL, "it ended by itself, before it could be killed"
+        done += 1
+        if os.path.exists(killed + "/draws.json"):
+            found = stacked(killed)
+            n = len(next(iter(found.values())))
+            assert all(torch.equal(found[name], leaf[:n]) for name, leaf in expected.items()), n
+            lengths.append(n)
+    assert end(*begin(killed, 60.0)) == 0
+    found = stacked(killed)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], leaf) for name, leaf in expected.items())
+    left = sorted(os.listdir(killed))
+    assert not [name for name in left if name.startswith(".") or name.startswith("lock")], left
+    print(json.dumps({"kills": done, "lengths": lengths}))
+""")
+
+
+def killed(tmp_path: Path, kills: int, seed: int) -> dict:
+    tests = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path), tests, str(kills), str(seed)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_sampler_killed_at_any_moment_loses_and_doubles_no_draw(tmp_path):
+    seen = killed(tmp_path, 24, 0)
+    assert seen["kills"] == 24
+    assert len(set(seen["lengths"])) > 5, "and it came further between the kills"
+
+
+@pytest.mark.slow
+def test_a_sampler_killed_a_hundred_times_loses_and_doubles_no_draw(tmp_path):
+    for seed in range(1, 5):
+        killed(tmp_path / str(seed), 30, seed)
+
+
+class Crash(BaseException):
+    """The power is cut."""
+
+
+def test_a_crash_at_every_single_operation_on_the_disk(tmp_path, monkeypatch):
+    """Renaming, deleting, syncing, writing: the run is cut before each of them in turn, and goes on to the same bits."""
+    model, method = Model(nn.Linear(3, 1), Gaussian(scale=0.3)), ULA(step_size=1e-4, n_draws=7, burn_in=1)
+    monkeypatch.setattr(store, "SHARD", 50)  # three draws
+    whole = dubito.fit(model, method, data())
+    calls = limit = 0
+
+    def cut(module, name):
+        real = getattr(module, name)
+
+        def maybe(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == limit:
+                raise Crash
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, maybe)
+
+    cut(os, "replace")
+    cut(os, "fsync")
+    cut(store, "save_file")
+    cut(Path, "unlink")
+
+    def run(folder: Path):
+        # a checkpoint after every other step
+        wait = [lambda event: monkeypatch.setattr(time, "monotonic", lambda: float("inf") if event.step % 2 else 0.0)]
+        return dubito.fit(model, method, data(), checkpoint=folder, resume=True, callbacks=wait)
+
+    run(tmp_path / "counted")
+    total, limit = calls, 0
+    assert total > 30
+    for limit in range(1, total + 1):
+        folder, calls = tmp_path / str(limit), 0
+        with pytest.raises(Crash):
+            run(folder)
+        calls = 10**6
+        if (folder / "draws.json").exists():
+            found = store.Archive.open(folder).stacked()
+            assert all(torch.equal(leaf, whole.params[name][: len(leaf)]) for name, leaf in found.items())
+        assert same(run(folder), whole), limit
+        shutil.rmtree(folder)
+
+
+def test_a_run_that_is_over_gives_its_posterior_again_at_once(tmp_path):
+    model, method = Model(net(), Gaussian(scale=0.3)), ULA(n_draws=6, burn_in=1)
+    first = dubito.fit(model, method, data(), checkpoint=tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+    def refuse(event):
+        raise AssertionError("no step is made")
+
+    again = dubito.fit(model, method, data(), checkpoint=tmp_path, resume=True, callbacks=[refuse])
+    assert same(first, again)
+    draws = {name: time for name, time in before.items() if name != "draws.json"}
+    assert draws.items() <= {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}.items()
+
+
+@dataclass(frozen=True)
+class Growing(ULA):
+    may_grow: ClassVar[str] = "n_draws"
+
+
+@dataclass(frozen=True)
+class MiniBatch(Growing):
+    @property
+    def data(self):
+        return "batches"
+
+
+@pytest.mark.parametrize("kind", [Growing, MiniBatch])
+def test_a_longer_run_of_the_same_sampler_goes_on(kind, tmp_path):
+    """A mini-batch run ends within an epoch of four steps, from where it goes on."""
+    model = Model(net(), Gaussian(scale=0.3))
+    whole = dubito.fit(model, kind(n_draws=21, burn_in=2, step_size=1e-4), data(), batch_size=16)
+    for n in (3, 7, 21):
+        method = kind(n_draws=n, burn_in=2, step_size=1e-4)
+        grown = dubito.fit(model, method, data(), batch_size=16, checkpoint=tmp_path, resume=True)
+        assert len(grown) == n
+        assert all(torch.equal(leaf, whole.params[name][:n]) for name, leaf in grown.params.items())
+    with pytest.raises(ValueError, match="holds 23 steps of this run already"):
+        dubito.fit(model, kind(n_draws=20, burn_in=2, step_size=1e-4), data(), batch_size=16, checkpoint=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="method .*burn_in=2.*burn_in=3"):
+        dubito.fit(model, kind(n_draws=30, burn_in=3, step_size=1e-4), data(), batch_size=16, checkpoint=tmp_path, resume=True)
+
+
+def test_other_samplers_do_not_grow(tmp_path):
+    model = Model(net(), Gaussian(scale=0.3))
+    dubito.fit(model, ULA(n_draws=3, burn_in=0), data(), checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="n_draws=3.*n_draws=4"):
+        dubito.fit(model, ULA(n_draws=4, burn_in=0), data(), checkpoint=tmp_path, resume=True)
+
+
+def test_draws_that_do_not_fit_stay_on_disk(tmp_path):
+    model, method, x = Model(net(), Gaussian(scale=0.3)), ULA(n_draws=9, burn_in=1, step_size=1e-4), data()[0]
+    inside = dubito.fit(model, method, data(), checkpoint=tmp_path / "a")
+    outside = dubito.fit(model, method, data(), checkpoint=tmp_path / "b", memory=1e-6)
+    assert isinstance(inside, Samples)
+    assert isinstance(outside, Stored)
+    assert same(inside, outside.load())
+    assert torch.equal(inside.predict(x).means, outside.predict(x).means)
+    assert outside.sampler == {"method": "ULA"}
+    without = dubito.fit(model, method, data(), memory=1e-6)
+    assert isinstance(without, Samples), "without a folder they are in memory anyway"
+    members = dubito.fit(model, Ensemble(method, 2), data(), checkpoint=tmp_path / "c", memory=1e-6)
+    assert isinstance(members, Stored)
+    apart = dubito.fit(model, Ensemble(method, 2), data(), checkpoint=tmp_path / "d")
+    assert torch.equal(members.predict(x).means, apart.predict(x).means)
+
+
+def test_a_crash_in_posterior_loses_no_draw(tmp_path):
+    @dataclass(frozen=True)
+    class Clumsy(ULA):
+        def posterior(self, target, state, draws):
+            raise RuntimeError("a mistake in the last line")
+
+    model = Model(net(), Gaussian(scale=0.3))
+    with pytest.raises(RuntimeError, match="last line"):
+        dubito.fit(model, Clumsy(n_draws=5, burn_in=1), data(), checkpoint=tmp_path)
+    whole = dubito.fit(model, ULA(n_draws=5, burn_in=1), data())
+    assert same(dubito.load(tmp_path, model).load(), whole)
+
+
+def test_draws_without_a_checkpoint_are_not_deleted(tmp_path):
+    model, method = Model(net(), Gaussian(scale=0.3)), ULA(n_draws=5, burn_in=1)
+    dubito.fit(model, method, data(), checkpoint=tmp_path)
+    (tmp_path / "checkpoint.safetensors").unlink()
+    with pytest.raises(FileExistsError, match="draws of another run"):
+        dubito.fit(model, method, data(), checkpoint=tmp_path)
+    with pytest.raises(store.FileError, match=r"dubito.load\(folder, model\)"):
+        dubito.fit(model, method, data(), checkpoint=tmp_path, resume=True)
+    assert len(dubito.load(tmp_path, model)) == 5
+
+
+def test_weights_in_bfloat16_on_disk_do_not_change_the_chain(tmp_path):
+    model, method = Model(net(), Gaussian(scale=0.3)), ULA(n_draws=6, burn_in=1)
+    plain = dubito.fit(model, method, data())
+    stop = [lambda event: event.step == 4]
+    dubito.fit(model, method, data(), checkpoint=tmp_path, store_dtype="bfloat16", callbacks=stop)
+    half = dubito.fit(model, method, data(), checkpoint=tmp_path, store_dtype="bfloat16", resume=True)
+    assert all(torch.equal(half.params[name], leaf.bfloat16().float()) for name, leaf in plain.params.items())
+    with pytest.raises(ValueError, match="store_dtype"):
+        dubito.fit(model, method, data(), checkpoint=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="store_dtype is None or"):
+        dubito.fit(model, method, data(), store_dtype="int8")
+
+
+def test_a_disk_that_is_full_stops_the_run_in_words_and_it_goes_on(tmp_path):
+    import resource
+
+    model, method = Model(net(), Gaussian(scale=0.3)), ULA(n_draws=300, burn_in=0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # no file may grow beyond: not the hundredth draw's
+    try:
+        with pytest.raises(OSError, match=r"run could not be written \(File too large\).* make room"):
+            dubito.fit(model, method, data(), checkpoint=tmp_path, checkpoint_every=0.02)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert 0 < len(dubito.load(tmp_path, model)) < 300
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    whole = dubito.fit(model, method, data())
+    assert same(dubito.fit(model, method, data(), checkpoint=tmp_path, resume=True), whole)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    model, method = Model(net(), Gaussian(scale=0.3)), ULA(n_draws=3, burn_in=0)
+
+    def second(event):
+        with pytest.raises(FileExistsError, match="in use by another run"):
+            dubito.fit(model, method, data(), checkpoint=tmp_path, resume=True)
+
+    dubito.fit(model, method, data(), checkpoint=tmp_path, callbacks=[second])
+    assert not (tmp_path / "lock.json").exists()
 
 
 def test_checkpoints_belong_to_one_run(tmp_path):
@@ -331,3 +603,5 @@ def test_another_device_works_on_a_copy():
 
 if os.name != "posix":
     del test_a_killed_run_goes_on_to_the_same_bits
+    del test_a_sampler_killed_at_any_moment_loses_and_doubles_no_draw
+    del test_a_disk_that_is_full_stops_the_run_in_words_and_it_goes_on

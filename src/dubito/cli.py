@@ -1,4 +1,4 @@
-"""The command line: `dubito demo`, `fit`, `predict` and `evaluate`.
+"""The command line: `dubito demo`, `fit`, `predict`, `evaluate` and `diagnose`.
 
 Input that cannot be used ends in one line on standard error and exit code 2. A traceback is a bug of ours.
 """
@@ -18,6 +18,7 @@ from rich.text import Text
 
 import dubito
 from dubito.commands.demo import demo
+from dubito.commands.diagnose import diagnose
 from dubito.commands.evaluate import evaluate
 from dubito.commands.fit import fit
 from dubito.commands.flags import headline
@@ -25,7 +26,13 @@ from dubito.commands.predict import predict
 from dubito.commands.refusal import Refusal
 from dubito.registry import METHODS
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "fit": fit, "predict": predict, "evaluate": evaluate}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "fit": fit,
+    "predict": predict,
+    "evaluate": evaluate,
+    "diagnose": diagnose,
+}
 
 EXAMPLES = """\
 dubito fit ensemble houses.csv --target price --out houses

@@ -22,7 +22,7 @@ from torch import Tensor
 from dubito import randomness, store, tree
 from dubito.batches import Batches, batches, reseed
 from dubito.model import Model, Target
-from dubito.posteriors import Posterior
+from dubito.posteriors import Posterior, Stored
 from dubito.progress import Progress
 from dubito.tree import Buffers, Params
 
@@ -36,6 +36,8 @@ class Start(NamedTuple):
     params: Params
     buffers: Buffers
     unset: tuple[str, ...] = ()  # learned quantities beside the weights that nobody has given: they stand at a first guess
+    given: bool = False  # whether the user named a start; otherwise it is the network as it stands
+    draws: Params | None = None  # several settings, leaves [K, ...], for methods that begin at many
 
 
 class Method(Protocol[State]):
@@ -113,6 +115,8 @@ def fit(
     checkpoint: str | os.PathLike | None = None,
     checkpoint_every: float = 60.0,
     resume: bool = False,
+    store_dtype: Literal["bfloat16"] | None = None,
+    memory: float = 4.0,
     progress: bool | None = None,
     callbacks: Sequence[Callable[[Event], object]] = (),
 ) -> Posterior:
@@ -127,6 +131,9 @@ def fit(
     `resume=True` a run that was killed goes on from there, to the same result bit for bit. A callback that returns True stops
     the run.
 
+    Draws go to that folder as they are made, the weights in `store_dtype` if one is given. If all of them would take more than
+    `memory` gigabytes they stay there, and the posterior, `posteriors.Stored`, reads them as it needs them.
+
     The network, its gradients, buffers and mode, and the global random generators are as before when this returns or raises.
 
     >>> import dubito
@@ -137,7 +144,7 @@ def fit(
     >>> posterior.predict(torch.tensor([[0.5]])).mean.round(decimals=1)
     tensor([[1.]])
     """
-    _check_arguments(accumulate, patience, validation, precision, resume, checkpoint)
+    _check_arguments(accumulate, patience, validation, precision, resume, checkpoint, store_dtype)
     if start is not None and getattr(method, "starts_anew", False):
         raise ValueError(f"{type(method).__name__} initialises its members anew and would ignore `start`: leave it out")
     if device is not None and torch.device(device) != model.device:
@@ -150,7 +157,7 @@ def fit(
         first = next(iter(source), None)
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
-        begin = _start(model, start, model.split(first)[1])
+        begin = _start(model, start, model.split(first)[1], many=getattr(method, "many_starts", False))
         model.check(begin.params, first, begin.buffers)
         per_epoch = math.ceil(source.n_batches / accumulate) if method.data == "batches" else 1
         steps = method.steps(per_epoch)
@@ -162,18 +169,29 @@ def fit(
                 **_fingerprint(model, method, target, first),
                 "seed": seed,
                 "accumulate": accumulate,
-                "steps": steps,
+                "store_dtype": store_dtype,
+                **({} if hasattr(method, "may_grow") else {"steps": steps}),
             }
+        draws = store.Draws(
+            keeper.folder,
+            dtype=getattr(torch, store_dtype) if store_dtype else None,
+            memory=memory,
+            buffers=begin.buffers,
+            about=_about(model, method),
+        )
         del first, begin
-        draws = store.Draws(keeper.folder)
-        if keeper.folder is not None:
-            run = keeper.open(run, draws, resume=resume, device=model.device)
         loop = _Loop(target, method, source, held_out, accumulate, patience, seed, generators, callbacks, keeper)
-        with Progress(type(method).__name__, steps, show=progress) as bar:
-            run = loop(run, draws, steps, bar)
-        if run.best_state is not None:
-            run.state = store.unpack(run.best_state["description"], run.best_state["tensors"], run.state)
-        return method.posterior(target, run.state, draws)
+        with store.locked(keeper.folder), draws:
+            if keeper.folder is not None:
+                run = keeper.open(run, draws, resume=resume, device=model.device, steps=steps)
+            with Progress(type(method).__name__, steps, show=progress) as bar:
+                run = loop(run, draws, steps, bar)
+            if run.best_state is not None:
+                run.state = store.unpack(run.best_state["description"], run.best_state["tensors"], run.state)
+            try:
+                return method.posterior(target, run.state, draws)
+            except store.TooLarge:  # all draws at once, as a method asks for them, may not be in memory
+                return Stored.of(model, draws)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +209,7 @@ class _Loop:
 
     def __call__(self, run: _Run, draws: store.Draws, steps: int, bar: Progress) -> _Run:
         info: Info = {}
-        resumed = run.random
+        resumed, before = run.random, run.step
         halted = False  # by a callback; unlike early stopping, a resumed run goes on from there
         while run.step < steps and not run.stopped and not halted:
             seen, skip = 0, run.batch
@@ -222,10 +240,14 @@ class _Loop:
                 self._end_of_epoch(run, info)
                 info = {**info, **self._validate(run, draws)}
         _finite(info, run.step)
-        if run.step >= steps and run.batch:
+        if resumed is not None:  # it was over already; what is still to be drawn is drawn as it was then
+            randomness.set_global_state(resumed)
+        # Without data to validate on, a run that ends within an epoch stays there, and can go on from there if it is to be longer.
+        if run.step >= steps and run.batch and self.held_out is not None:
             self._end_of_epoch(run, info)
             self._validate(run, draws)
-        self.keeper.write(run, draws)
+        if run.step > before or not before:
+            self.keeper.write(run, draws)
         return run
 
     def _event(self, run: _Run, steps: int, info: Info) -> Event:
@@ -299,12 +321,18 @@ class _Keeper:
         assert self.folder is not None
         return self.folder / "checkpoint.safetensors"
 
-    def open(self, run: _Run, draws: store.Draws, *, resume: bool, device: torch.device) -> _Run:
+    def open(self, run: _Run, draws: store.Draws, *, resume: bool, device: torch.device, steps: int) -> _Run:
+        assert self.folder is not None
         if not self.path.exists():
-            if not resume and list(self.path.parent.glob("draws-*")):
+            there = list(self.folder.glob(store.SHARDS))
+            if there and not resume:
                 raise FileExistsError(f"{self.folder} holds draws of another run: give an empty folder")
-            if resume:
-                draws.keep(0)  # killed before its first checkpoint: what it left is made again
+            if there and len(store.Archive.open(self.folder)) > 1:  # the first draw is followed by a checkpoint at once
+                raise store.FileError(
+                    f"{self.folder} holds draws but no checkpoint from which a run could go on: read them with "
+                    "dubito.load(folder, model), or give an empty folder"
+                )
+            draws.keep(0)  # killed before its first checkpoint: what it left is made again
             return run
         if not resume:
             raise FileExistsError(f"{self.folder} holds a run already: pass resume=True to go on with it, or another folder")
@@ -313,6 +341,9 @@ class _Keeper:
         changed = [f"{key} (was {was.get(key)}, is {value})" for key, value in self.fingerprint.items() if was.get(key) != value]
         if changed:
             raise ValueError(f"{self.folder} belongs to another run; different: {'; '.join(changed)}")
+        made = meta["run"]["fields"]["step"]["value"]
+        if made > steps:
+            raise ValueError(f"{self.folder} holds {made} steps of this run already, more than the {steps} that are asked for")
         best = meta["run"]["fields"].pop("best_state")
         random = meta["run"]["fields"].pop("random")
         filled = {name: store.unpack(item, tensors, getattr(run, name)) for name, item in meta["run"]["fields"].items()}
@@ -326,12 +357,16 @@ class _Keeper:
         return run
 
     def perhaps(self, run: _Run, draws: store.Draws) -> None:
-        if self.folder is not None and time.monotonic() > self.due:
+        """When it is due; and at the first draw, so that there are no draws without a state from which to go on."""
+        if self.folder is not None and (time.monotonic() > self.due or (len(draws) and not run.draws)):
             self.write(run, draws)
 
     def write(self, run: _Run, draws: store.Draws) -> None:
-        if self.folder is None:
-            return
+        if self.folder is not None:
+            with store.telling(self.folder):
+                self._write(run, draws)
+
+    def _write(self, run: _Run, draws: store.Draws) -> None:
         draws.flush()  # before the checkpoint that counts them
         run.draws = len(draws)
         tensors: dict[str, Tensor] = {}
@@ -352,7 +387,7 @@ def _fingerprint(model: Model, method: Method, target: Target, first: Any) -> di
     """What must be the same for a run to go on; the data are known by their first batch, whose order the seed has fixed."""
     shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
     return {
-        "method": repr(method),
+        "method": _described(method),
         "likelihood": repr(model.likelihood),
         "prior": repr(model.prior),
         "only": model.only,
@@ -364,10 +399,30 @@ def _fingerprint(model: Model, method: Method, target: Target, first: Any) -> di
     }
 
 
-def _start(model: Model, start: Params | Posterior | None, y: Any) -> Start:
+def _described(method: Method) -> str:
+    """The method, without the field that only says how long a run is to be (`may_grow`), where it has one."""
+    length = getattr(method, "may_grow", None)
+    if length is None:
+        return repr(method)
+    fields = [f.name for f in dataclasses.fields(method) if f.name != length]  # pyright: ignore[reportArgumentType]
+    return f"{type(method).__name__}({', '.join(f'{name}={getattr(method, name)!r}' for name in fields)})"
+
+
+def _about(model: Model, method: Method) -> dict:
+    """What draws on disk must say of themselves, so that they can be read without the run that made them."""
+    adjusted = getattr(method, "adjusted", getattr(method, "exact", None))
+    sampler = {"method": type(method).__name__, **({} if adjusted is None else {"adjusted": bool(adjusted)})}
+    return {"likelihood": repr(model.likelihood), "only": model.only, "sampler": sampler}
+
+
+def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool = False) -> Start:
     params, buffers = model.parameters(y), model.buffers()
     if start is None:
         return Start(params, buffers, tuple(name for name in params if ":" in name))
+    if many and (several := _several(start, params)) is not None:
+        draws = tree.move(tree.clone(several), model.device)
+        one = {**{n: leaf for n, leaf in getattr(start, "buffers", {}).items() if n in buffers}, **tree.select(draws, 0)}
+        return _start(model, one, y)._replace(draws=_completed(draws, params))
     given, given_buffers = (
         (start, {}) if isinstance(start, dict) else (getattr(start, "params", None), getattr(start, "buffers", {}))
     )
@@ -382,11 +437,29 @@ def _start(model: Model, start: Params | Posterior | None, y: Any) -> Start:
         tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in params.items()}), model.device),
         tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in buffers.items()}), model.device),
         tuple(name for name in params if ":" in name and name not in known),
+        given=True,
     )
 
 
+def _several(start: Params | Posterior, params: Params) -> Params | None:
+    """The settings of a start that holds many, leaves [K, ...]: draws of a posterior, modes of a mixture, or stacked weights."""
+    if isinstance(start, dict):
+        known = [name for name in start if name in params]
+        return start if known and all(start[name].shape[1:] == params[name].shape for name in known) else None
+    if isinstance(members := getattr(start, "members", None), tuple):
+        points = [point for member in members if isinstance(point := getattr(member, "params", None), dict)]
+        return tree.stack(points) if len(points) == len(members) else None
+    return getattr(start, "params", None) if hasattr(start, "own_buffers") else None
+
+
+def _completed(draws: Params, params: Params) -> Params:
+    """Stacked weights with what nobody has given, at its first guess."""
+    n = tree.count(draws)
+    return {name: draws[name] if name in draws else tree.repeat({name: leaf}, n)[name] for name, leaf in params.items()}
+
+
 def _check_arguments(
-    accumulate: int, patience: int | None, validation: Any, precision: Any, resume: bool, checkpoint: Any
+    accumulate: int, patience: int | None, validation: Any, precision: Any, resume: bool, checkpoint: Any, store_dtype: Any
 ) -> None:
     if accumulate < 1:
         raise ValueError(f"accumulate counts the batches of a step and is at least 1; got {accumulate}")
@@ -394,5 +467,7 @@ def _check_arguments(
         raise ValueError("patience needs validation data to watch: give validation=...")
     if precision not in (None, "bfloat16"):
         raise ValueError(f"precision is None or 'bfloat16'; got {precision!r} (float16 would need its losses scaled)")
+    if store_dtype not in (None, "bfloat16"):
+        raise ValueError(f"store_dtype is None or 'bfloat16'; got {store_dtype!r}")
     if resume and checkpoint is None:
         raise ValueError("resume=True needs to know from where: give checkpoint='folder'")

@@ -1,9 +1,15 @@
-"""Posteriors on disk: one safetensors file with a JSON header. A file names no code; `load` needs the model it belongs to."""
+"""Posteriors on disk: one safetensors file with a JSON header. A file names no code; `load` needs the model it belongs to.
+
+Draws that are on disk already, `posteriors.Stored`, stay a folder of such files.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+import shutil
+import tempfile
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +18,7 @@ from dubito import store, tree
 from dubito.curvature.evidence import Evidence
 from dubito.linalg import STRUCTURES, Blocks, Covariance
 from dubito.model import Model
-from dubito.posteriors import Conjugate, Gaussian, Mixture, Point, Posterior, Samples, Stochastic
+from dubito.posteriors import Conjugate, Gaussian, Mixture, Point, Posterior, Samples, Stochastic, Stored
 from dubito.predict.dropout import Dropout
 
 FORMS: dict[str, type[Posterior]] = {
@@ -29,6 +35,9 @@ NAMES = {form: name for name, form in FORMS.items()}
 def save(posterior: Posterior, path: str | os.PathLike) -> None:
     """Write a posterior to one file, whole or not at all. It holds all weights, also those that are not Bayesian.
 
+    A `Stored` posterior becomes a new folder of that name, free of the run that made it: its files are linked there where the disk
+    can do that, and copied where it cannot. (`save(posterior.load(), path)` puts its draws into one file.)
+
     >>> import dubito, tempfile, torch
     >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=0.1))
     >>> posterior = dubito.posteriors.Point(model, model.parameters(), model.buffers())
@@ -38,13 +47,21 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     >>> bool(same.params["weight"] == posterior.params["weight"])
     True
     """
+    if isinstance(posterior, Stored):
+        _save_folder(posterior, Path(path))
+        return
     tensors: dict[str, Tensor] = {}
     meta = {"kind": "posterior", "model": _describe(posterior.model), "posterior": _pack(posterior, tensors, "")}
     store.write(path, tensors, meta)
 
 
 def load(path: str | os.PathLike, model: Model) -> Posterior:
-    """Read a posterior of this model; a file that is damaged, foreign, or of another model is an error that says so."""
+    """Read a posterior of this model; a file that is damaged, foreign, or of another model is an error that says so.
+
+    A folder of draws, saved or left by a run (its `checkpoint`, finished or not), is opened where it is, as a `posteriors.Stored`.
+    """
+    if Path(path).is_dir():
+        return Stored.open(path, model)
     tensors, meta = store.read(path)
     if meta.get("kind") != "posterior":
         raise store.FileError(f"{path}: written by dubito, but not a posterior (a checkpoint is continued with fit(resume=True))")
@@ -53,6 +70,32 @@ def load(path: str | os.PathLike, model: Model) -> Posterior:
         if was.get(what) != known:
             raise store.FileError(f"{path}: the posterior of another model; its {what} is {_short(was.get(what), known)}")
     return _unpack(meta["posterior"], tree.move(tensors, model.device), model, str(path))
+
+
+def _save_folder(posterior: Stored, path: Path) -> None:
+    about = {"likelihood": repr(posterior.model.likelihood), "only": posterior.model.only, "sampler": posterior.sampler}
+    if path.exists() and path.samefile(posterior.folder):
+        store.write_shared(path, posterior.buffers, about)
+        return
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} exists: draws on disk are saved as a folder of their own, which must be a new one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        for shard in posterior.archive.shards:
+            try:
+                os.link(posterior.folder / shard.file, scratch / shard.file)  # shards are never written again
+            except OSError:
+                shutil.copyfile(posterior.folder / shard.file, scratch / shard.file)
+        store.write_shared(scratch, posterior.buffers, about)
+        replace(posterior.archive, folder=scratch).write()
+        mask = os.umask(0)
+        os.umask(mask)
+        scratch.chmod(0o777 & ~mask)  # mkdtemp's folders are for the owner only
+        os.replace(scratch, path)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def _describe(model: Model) -> dict[str, Any]:
@@ -72,7 +115,8 @@ def _short(was: Any, now: Any) -> str:
 
 def _pack(posterior: Posterior, tensors: dict[str, Tensor], path: str) -> dict:
     if type(posterior) not in NAMES:
-        raise TypeError(f"there is no file format for a {type(posterior).__name__} posterior")
+        hint = ", which is a folder already: save its load()" if isinstance(posterior, Stored) else ""
+        raise TypeError(f"there is no file format for a {type(posterior).__name__} posterior{hint}")
     content: dict[str, Any] = {"form": NAMES[type(posterior)]}
     for item in fields(posterior):
         value = getattr(posterior, item.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,8 @@ from dubito.fit import Info, Method, Start, _start
 from dubito.methods.map import MAP
 from dubito.model import Target
 from dubito.posteriors import Mixture, Point, Posterior, Samples
-from dubito.randomness import derive, forked
+from dubito.randomness import derive
+from dubito.restart import restarted
 from dubito.tree import Params
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -243,14 +243,7 @@ class Ensemble:
 
     def _reset(self, target: Target, start: Start, seed: int) -> Start:
         """A member's own start: a copy of the network with all layers initialised anew."""
-        network = copy.deepcopy(target.model.network)
-        with forked(seed), torch.no_grad():
-            if self.initialize is not None:
-                self.initialize(network)
-            else:
-                _reset_parameters(network, [name for name in start.params if ":" not in name])
-        fresh = dict(network.named_parameters())
-        params = {name: fresh[name].detach().clone() if name in fresh else leaf.clone() for name, leaf in start.params.items()}
+        params = restarted(target.model, start.params, seed, self.initialize)
         return Start(params, tree.clone(start.buffers))
 
     def _bag(self, target: Target, batch: Any) -> Tensor:
@@ -274,23 +267,6 @@ def _together(target: Target, starts: list[Start]) -> Start:
     first = starts[0].buffers
     buffers = {name: leaf if name in fixed else torch.stack([s.buffers[name] for s in starts]) for name, leaf in first.items()}
     return Start(tree.stack([s.params for s in starts]), buffers)
-
-
-def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:
-    """Initialise every layer anew; a wanted parameter that no layer initialises is an error."""
-    for name, p in network.named_parameters():
-        if name in wanted and p.is_floating_point():
-            p.fill_(torch.nan)  # whatever is still so afterwards, nothing has initialised
-    for module in reversed(list(network.modules())):  # parts before wholes, whose word is the last
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            reset()
-    missed = [name for name, p in network.named_parameters() if name in wanted and p.isnan().any()]
-    if missed:
-        raise ValueError(
-            f"no reset_parameters() initialises {missed}, so all members would start alike there: define reset_parameters() in the "
-            "module that holds them, or give Ensemble(initialize=function) that initialises a network anew"
-        )
 
 
 def _mixed(keys: Tensor) -> Tensor:

@@ -7,3 +7,4 @@ from dubito.posteriors.point import Point as Point
 from dubito.posteriors.posterior import Posterior as Posterior
 from dubito.posteriors.samples import Samples as Samples
 from dubito.posteriors.stochastic import Stochastic as Stochastic
+from dubito.posteriors.stored import Stored as Stored

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito import tree
+from dubito.diagnostics import Summary, summarize, to_arviz
 from dubito.posteriors.posterior import Posterior
 from dubito.predict.sampled import sampled
 from dubito.predictive import LatentMixture
@@ -21,12 +22,22 @@ class Samples(Posterior):
     """S draws, leaves [S, ...]: what samplers and ensembles of points give. `weights` [S] sums to 1; None is equal weights.
 
     `own_buffers` are the buffers that differ between draws (BatchNorm statistics of each member), [S, ...]; `buffers` the others.
+
+    Draws of a sampler come chain after chain: `chains` of them, of S / chains draws each. `trace` is what the sampler noted at every
+    draw ("energy", "acceptance", "divergent", ...), [S] each, and `sampler` how they were made: {"method": "HMC", "adjusted": True}.
     """
 
     params: Params
     buffers: Buffers
     own_buffers: Buffers = field(default_factory=dict)
     weights: Tensor | None = None
+    chains: int = 1
+    trace: Params = field(default_factory=dict)
+    sampler: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if len(self) % self.chains:
+            raise ValueError(f"{len(self)} draws are not {self.chains} chains of equal length")
 
     def __len__(self) -> int:
         return tree.count(self.params)
@@ -49,3 +60,25 @@ class Samples(Posterior):
                 raise ValueError("draws with unequal weights are used all together: leave out `draws`")
             stacked = tree.select(stacked, torch.linspace(0, len(self) - 1, draws).round().long())
         return sampled(self.model, x, shared=self.buffers, stacked=stacked, weights=weights, memory=memory)
+
+    def summary(self, x: Any = None) -> Summary:
+        """Whether the chains can be trusted, as a table to print: R-hat, effective draws, divergences, and a verdict in words.
+
+        Give inputs x: what matters is whether the chains agree in what they predict there, class probabilities or means. Weights are
+        symmetric, hidden units may change places, and chains that differ in them may be the same in all that counts.
+        """
+        self._chains("summary")
+        predictions = None if x is None else self.predict(x).probs
+        return summarize(self.params, chains=self.chains, trace=self.trace, sampler=self.sampler, predictions=predictions)
+
+    def to_arviz(self, x: Any = None) -> Any:
+        """The draws and what the sampler noted as ArviZ's DataTree (`pip install dubito[arviz]`); with x also the predictions, "f"."""
+        self._chains("to_arviz")
+        predictions = None if x is None else self.predict(x).probs
+        return to_arviz(self.params, chains=self.chains, trace=self.trace, predictions=predictions)
+
+    def _chains(self, name: str) -> None:
+        if self.weights is not None or not (self.sampler or self.trace or self.chains > 1):
+            raise ValueError(
+                f"{name} is for chains of a sampler; these {len(self)} draws were made one by one, as an ensemble's are"
+            )
