@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import types
@@ -19,7 +20,9 @@ import dubito
 from dubito import store
 from dubito.cli import main
 from dubito.commands.fit import First, assembled, methods, wrapped
+from dubito.commands.fitted import Reading
 from dubito.descent import Descent
+from dubito.posteriors import Samples
 from dubito.registry import METHODS
 
 QUICK = ["--hidden", "16", "--learning-rate", "0.01"]
@@ -214,9 +217,13 @@ NAMES = [*METHODS, "ensemble:mc_dropout", "ensemble:laplace", "ensemble:neural_l
 )
 def test_every_method(ok, tables, tmp_path, name, kind):
     parts = [type(method) for method in methods(name.replace("-", "_")).values()]
-    quick = ["--epochs", 4] if any(field.name == "epochs" for part in parts for field in dataclasses.fields(part)) else []
-    checks = any(field.name == "check" for part in parts for field in dataclasses.fields(part))
-    quick += ["--no-check"] if checks else []  # four epochs end far from an optimum
+    known = {field.name for part in parts for field in dataclasses.fields(part)}
+    short = {"epochs": 4, "draws": 4, "burn_in": 10, "chains": 2, "max_steps": 5, "max_depth": 3}
+    samples = "burn_in" in known  # of other methods, `draws` is how many predict
+    quick = ["--epochs", 4] if "epochs" in known else []
+    if samples:
+        quick = [part for key, value in short.items() if key in known for part in (f"--{key.replace('_', '-')}", value)]
+    quick += ["--no-check"] if "check" in known else []  # four epochs end far from an optimum
     folder, file, target = tmp_path / "out", *{"classes": ("iris", "species"), "numbers": ("diabetes", "progression")}[kind]
     data = tables / f"{file}.csv"
     out = ok("fit", name, data, "--target", target, "--out", folder, "--dropout", 0.2, "--hidden", 16, *quick)
@@ -598,6 +605,62 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+# Chains
+
+
+@pytest.fixture(scope="module")
+def sampled(fitted, tmp_path_factory) -> Path:
+    """The fit of iris, with the draws of a sampler in the place of its weights."""
+    folder = tmp_path_factory.mktemp("sampled") / "iris"
+    folder.mkdir()
+    (folder / "fit.json").write_bytes((fitted / "fit.json").read_bytes())
+    posterior = Reading(fitted, Path()).open().posterior
+    g = torch.Generator().manual_seed(0)
+    params = {name: leaf + 0.1 * torch.randn(800, *leaf.shape, generator=g) for name, leaf in posterior.params.items()}
+    trace = {"energy": torch.randn(800, generator=g), "divergent": torch.zeros(800), "log_prior": torch.randn(800, generator=g)}
+    draws = Samples(
+        posterior.model, params, posterior.buffers, chains=4, trace=trace, sampler={"method": "HMC", "adjusted": True}
+    )
+    dubito.save(draws, folder / "posterior.safetensors")
+    return folder
+
+
+def test_diagnose(ok, sampled, tables, tmp_path):
+    out = ok("diagnose", sampled, tables / "iris.csv", "--out", tmp_path / "d.html", "--rows", 50)
+    assert "The chains can be trusted" in " ".join(out.split())
+    assert "R-hat of 150 predictions" in out  # of 50 rows and 3 classes
+    assert f"Wrote {tmp_path / 'd.html'}" in out.replace("\n", "")
+    page = (tmp_path / "d.html").read_text()
+    assert all(word in page for word in ("The chains can be trusted", "Log score", "Energy", "iris.csv, 50 rows"))
+    assert re.search(r"row \d+, (setosa|versicolor|virginica): R-hat", page)
+    assert "<script" not in page
+    assert json.loads((tmp_path / "d.json").read_text())["facts"]["method"] == "MAP"
+
+
+def test_diagnose_with_less(ok, sampled, tables, tmp_path):
+    """Without data there are weights alone; without targets there is no log score, and it says why."""
+    out = ok("diagnose", sampled)
+    assert "predictions" not in out.partition("found")[2].partition("weights")[0]
+    assert (sampled / "diagnosis.html").is_file()
+    header, *lines = (tables / "iris.csv").read_text().splitlines()
+    (tmp_path / "x.csv").write_text("\n".join([header.replace("species", "other"), *lines[:40], ""]))
+    out = ok("diagnose", sampled, tmp_path / "x.csv")
+    assert "There is no log score, since the targets cannot be read." in out
+    assert "R-hat of 120 predictions" in out
+    assert "Log score" not in (sampled / "diagnosis.html").read_text()
+
+
+def test_diagnose_refuses(refused, fitted, sampled, tables, tmp_path):
+    line = refused("diagnose", fitted, tables / "iris.csv")
+    assert "it was fitted by MAP, which makes no chains: there is nothing to converge" in line
+    assert not (fitted / "diagnosis.html").exists()
+    assert "there is no such folder" in refused("diagnose", tmp_path / "none")
+    assert "no.csv: there is no such file" in refused("diagnose", sampled, tmp_path / "no.csv")
+    assert "ends in .html" in refused("diagnose", sampled, "--out", tmp_path / "d.png")
+    assert "at least one row" in refused("diagnose", sampled, tables / "iris.csv", "--rows", 0)
+    assert "where [N, 4] is needed" in refused("diagnose", sampled, tables / "digits.npz")
+
+
 # Help
 
 
@@ -624,11 +687,12 @@ def test_help_shows_every_field_of_a_method(ok, monkeypatch, name, width):
 
 def test_overviews(ok):
     for out in (ok(), ok("--help"), ok("-h")):
-        assert all(command in out for command in ("demo", "fit", "predict", "evaluate", "--version"))
+        assert all(command in out for command in ("demo", "fit", "predict", "evaluate", "diagnose", "--version"))
     for out in (ok("fit"), ok("fit", "--help")):
         assert all(name in out for name in METHODS)
     assert "--level" in ok("predict", "--help")
     assert "--json" in ok("evaluate", "--help")
+    assert "[DATA]" in ok("diagnose", "--help")
     assert ok("--version") == f"dubito {dubito.__version__}\n"
 
 

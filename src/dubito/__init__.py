@@ -1,5 +1,6 @@
 """dubito: neural networks that know when they don't know."""
 
+from dubito import diagnostics as diagnostics
 from dubito import measures as measures
 from dubito import metrics as metrics
 from dubito import posteriors as posteriors
@@ -14,11 +15,20 @@ from dubito.likelihoods import Gaussian as Gaussian
 from dubito.likelihoods import HeteroscedasticCategorical as HeteroscedasticCategorical
 from dubito.likelihoods import HeteroscedasticGaussian as HeteroscedasticGaussian
 from dubito.likelihoods import MultiTask as MultiTask
+from dubito.methods import HMC as HMC
+from dubito.methods import MALA as MALA
+from dubito.methods import MAMS as MAMS
 from dubito.methods import MAP as MAP
+from dubito.methods import MCLMC as MCLMC
+from dubito.methods import NUTS as NUTS
+from dubito.methods import SGHMC as SGHMC
+from dubito.methods import SGLD as SGLD
 from dubito.methods import SWAG as SWAG
+from dubito.methods import ULA as ULA
 from dubito.methods import Ensemble as Ensemble
 from dubito.methods import Laplace as Laplace
 from dubito.methods import MCDropout as MCDropout
+from dubito.methods import Metropolis as Metropolis
 from dubito.methods import NeuralLinear as NeuralLinear
 from dubito.methods import OnlineLaplace as OnlineLaplace
 from dubito.model import Model as Model

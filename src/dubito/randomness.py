@@ -1,4 +1,4 @@
-"""Global random number generators, borrowed and given back.
+"""Global random number generators, borrowed and given back; and Gaussian noise faster than torch draws it on a CPU.
 
 Our own code draws from explicit `torch.Generator`s. Where torch or a user's data set insists on the global generators (dropout,
 DataLoader, NumPy augmentations), `forked` lends them out: seeded by us inside, exactly as they were afterwards, also on error.
@@ -7,6 +7,7 @@ DataLoader, NumPy augmentations), `forked` lends them out: seeded by us inside, 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+FEW = 20_000  # normals that torch has drawn by the time a generator of ours is seeded
+UNIT = torch.tensor((1 - 2**-24) / 2**31)  # from 32-bit integers to floats strictly between -1 and 1
 
 
 def derive(*parts: int | str) -> int:
@@ -105,3 +110,31 @@ def lent(data: Any) -> Iterator[list[torch.Generator]]:
     finally:
         for generator, state in before:
             generator.set_state(state)
+
+
+class Normals:
+    r"""Normals in single precision on a CPU, faster than torch draws them, which spends most of its time on one random number after
+    another: :math:`\sqrt 2\, \mathrm{erf}^{-1}(u)` of 32-bit integers u from NumPy's SFC64, which one draw of a generator seeds.
+
+    They reach as far as 5.4. What a call gives may be used until the next, which writes into the same memory.
+
+    >>> Normals(torch.Generator().manual_seed(0))(3, scale=2.0).shape
+    torch.Size([3])
+    """
+
+    def __init__(self, generator: torch.Generator):
+        self.source = np.random.SFC64(int(torch.randint(2**62, (1,), generator=generator)))
+        self.memory = torch.empty(0)
+
+    @staticmethod
+    def pay(leaves: list[Tensor]) -> bool:
+        """Whether so many tensors are better filled by these: it is MKL that inverts the error function fast."""
+        if not torch.backends.mkl.is_available() or sum(map(Tensor.numel, leaves)) < FEW:
+            return False
+        return all(leaf.device.type == "cpu" and leaf.dtype == torch.float32 for leaf in leaves)
+
+    def __call__(self, n: int, scale: float = 1.0) -> Tensor:
+        if n > len(self.memory):
+            self.memory = torch.empty(n)
+        bits = torch.from_numpy(self.source.random_raw((n + 1) // 2).view(np.int32))
+        return self.memory[:n].copy_(bits[:n]).mul_(UNIT).erfinv_().mul_(math.sqrt(2) * scale)

@@ -8,7 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dubito.fit import Method
-from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear, OnlineLaplace
+from dubito.methods import (
+    HMC,
+    MALA,
+    MAMS,
+    MAP,
+    MCLMC,
+    NUTS,
+    SGHMC,
+    SGLD,
+    SWAG,
+    ULA,
+    Ensemble,
+    Laplace,
+    MCDropout,
+    Metropolis,
+    NeuralLinear,
+    OnlineLaplace,
+)
 
 METHODS: dict[str, Callable[..., Method]] = {
     "map": MAP,
@@ -18,4 +35,13 @@ METHODS: dict[str, Callable[..., Method]] = {
     "online_laplace": OnlineLaplace,
     "neural_linear": NeuralLinear,
     "swag": SWAG,
+    "sgld": SGLD,
+    "sghmc": SGHMC,
+    "metropolis": Metropolis,
+    "ula": ULA,
+    "mala": MALA,
+    "hmc": HMC,
+    "nuts": NUTS,
+    "mclmc": MCLMC,
+    "mams": MAMS,
 }

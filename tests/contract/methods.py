@@ -9,7 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from dubito import MAP, SWAG, Ensemble, Laplace, MCDropout, NeuralLinear, OnlineLaplace
+import dubito
+from dubito import (
+    HMC,
+    MALA,
+    MAMS,
+    MAP,
+    MCLMC,
+    NUTS,
+    SGHMC,
+    SGLD,
+    SWAG,
+    Ensemble,
+    Laplace,
+    MCDropout,
+    Metropolis,
+    NeuralLinear,
+    OnlineLaplace,
+)
 from dubito.registry import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -48,6 +65,18 @@ QUICK: dict[str, Any] = {
     "online_laplace/diagonal": OnlineLaplace("diagonal", "fisher", epochs=3, every=1),
     "neural_linear": NeuralLinear(),
     "swag": SWAG(epochs=4, draws=5, rank=3),
+    "sgld": SGLD(burn_in=1, draws=3, chains=2),
+    "sghmc": SGHMC(burn_in=1, draws=3),
+    "sghmc/cyclical": SGHMC(burn_in=2, draws=2, cycles=2, chains=2),
+    "metropolis": Metropolis(chains=2, draws=4, burn_in=2, thin=2),
+    "ula": dubito.ULA(0.01, chains=2, draws=4, burn_in=2, thin=2),
+    "mala": MALA(chains=2, draws=4, burn_in=2, thin=2),
+    "hmc": HMC(0.01, chains=2, draws=4, burn_in=2, path_length=0.05),
+    "hmc/one chain, tuned": HMC(chains=1, draws=4, burn_in=10, path_length=0.05, units="posterior"),
+    "nuts": NUTS(0.01, chains=2, draws=4, burn_in=2, max_depth=3),
+    "mclmc": MCLMC(chains=2, draws=4, burn_in=2, thin=2),
+    "mams": MAMS(0.01, chains=2, draws=4, burn_in=2, path_length=0.05),
+    "ensemble/of hmc": Ensemble(HMC(0.01, chains=2, draws=4, burn_in=2, path_length=0.05), 2),
     "third party": ULA(n_draws=8, burn_in=0),
 }
 # They sum over all data at the weights they are given and draw nothing, so another seed gives the same but for the order of the sums.

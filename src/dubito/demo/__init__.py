@@ -56,11 +56,14 @@ def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float 
 def _facts(seed: int, effort: float, seconds: float, digits: list[str], curves: list[str]) -> dict[str, str]:
     packages = ("dubito", "torch", "numpy", "scikit-learn", "matplotlib")
     shown = dict.fromkeys([*digits, *curves])
-    left_out = [label for name in METHODS if (label := recipe(name).label) not in shown]
+    others = [recipe(name) for name in METHODS if recipe(name).label not in shown]
+    left_out, long = ([way.label for way in others if way.shown == kind] for kind in (True, False))
+    reasons = [f"{listed(left_out)}: for other likelihoods than these two problems have"] if left_out else []
+    reasons += [f"{listed(long)}: they take longer than a demo may"] if long else []
     return {
         "Made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Duration": f"{seconds:.0f} s for {len(shown)} methods on both problems",
-        **({"Not here": f"{listed(left_out)}: for other likelihoods than these two problems have"} if left_out else {}),
+        **({"Not here": "; ".join(reasons)} if reasons else {}),
         "Seed": str(seed) + ("" if effort == 1 else f", effort {effort:g}"),
         "Versions": ", ".join(f"{name} {version(name)}" for name in packages) + f", Python {platform.python_version()}",
         "Machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, one thread used",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dubito import randomness
 from dubito.fit import Method, fit
 from dubito.likelihoods import Gaussian, Likelihood
-from dubito.methods import MAP, SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
+from dubito.methods import MAP, SGHMC, SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.model import Model
 from dubito.posteriors import Posterior
 from dubito.priors import Normal
@@ -42,13 +42,14 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a method is run. `likelihoods` are those it is for; () is any."""
+    """How a method is run. `likelihoods` are those it is for; () is any. What is not `shown` takes longer than a demo may."""
 
     label: str
     method: Callable[[Training], Method]
     after_map: bool = field(default=False, kw_only=True)  # it goes on from a network that MAP has trained
     learns_prior: bool = field(default=False, kw_only=True)  # in the place of the problem's
     likelihoods: tuple[type[Likelihood], ...] = field(default=(), kw_only=True)
+    shown: bool = field(default=True, kw_only=True)
 
 
 def _map(t: Training) -> MAP:
@@ -74,6 +75,14 @@ def _swag(t: Training) -> SWAG:
     return SWAG(epochs=max(2, t.epochs // 2), learning_rate=t.walk, collecting_rate=t.walk, collect_after=0.0, clip=1.0)
 
 
+def _sghmc(t: Training) -> SGHMC:
+    # from the trained network; the metric takes the place of a learning rate for each problem
+    draws = max(2, min(30, t.epochs))
+    return SGHMC(
+        burn_in=max(1, t.epochs // 4), draws=draws, thin=max(1, t.epochs // 60), preconditioner="rmsprop", learning_rate=1e-4
+    )
+
+
 RECIPES: dict[str, Recipe] = {
     "map": Recipe("MAP", _map),
     "mc_dropout": Recipe("MC dropout", _mc_dropout),
@@ -82,7 +91,9 @@ RECIPES: dict[str, Recipe] = {
     "online_laplace": Recipe("Online Laplace", _online_laplace, learns_prior=True),
     "neural_linear": Recipe("Neural linear", lambda _: METHODS["neural_linear"](), after_map=True, likelihoods=(Gaussian,)),
     "swag": Recipe("SWAG", _swag, after_map=True),
+    "sghmc": Recipe("SGHMC", _sghmc, after_map=True),
 }
+LONG = ("sgld", "metropolis", "ula", "mala", "hmc", "nuts", "mclmc", "mams")  # thousands of gradients over all data, or epochs
 
 
 def recipe(name: str) -> Recipe:
@@ -92,17 +103,19 @@ def recipe(name: str) -> Recipe:
     'MAP'
     """
     known = METHODS[name]
-    return RECIPES.get(name) or Recipe(known.__name__, lambda _: known(), after_map=getattr(known, "post_hoc", False))
+    plain = Recipe(known.__name__, lambda _: known(), after_map=getattr(known, "post_hoc", False), shown=name not in LONG)
+    return RECIPES.get(name) or plain
 
 
 def suiting(names: Iterable[str], likelihood: type[Likelihood]) -> list[str]:
-    """The methods that are for a likelihood.
+    """The methods that are for a likelihood, of those that are shown.
 
     >>> from dubito import Categorical
     >>> suiting(["map", "neural_linear"], Categorical)
     ['map']
     """
-    return [name for name in names if issubclass(likelihood, recipe(name).likelihoods or Likelihood)]
+    shown = {name: recipe(name) for name in names}
+    return [name for name, way in shown.items() if way.shown and issubclass(likelihood, way.likelihoods or Likelihood)]
 
 
 class Fits:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution, Gamma, Independent
 from torch.distributions import Normal as NormalDistribution
 
 from dubito.likelihoods.likelihood import PREFIX, Likelihood, nodes, positive
@@ -64,8 +65,42 @@ class Gaussian(Likelihood):
         if self.scale is not None or self.prior is None:
             return torch.zeros(())
         log_precision = -2 * params[PREFIX + "log_scale"]
+        density = self._log_gamma(log_precision) if isinstance(self.prior, Gamma) else self.prior.log_prob(log_precision.exp())
         # change of variables from the precision to log scale: |d precision / d log scale| = 2 precision
-        return (self.prior.log_prob(log_precision.exp()) + log_precision + math.log(2)).sum()
+        return (density + log_precision + math.log(2)).sum()
+
+    def _log_gamma(self, log_precision: Tensor) -> Tensor:
+        """As the distribution's own, which cannot take numbers that are on a GPU while its parameters are not."""
+        assert isinstance(self.prior, Gamma)
+        a, b = (item.to(log_precision) for item in (self.prior.concentration, self.prior.rate))
+        return a * b.log() - torch.lgamma(a) + (a - 1) * log_precision - b * log_precision.exp()
+
+    def resample(
+        self,
+        outputs: Iterable[tuple[Tensor, Tensor]],
+        params: Params,
+        share: float,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> Params:
+        r"""The precision given the residuals r of n numbers is Gamma((a + n/2) / T, (b + sum r^2 / 2) / T).
+
+        a and b are those of a Gamma prior, or 0 for the flat one; with T the density in log scale is raised to 1/T, as all others are.
+        """
+        if self.scale is not None or not isinstance(self.prior, Gamma | None):
+            return {}
+        squares, count = torch.zeros((), dtype=torch.float64), 0.0
+        for f, y in outputs:
+            gone = (self.target(y, f[0]) - f).double().square().flatten(1, -2)  # [C, B, K]
+            squares, count = squares.to(gone.device) + gone.sum(1), count + gone.shape[1]
+        if self.outputs == 1:
+            count, squares = count * squares.shape[1], squares.sum(1, keepdim=True)
+        a, b = (0.0, 0.0) if self.prior is None else (self.prior.concentration, self.prior.rate)
+        shape = (torch.as_tensor(a, dtype=torch.float64, device=squares.device) + 0.5 * share * count) / temperature
+        rate = (torch.as_tensor(b, dtype=torch.float64, device=squares.device) + 0.5 * share * squares) / temperature
+        precision = torch._standard_gamma(shape.expand_as(rate).contiguous(), generator=generator) / rate
+        old = params[PREFIX + "log_scale"]
+        return {PREFIX + "log_scale": (-0.5 * precision.log()).to(old.dtype).reshape(old.shape)}
 
     def target(self, y: Tensor, f: Tensor) -> Tensor:
         width = self.outputs if self.scale is None else torch.as_tensor(self.scale).numel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -126,6 +127,18 @@ class Likelihood(ABC):
     def log_prior(self, params: Params) -> Tensor:
         """Log prior density of the learned parameters, in the coordinates in which they are learned."""
         return torch.zeros(())
+
+    def resample(
+        self,
+        outputs: Iterable[tuple[Tensor, Tensor]],
+        params: Params,
+        share: float,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> Params:
+        """A draw of what is learned given the network's outputs, (f, y) of every batch with f [C, B, ..., K] for C chains, where that
+        conditional has a closed form; leaves [C, ...]. `share` is how many examples each of these stands for. Otherwise nothing."""
+        return {}
 
     def width(self, f: Tensor) -> int:
         """How many numbers a target has at a position, or how many classes there are."""

@@ -1,0 +1,231 @@
+r"""Whole leapfrog trajectories of a small network in one launch: one program (thread block) a chain.
+
+A program keeps its chain's weights, momenta and gradient on chip from the first step to the last: in registers, as vectors [PP], where
+they are moved; and, to hand them from one arrangement over threads to another, in the chain's own rows of `q` and `g`, which stay
+in the cache. The data are read anew at every step, from cache too. A bias of the first layer is one more column of its weights, whose
+inputs are 1. All sizes are padded to powers of two (HP for H) with weights and inputs of 0.
+
+Energies are summed in float64. Matrix products are float32, or, where `relu_by_warp` says so, made of shorter ones.
+"""
+
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false
+# Triton's `if` on constants decides at compile time.
+
+from __future__ import annotations
+
+try:
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+    jit = triton.jit
+except ImportError:  # it comes with torch for GPUs only; without it nothing here is ever called
+
+    def jit(function=None, **options):
+        return function or (lambda one: one)
+
+
+@jit
+def activate(a, ACTIVATION: tl.constexpr):
+    """The activation and its slope. The exponential is the hardware's, within 1e-6."""
+    if ACTIVATION == "relu":
+        h = tl.maximum(a, 0.0)
+        slope = tl.where(a > 0, 1.0, 0.0)
+    elif ACTIVATION == "tanh":
+        h = 1 - 2 / (1 + tl.exp(2 * a))
+        slope = 1 - h * h
+    elif ACTIVATION == "silu":
+        s = 1 / (1 + tl.exp(-a))
+        h = a * s
+        slope = s * (1 + a - h)
+    else:  # gelu
+        s = 0.5 + 0.5 * tl.erf(a * 0.7071067811865476)
+        h = a * s
+        slope = s + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
+    return h, slope
+
+
+@jit
+def relu_by_warp(
+    x, y, n, w, u, c, DP: tl.constexpr, HP: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    r"""One hidden layer of ReLU: G, sum of r and sum of r^2, where the gradients are u G for the weights and the row sums of W G for u.
+
+    The data are dealt to the warps, as a batch of small matrix products, so that a warp needs no other between its data and its share
+
+    .. math:: A_b = W X_b^T, \qquad r = y - u \cdot \max(A_b, 0) - c, \qquad G_b = [A_b > 0] (r \circ X_b)
+
+    of the sum over b. The forward product is three of the matrix unit's shorter ones (tf32x3). In the backward one [A > 0] is 0 or
+    1, which the unit holds exactly, so two do, with the other factor cut in two. Both are within 1e-6.
+    """
+    wide = tl.broadcast_to(w[None, :, :], (WARPS, HP, DP))
+    total = tl.zeros((WARPS, HP, DP), tl.float32)
+    gone = tl.zeros((WARPS, TILE), tl.float32)
+    squares = tl.zeros((WARPS, TILE), tl.float64)
+    for start in range(0, n, WARPS * TILE):
+        rows = start + tl.arange(0, WARPS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        inputs = tl.load(x + rows[:, :, None] * DP + tl.arange(0, DP)[None, None, :])
+        targets = tl.load(y + rows)
+        a = tl.dot(wide, tl.permute(inputs, (0, 2, 1)), input_precision="tf32x3")
+        f = tl.sum(tl.maximum(a, 0.0) * u[None, :, None], 1) + c
+        r = tl.where(rows < n, targets - f, 0.0)
+        pulls = r[:, :, None] * inputs
+        high = (pulls.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # what fits the unit's 10 bits
+        on = tl.where(a > 0, 1.0, 0.0)
+        total = tl.dot(on, high, total, input_precision="tf32")
+        total = tl.dot(on, pulls - high, total, input_precision="tf32")
+        gone += r
+        squares += r.to(tl.float64) * r.to(tl.float64)
+    return tl.sum(total, 0), tl.sum(tl.sum(gone, 1), 0), tl.sum(tl.sum(squares, 1), 0)
+
+
+@jit
+def pull(
+    x, y, n, q, g, noise, shape, rate,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
+    W_AT: tl.constexpr, B_AT: tl.constexpr, V_AT: tl.constexpr, A_AT: tl.constexpr, U_AT: tl.constexpr, C_AT: tl.constexpr,
+    S_AT: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    r"""Writes the gradient of the log likelihood, and of the log prior of a learned noise, at q to g.
+
+    Returns the sum of squares and 1 / sigma^2. The network is :math:`f = u \cdot \phi(W x + b) + c`, or, where V_AT is not
+    negative, :math:`f = u \cdot \phi(V \phi(W x + b) + a) + c` with K units in the second layer.
+    """
+    i = tl.arange(0, HP)[:, None]
+    j = tl.arange(0, DP)[None, :]
+    w = tl.load(q + W_AT + i * D + j, mask=(i < H) & (j < D), other=0.0)
+    if B_AT >= 0:
+        w += tl.load(q + B_AT + i + 0 * j, mask=(i < H) & (j == D), other=0.0)
+    k = tl.arange(0, KP)  # units of the last hidden layer
+    u = tl.load(q + U_AT + k, mask=k < K, other=0.0)
+    c = 0.0
+    if C_AT >= 0:
+        c = tl.load(q + C_AT)
+    if S_AT >= 0:
+        noise = tl.exp(-2.0 * tl.load(q + S_AT).to(tl.float64))
+    weight = noise.to(tl.float32)
+
+    if WARPS > 0:
+        gw, gc, squares = relu_by_warp(x, y, n, w, u, c, DP, HP, WARPS, TILE)
+        gu = tl.sum(w * gw, 1)
+        gw *= u[:, None]
+    else:
+        if V_AT >= 0:
+            l = tl.arange(0, HP)[None, :]  # noqa: E741
+            at_v = V_AT + k[:, None] * H + l
+            has_v = (k[:, None] < K) & (l < H)
+            v = tl.load(q + at_v, mask=has_v, other=0.0)
+            gv = tl.zeros((KP, HP), tl.float32)
+            shift = tl.zeros((KP,), tl.float32)
+            if A_AT >= 0:
+                shift = tl.load(q + A_AT + k, mask=k < K, other=0.0)
+            ga = tl.zeros((KP,), tl.float32)
+        gw = tl.zeros((HP, DP), tl.float32)
+        gu = tl.zeros((KP,), tl.float32)
+        gone = tl.zeros((TILE,), tl.float32)
+        lost = tl.zeros((TILE,), tl.float64)
+        for start in range(0, n, TILE):
+            rows = start + tl.arange(0, TILE)
+            inputs = tl.load(x + rows[:, None] * DP + tl.arange(0, DP)[None, :])
+            targets = tl.load(y + rows)
+            h, slope = activate(tl.dot(w, tl.trans(inputs), input_precision="ieee"), ACTIVATION)
+            if V_AT >= 0:
+                last, steep = activate(tl.dot(v, h, input_precision="ieee") + shift[:, None], ACTIVATION)
+                r = tl.where(rows < n, targets - tl.sum(last * u[:, None], 0) - c, 0.0)
+                gu += tl.sum(last * r[None, :], 1)
+                back = steep * u[:, None] * r[None, :]
+                gv = tl.dot(back, tl.trans(h), gv, input_precision="ieee")
+                ga += tl.sum(back, 1)
+                back = slope * tl.dot(tl.trans(v), back, input_precision="ieee")
+            else:
+                r = tl.where(rows < n, targets - tl.sum(h * u[:, None], 0) - c, 0.0)
+                gu += tl.sum(h * r[None, :], 1)
+                back = slope * u[:, None] * r[None, :]
+            gw = tl.dot(back, inputs, gw, input_precision="ieee")
+            gone += r
+            lost += r.to(tl.float64) * r.to(tl.float64)
+        gc = tl.sum(gone, 0)
+        squares = tl.sum(lost, 0)
+        if V_AT >= 0:
+            tl.store(g + at_v, weight * gv, mask=has_v)
+            if A_AT >= 0:
+                tl.store(g + A_AT + k, weight * ga, mask=k < K)
+
+    gw *= weight
+    tl.store(g + W_AT + i * D + j, gw, mask=(i < H) & (j < D))
+    if B_AT >= 0:
+        tl.store(g + B_AT + i + 0 * j, gw, mask=(i < H) & (j == D))
+    tl.store(g + U_AT + k, weight * gu, mask=k < K)
+    if C_AT >= 0:
+        tl.store(g + C_AT, weight * gc)
+    if S_AT >= 0:
+        tl.store(g + S_AT, (noise * squares - n + 2.0 * (rate * noise - shape)).to(tl.float32))
+    return squares, noise
+
+
+# Without a promise of alignment all vectors of a chain get one arrangement over threads, and all calls one compiled kernel.
+@jit(
+    do_not_specialize=["n", "steps", "scale_stride"],
+    do_not_specialize_on_alignment=["q", "v", "g", "log_likelihood", "log_prior", "step", "left", "scale", "precision"],
+)
+def trajectory(
+    x, y, q, v, g, log_likelihood, log_prior, step, left, scale, precision, constants,
+    n, steps, scale_stride,
+    P: tl.constexpr, PP: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+    KP: tl.constexpr, W_AT: tl.constexpr, B_AT: tl.constexpr, V_AT: tl.constexpr, A_AT: tl.constexpr, U_AT: tl.constexpr,
+    C_AT: tl.constexpr, S_AT: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr,
+    MOVE: tl.constexpr,
+):  # fmt: skip
+    """`min(left, steps)` leapfrog steps of a chain, or (MOVE = False) one gradient. Places *_AT are -1 for what there is not."""
+    chain = tl.program_id(0).to(tl.int64)
+    q += chain * P
+    g += chain * P
+    cold = tl.load(constants).to(tl.float32)  # 1 / T
+    noise = tl.load(constants + 1)  # 1 / sigma^2 where it is known
+    shape = tl.load(constants + 2)  # of the prior of a learned one
+    rate = tl.load(constants + 3)
+
+    at = tl.arange(0, PP)
+    has = at < P
+    tight = tl.load(precision + at, mask=has, other=0.0)
+    here = tl.load(q + at, mask=has, other=0.0)
+    slope = tl.zeros_like(here)
+    moves = 0
+    if MOVE:
+        v += chain * P
+        moves = tl.minimum(tl.load(left + chain), steps)
+        e = tl.load(step + chain) * tl.load(scale + chain * scale_stride + at, mask=has, other=0.0)
+        speed = tl.load(v + at, mask=has, other=0.0)
+        slope = tl.load(g + at, mask=has, other=0.0)
+
+    squares = tl.full((), 0.0, tl.float64)
+    for t in range(tl.maximum(moves, 1)):
+        move = t < moves  # a chain with no steps left still learns its energy
+        if MOVE:
+            speed = tl.where(move, speed + 0.5 * e * slope, speed)
+            here = tl.where(move, here + e * speed, here)
+            tl.store(q + at, here, mask=has)
+            tl.debug_barrier()  # other threads read what this one wrote
+        squares, noise = pull(
+            x, y, n, q, g, noise, shape, rate, D, H, K, DP, HP, KP, W_AT, B_AT, V_AT, A_AT, U_AT, C_AT, S_AT,
+            ACTIVATION, WARPS, TILE,
+        )  # fmt: skip
+        tl.debug_barrier()
+        new = cold * (tl.load(g + at, mask=has, other=0.0) - tight * here)
+        if MOVE:
+            slope = tl.where(move, new, slope)
+            speed = tl.where(move, speed + 0.5 * e * slope, speed)
+        else:
+            slope = new
+    tl.store(g + at, slope, mask=has)
+    if MOVE:
+        tl.store(v + at, speed, mask=has)
+
+    wide = here.to(tl.float64)
+    prior = tl.load(constants + 4) - 0.5 * tl.sum(wide * wide * tight, 0)
+    likelihood = tl.load(constants + 5) * n - 0.5 * noise * squares
+    if S_AT >= 0:
+        log_scale = tl.load(q + S_AT).to(tl.float64)
+        prior -= 2.0 * shape * log_scale + rate * noise
+        likelihood -= n * log_scale
+    tl.store(log_prior + chain, prior)
+    tl.store(log_likelihood + chain, likelihood)

@@ -1,0 +1,58 @@
+"""The networks in examples/ are what they say, and run in dubito."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import dubito
+from dubito.density import Density
+from dubito.model import Target
+from dubito.priors import Normal
+
+PATH = Path(__file__).parents[1] / "examples" / "resnet20_frn.py"
+
+
+@pytest.fixture(scope="module")
+def resnet20_frn():
+    spec = importlib.util.spec_from_file_location("resnet20_frn", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_parameters(resnet20_frn):
+    """As many as the network has that HMC was run on, with a last layer of 64 inputs."""
+    network = resnet20_frn.ResNet20FRN()
+    assert sum(p.numel() for p in network.parameters()) == 274_042
+    assert network.head.weight.shape == (10, 64)
+    assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+def test_one_function(resnet20_frn):
+    """However its convolutions are done."""
+    networks = [resnet20_frn.ResNet20FRN(width=4, convolutions=how) for how in ("plain", "grouped")]
+    networks[1].load_state_dict(networks[0].state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(networks[0](x), networks[1](x), rtol=1e-4, atol=1e-5)
+
+
+def test_normalised(resnet20_frn):
+    x = torch.tensor([0.49, 0.48, 0.64]).view(1, 3, 1, 1)
+    torch.testing.assert_close(resnet20_frn.normalised(x).flatten(), torch.tensor([0.0, 0.0, 1.0]), atol=1e-6, rtol=0)
+
+
+def test_runs(resnet20_frn):
+    """Sampled with mini-batches, and as a density with all data."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 3, 16, 16), torch.randint(10, (12,))
+    model = dubito.Model(resnet20_frn.ResNet20FRN(width=4), dubito.Categorical(), Normal(scale=0.2**0.5))
+    posterior = dubito.fit(model, dubito.SGHMC(burn_in=1, draws=2), (x, y), batch_size=6)
+    assert posterior.predict(x).mean.shape == (12, 10)
+
+    params, target = model.parameters(), Target(model, 12)
+    density = Density(target, [(x[:6], y[:6]), (x[6:], y[6:])], params, {})
+    value = density(dubito.tree.flatten(params).unsqueeze(0))
+    expected = target.gradient(params, [(x, y)], {})
+    torch.testing.assert_close(value.gradient[0], dubito.tree.flatten(expected.gradient), rtol=1e-3, atol=1e-3)

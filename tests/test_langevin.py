@@ -1,0 +1,290 @@
+"""What SGLD and SGHMC share: schedules, draws, chains, buffers and what is noted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dubito
+from dubito import Categorical, Ensemble, Gaussian, Model
+from dubito.data import digits
+from dubito.fit import Event
+from dubito.methods.sghmc import SGHMC
+from dubito.methods.sgld import SGLD
+from dubito.model import Target
+from dubito.posteriors import Samples
+from dubito.priors import Normal
+from methods.gaussians import Levels
+
+
+def network(*, norm: bool = False) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 1))
+
+
+def data(n: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, generator=generator)
+    return x, x[:, :1] - 0.5 * x[:, 1:2] + 0.1 * torch.randn(n, 1, generator=generator)
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_cycles_are_those_of_the_paper(kind):
+    """Zhang et al. (2020), eq. 1: alpha_k = alpha_0 / 2 (cos(pi mod(k - 1, ceil(K / M)) / ceil(K / M)) + 1) for k = 1 ... K; there is
+    no noise where mod(k - 1, ceil(K / M)) / ceil(K / M) < beta."""
+    method, batches = kind(cycles=3, draws=6, burn_in=8, thin=1, exploration=0.6, learning_rate=0.4), 5
+    total, cycles = method.steps(batches), 3
+    assert total == 3 * (8 + 2) * 5
+    length = math.ceil(total / cycles)
+    for k in range(1, total + 1):
+        share = (k - 1) % length / length
+        assert method.learning_rate_at(k - 1, batches) == pytest.approx(0.4 / 2 * (math.cos(math.pi * share) + 1))
+        assert method.explores(k - 1, batches) == (share < 0.6)
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_cycles_end_in_draws_and_explore_without_noise(kind):
+    (x, y), weights, draws = data(), [], []
+    method = kind(cycles=2, draws=4, burn_in=6, thin=2, exploration=0.5, learning_rate=0.01)
+
+    def watch(event: Event) -> None:
+        weights[-1].append(event.state.params["0.weight"].clone())
+        if method.draw(event.state) is not None:
+            draws[-1].append(event.step)
+
+    for seed in (1, 2):
+        weights.append([])
+        draws.append([])
+        model = Model(network(), Gaussian(scale=1.0))
+        found = dubito.fit(model, method, (x, y), batch_size=40, seed=seed, callbacks=[watch])
+        assert draws[-1] == [8, 10, 18, 20], "the last of every cycle is its end"
+        assert len(found) == 4
+        for i, step in enumerate(draws[-1]):
+            assert torch.equal(found.params["0.weight"][i], weights[-1][step - 1][0])
+        assert found.trace["step_size"].tolist() == pytest.approx(
+            [method.learning_rate_at(step - 1, 1) / 40 for step in draws[-1]]
+        )
+    same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(*weights, strict=True)]  # the order of the data differs
+    assert same[:5] == [True] * 5, "the first half of a cycle of ten has no noise"
+    assert not any(same[5:])
+
+
+def test_draws_are_counted_in_epochs():
+    method, (x, y), seen = SGLD(burn_in=2, draws=3, thin=2, chains=2), data(), []
+    found = dubito.fit(
+        Model(network(), Gaussian(scale=0.3)), method, (x, y), batch_size=10, callbacks=[lambda e: seen.append(e.epoch)]
+    )
+    assert len(seen) == (2 + 3 * 2) * 4
+    assert (len(found), found.chains) == (6, 2)
+
+
+def test_a_step_that_decays():
+    method = SGLD(decay=1 / 3, burn_in=2, draws=30, learning_rate=0.1)
+    rates = [method.learning_rate_at(step, 5) for step in range(method.steps(5))]
+    assert rates[:10] == [0.1] * 10
+    assert rates[79] == pytest.approx(0.1 / 2), "8 times the burn-in"
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_with_a_decaying_step_the_variance_follows_its_recursion():
+    r"""v_{t+1} = (1 - h_t lambda)^2 v_t + 2 h_t, averaged over the draws: nearer to 1 / lambda than at the first step."""
+    levels = Levels(24)
+    method = SGLD(learning_rate=0.3, decay=0.5, burn_in=10, draws=200, thin=2)
+    found = dubito.fit(levels.model, method, levels.data, batch_size=24, start=levels.start())
+    v, kept = 0.0, []
+    for step in range(method.steps(1)):
+        h = method.learning_rate_at(step, 1) / 24
+        v = (1 - h * levels.precision) ** 2 * v + 2 * h
+        if step + 1 > 10 and (step + 1 - 10) % 2 == 0:
+            kept.append(v)
+    measured = (found.params["level"] - levels.mean).square().mean()
+    assert float(measured) == pytest.approx(sum(kept) / len(kept), rel=0.04)
+    constant = 1 / (levels.precision * (1 - method.rate * levels.precision / 48))
+    assert constant * levels.precision > 2 > 1.3 > float(measured) * levels.precision
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+@pytest.mark.parametrize("norm", [False, True])
+def test_chains_in_one_pass_go_where_chains_in_turn_go(kind, norm, monkeypatch):
+    """Without noise, to rounding; chains start apart, and each has statistics of its own."""
+    monkeypatch.setattr(kind, "explores", lambda *_: True)
+    found = []
+    for vectorize in (True, False):
+        method = kind(chains=3, draws=4, burn_in=1, learning_rate=0.02, vectorize=vectorize, preconditioner="none")
+        found.append(dubito.fit(Model(network(norm=norm), Gaussian(scale=0.5)), method, data(), batch_size=10))
+    a, b = found
+    assert a.params["0.weight"].shape == (12, 8, 3)
+    for name, leaf in {**a.params, **a.own_buffers, **a.trace}.items():
+        other = {**b.params, **b.own_buffers, **b.trace}[name]
+        assert torch.allclose(leaf.double(), other.double(), rtol=1e-3, atol=1e-4), name
+    assert set(a.own_buffers) == ({"1.running_mean", "1.running_var", "1.num_batches_tracked"} if norm else set())
+    first, second = a.params["0.weight"][:4], a.params["0.weight"][4:8]
+    assert (first - second).abs().max() > 0.1
+
+
+def test_draws_keep_the_statistics_they_were_made_with():
+    x, y = data()
+    model = Model(network(norm=True), Gaussian(scale=0.5))
+    found = dubito.fit(model, SGHMC(draws=3, burn_in=2, learning_rate=0.05), (x, y), batch_size=10)
+    assert found.own_buffers["1.num_batches_tracked"].tolist() == [12, 16, 20]
+    assert found.own_buffers["1.running_mean"].shape == (3, 8)
+    p = found.predict(x)
+    for i in range(3):
+        own = {**{n: v[i] for n, v in found.own_buffers.items()}, **found.buffers}
+        f, _ = model.forward({n: v[i] for n, v in found.params.items()}, x, own)
+        assert torch.allclose(p.means[i], f, atol=1e-5)
+
+
+def test_buffers_that_stand_still_are_kept_once():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+            self.register_buffer("mask", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x * self.mask)
+
+    found = dubito.fit(Model(Masked(), Gaussian(scale=0.5)), SGLD(draws=3, burn_in=1, chains=2), data())
+    assert not found.own_buffers
+    assert found.buffers["mask"].shape == (3,)
+
+
+def test_frozen_parameters_are_shared_by_all_chains():
+    for vectorize in (True, False):
+        model = Model(network(norm=True), Gaussian(scale=0.5), only="2")
+        found = dubito.fit(model, SGHMC(draws=2, burn_in=1, chains=2, vectorize=vectorize), data())
+        assert set(found.params) == {"2.weight", "2.bias"}
+        assert torch.equal(found.buffers["0.weight"], model.network[0].weight)
+        assert found.predict(data()[0]).mean.shape == (40, 1)
+
+
+def test_what_is_noted(monkeypatch):
+    monkeypatch.setattr(SGLD, "explores", lambda *_: True)
+    x, y = data()
+    model = Model(network().double(), Gaussian(scale=0.5))
+    method = SGLD(draws=3, burn_in=2, chains=2, learning_rate=1e-12)  # they stand still
+    found = dubito.fit(model, method, (x.double(), y.double()), batch_size=10, temperature=0.5)
+    target = Target(model, 40)
+    assert set(found.trace) == {"log_likelihood", "log_prior", "step_size"}
+    for i in (0, 5):
+        params = {name: leaf[i] for name, leaf in found.params.items()}
+        log_joint = target.log_joint(params, [(x.double(), y.double())])
+        noted = {name: float(values[i]) for name, values in found.trace.items()}
+        assert noted["log_prior"] == pytest.approx(float(target.log_prior(params)))
+        assert noted["log_likelihood"] + noted["log_prior"] == pytest.approx(float(log_joint), rel=1e-5)
+    assert found.trace["step_size"].tolist() == pytest.approx([1e-12 * 0.5 / 40] * 6)
+    assert found.sampler["method"] == "SGLD"
+    assert found.sampler["adjusted"] is False
+
+
+def test_a_run_that_is_stopped_before_its_first_draw_says_so():
+    model = Model(network(norm=True), Gaussian(scale=0.5))
+    found = dubito.fit(model, SGLD(draws=3, burn_in=2, chains=2), data(), callbacks=[lambda e: e.step == 1])
+    assert isinstance(found, Samples)
+    assert found.sampler["burnt_in"] is False
+    assert (len(found), found.chains) == (2, 2)
+    assert found.predict(data()[0]).mean.shape == (40, 1)
+    assert dubito.fit(model, SGLD(draws=3, burn_in=2), data()).sampler["burnt_in"] is True
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_large_networks_resume_bit_for_bit(kind, tmp_path):
+    """Their noise comes from another generator, which the method's own seeds."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 30, generator=generator), torch.randn(40, 1, generator=generator)
+    net = nn.Sequential(nn.Linear(30, 800), nn.Tanh(), nn.Linear(800, 1))
+    method = kind(draws=3, burn_in=1, chains=2, learning_rate=1e-3, preconditioner="rmsprop")
+
+    def run(**options) -> Samples:
+        return dubito.fit(Model(net, Gaussian(scale=0.5)), method, (x, y), batch_size=20, seed=3, **options)
+
+    whole = run()
+    run(checkpoint=tmp_path, callbacks=[lambda event: event.step == 5])
+    torch.manual_seed(99)
+    resumed = run(checkpoint=tmp_path, resume=True)
+    for name, leaf in {**whole.params, **whole.trace}.items():
+        assert torch.equal(leaf, {**resumed.params, **resumed.trace}[name]), name
+
+
+def test_chains_start_where_they_are_told_to():
+    model = Model(network(), Gaussian(scale=0.5))
+    ensemble = dubito.fit(model, Ensemble(dubito.MAP(epochs=2), 3), data())
+    found = dubito.fit(model, SGHMC(draws=1, burn_in=0, chains=3, learning_rate=1e-12), data(), start=ensemble)
+    assert torch.allclose(found.params["0.weight"], ensemble.params["0.weight"], atol=1e-4)
+
+
+def test_an_ensemble_of_samplers():
+    found = dubito.fit(Model(network(), Gaussian(scale=0.5)), Ensemble(SGHMC(draws=2, burn_in=1, chains=2), 2), data())
+    assert [len(member) for member in found.members] == [4, 4]
+
+
+def test_networks_that_cannot_run_in_one_pass_run_in_turn():
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            f = self.inner(x)
+            return f if float(f.detach().sum()) > 0 else f + 0
+
+    model = Model(Asking(), Gaussian(scale=0.5))
+    assert len(dubito.fit(model, SGLD(draws=2, burn_in=1, chains=2), data())) == 4
+    with pytest.raises(RuntimeError, match="use vectorize=False"):
+        dubito.fit(model, SGLD(draws=2, burn_in=1, chains=2, vectorize=True), data())
+
+
+def test_a_step_that_is_too_large_is_an_error_in_words():
+    with pytest.raises(FloatingPointError, match="lower learning_rate"):
+        dubito.fit(Model(network(), Gaussian(scale=0.01)), SGLD(learning_rate=10.0), data())
+
+
+BAD = [
+    ({"draws": 0}, "at least 1"),
+    ({"chains": 0}, "at least 1"),
+    ({"burn_in": -1}, "at least 0"),
+    ({"learning_rate": 0.0}, "learning_rate > 0"),
+    ({"exploration": 1.0}, "exploration < 1"),
+    ({"preconditioner": "adam"}, "'none' or 'rmsprop'"),
+    ({"cycles": 4, "draws": 30}, "multiple of cycles"),
+    ({"cycles": 3, "burn_in": 5}, "longer burn_in"),
+    ({"decay": 0.3, "cycles": 3}, "not in cycles"),
+    ({"decay": 0.3, "burn_in": 0}, "burn_in > 0"),
+    ({"preconditioner": "rmsprop", "burn_in": 0}, "learned during the burn-in"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_bad_options_are_refused_in_words(options, words):
+    for kind in (SGLD, SGHMC):
+        with pytest.raises(ValueError, match=words):
+            kind(**options)
+
+
+@pytest.mark.slow
+def test_on_digits_draws_are_better_than_the_mode():
+    split = digits()
+    found = {}
+    methods = {
+        "map": dubito.MAP(epochs=60, learning_rate=3e-3),
+        "sghmc": SGHMC(),
+        "cyclical sghmc": SGHMC(cycles=5, learning_rate=0.1),
+        "preconditioned sghmc": SGHMC(preconditioner="rmsprop"),
+        "preconditioned sgld": SGLD(preconditioner="rmsprop"),
+    }
+    for name, method in methods.items():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
+        posterior = dubito.fit(
+            Model(net, Categorical(), Normal(scale=1.0)), method, (split.x_train, split.y_train), batch_size=64
+        )
+        p = posterior.predict(split.x_test)
+        found[name] = float(dubito.metrics.nll(p, split.y_test))
+        assert float((p.mean.argmax(-1) == split.y_test).float().mean()) > 0.95, name
+    assert all(nll < found["map"] + 0.005 for nll in found.values()), found
+    assert sum(nll < found["map"] for nll in found.values()) >= 3, found
