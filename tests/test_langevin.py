@@ -12,6 +12,7 @@ import dubito
 from dubito import Categorical, Ensemble, Gaussian, Model
 from dubito.data import digits
 from dubito.fit import Event
+from dubito.langevin import Move
 from dubito.methods.sghmc import SGHMC
 from dubito.methods.sgld import SGLD
 from dubito.model import Target
@@ -154,6 +155,24 @@ def test_buffers_that_stand_still_are_kept_once():
     assert found.buffers["mask"].shape == (3,)
 
 
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_buffers_that_a_network_puts_others_in_the_place_of_are_followed(vectorize):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.seen = self.seen + 1.0
+            return self.inner(x)
+
+    model = Model(Counting(), Gaussian(scale=0.5))
+    found = dubito.fit(model, SGLD(draws=3, burn_in=1, chains=2, vectorize=vectorize), data(), batch_size=10)
+    assert found.own_buffers["seen"].tolist() == [8, 12, 16] * 2
+
+
 def test_frozen_parameters_are_shared_by_all_chains():
     for vectorize in (True, False):
         model = Model(network(norm=True), Gaussian(scale=0.5), only="2")
@@ -242,6 +261,48 @@ def test_networks_that_cannot_run_in_one_pass_run_in_turn():
 def test_a_step_that_is_too_large_is_an_error_in_words():
     with pytest.raises(FloatingPointError, match="lower learning_rate"):
         dubito.fit(Model(network(), Gaussian(scale=0.01)), SGLD(learning_rate=10.0), data())
+
+
+def test_weights_in_half_precision_are_refused():
+    x, y = data()
+    with pytest.raises(ValueError, match="keep the network in float32"):
+        dubito.fit(Model(network().bfloat16(), Gaussian(scale=0.5)), SGLD(), (x.bfloat16(), y.bfloat16()))
+    dubito.fit(Model(network(), Gaussian(scale=0.5)), SGLD(draws=1, burn_in=1), (x, y), precision="bfloat16")
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("metric", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 4), (100_000, 7)])
+def test_moves_are_what_they_say(keep, metric, sizes):
+    """Whichever way they are computed: v <- keep v + by, w <- w + drift root v, and noise in the place of `by`."""
+    shapes = [sizes, (5,)]
+
+    def fresh() -> Move:
+        generator = torch.Generator().manual_seed(0)
+        weights, slopes, velocity, root = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4))
+        return Move(weights, slopes, velocity, root if metric else [], torch.Generator().manual_seed(1))
+
+    def moved(before: Move, velocity: list[Tensor]) -> list[Tensor]:
+        roots = before.root or [torch.ones(shape) for shape in shapes]
+        return [w + 0.3 * r * v for w, r, v in zip(before.weights, roots, velocity, strict=True)]
+
+    before, pushed, shaken, still = fresh(), fresh(), fresh(), fresh()._replace(generator=None)
+    pushed.push(pushed.velocity, pushed.slopes, keep=keep, drift=0.3)
+    expected = [keep * v + s for v, s in zip(before.velocity, before.slopes, strict=True)]
+    still.shake(still.velocity, 2.0, keep=keep, drift=0.3)
+    shaken.shake(shaken.velocity, 2.0, keep=keep, drift=0.3)
+    noise = [(v - keep * u) / 2 for v, u in zip(shaken.velocity, before.velocity, strict=True)]
+    for move, velocity in (
+        (pushed, expected),
+        (still, [keep * v for v in before.velocity]),
+        (shaken, shaken.velocity),
+    ):
+        for found, exact in zip([*move.velocity, *move.weights], [*velocity, *moved(before, velocity)], strict=True):
+            assert torch.allclose(found, exact, atol=1e-5)
+    if sizes[0] > 3:
+        assert float(noise[0].std()) == pytest.approx(1.0, abs=0.01)
+        assert abs(float((noise[0] * before.velocity[0]).mean())) < 0.01
+    assert all((n != 0).all() for n in noise)
 
 
 BAD = [

@@ -14,7 +14,6 @@ reference = problem.hmc(model)
 exact = reference.predict(problem.x_test)
 rows = {"HMC, the reference": {**problem.scores(exact), "seconds": time.perf_counter() - start, **problem.trust(reference)}}
 trained = problem.trained(model)
-n, epochs = len(problem.x), 400
 METHODS = {
     "MAP": (dubito.MAP(epochs=200, learning_rate=3e-3), None),
     "ensemble of 10": (dubito.Ensemble(dubito.MAP(epochs=200, learning_rate=3e-3), 10), None),
@@ -24,9 +23,9 @@ METHODS = {
     "online Laplace": (dubito.OnlineLaplace(epochs=200, learning_rate=3e-3), None),
     "SWAG": (dubito.SWAG(epochs=100, collect_after=0.0), trained),
     "SWAG, 5 modes": (dubito.Ensemble(dubito.SWAG(epochs=200), 5), None),
-    "SGLD": (dubito.SGLD(), None),
-    "SGHMC": (dubito.SGHMC(), None),
-    "cyclical SGHMC": (dubito.SGHMC(cycles=10), None),
+    "SGLD": (dubito.SGLD(learning_rate=0.6, burn_in=200, draws=100, thin=5), None),
+    "SGHMC": (dubito.SGHMC(learning_rate=0.1, burn_in=200, draws=100, thin=5), None),
+    "cyclical SGHMC": (dubito.SGHMC(learning_rate=0.3, cycles=10, burn_in=50, draws=100, thin=2), None),
     "Metropolis": (dubito.Metropolis(draws=s.draws, burn_in=s.burn_in, thin=50), trained),
     "ULA": (dubito.ULA(0.003, draws=s.draws, burn_in=s.burn_in), trained),
     "MALA": (dubito.MALA(draws=s.draws, burn_in=s.burn_in), trained),
@@ -37,6 +36,7 @@ METHODS = {
 }
 for label, (method, begin) in METHODS.items():
     start = time.perf_counter()
+    model = problem.model(dubito.priors.Normal()) if label == "online Laplace" else problem.model()  # it learns the prior's scale
     size = 50 if method.data == "batches" else 10**6
     posterior = dubito.fit(model, method, problem.train, start=begin, seed=s.seed + 1, batch_size=size, progress=False)
     p = posterior.predict(problem.x_test)

@@ -25,7 +25,7 @@ class EmpCov(Prior):
     covariance: Tensor  # [D, D], of the layer's inputs
     strength: float = 1.0
     floor: float = 1e-4
-    rest: Normal = Normal(0.3)
+    rest: Normal = Normal(1.0)
 
     @property
     def _matrix(self) -> Tensor:
@@ -68,7 +68,7 @@ def corrupted(x: Tensor) -> dict[str, Tensor]:
 s = setting()
 problem = load(s)
 covariance = torch.cov(problem.x.mT)
-empcov = EmpCov("0.weight", covariance * (0.3**2 / covariance.diagonal().max()), rest=Normal(s.scale))
+empcov = EmpCov("0.weight", covariance * (s.scale**2 / covariance.diagonal().max()), rest=Normal(s.scale))
 posteriors = {
     "HMC": problem.hmc(problem.model()),
     "HMC, EmpCov prior": problem.hmc(problem.model(empcov)),

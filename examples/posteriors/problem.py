@@ -33,11 +33,11 @@ HERE = Path(__file__).parent
 @dataclass(frozen=True)
 class Setting:
     device: str = "cpu"
-    train: int = 500  # images
-    hidden: int = 32
-    scale: float = 0.3  # of the prior
+    train: int = 400  # images
+    hidden: int = 24
+    scale: float = 1.0  # of the prior
     chains: int = 4
-    draws: int = 200
+    draws: int = 150
     burn_in: int = 100
     seed: int = 0
 

@@ -113,8 +113,9 @@ class Density:
         """f [C, B, ..., K] and the targets of every chunk of the data, without gradients: what conjugate moves condition on."""
         for batch in self._batches():
             x, y = self.target.model.split(batch)
-            with self._passing(), torch.no_grad():
-                yield self._each(lambda row, x=x: self.target.model.call(self.unflatten(row), x, self.buffers)[0], position), y
+            with self._passing(), torch.no_grad():  # and no longer: what is done with them is not to be in half precision
+                f = self._each(lambda row, x=x: self.target.model.call(self.unflatten(row), x, self.buffers)[0], position)
+            yield f, y
 
     def loop(self, name: str, function: Callable[..., tuple[Tensor, ...]]) -> Loop:
         """`function`, which calls this density, to be repeated many times; a GPU records it once and plays it back."""
@@ -315,7 +316,7 @@ class Density:
     def _steady(self, function: Callable, position: Tensor, batch: Any) -> None:
         """A network that gives another answer every time has no density: nothing that is accepted or rejected would mean anything."""
         (one, _), (two, _) = function(position, batch), function(position, batch)
-        if not torch.allclose(one, two, rtol=1e-3, atol=1e-3, equal_nan=True):
+        if not _alike(one, two, self.target.precision is not None):
             raise ValueError(
                 "the network gives another output every time it is called, also in eval mode: its posterior cannot be sampled. Is "
                 "there dropout or noise that does not look at `self.training`?"

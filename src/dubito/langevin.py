@@ -27,7 +27,7 @@ from dubito.posteriors import Posterior
 from dubito.randomness import Normals
 from dubito.tree import Buffers, Params
 
-PIECE = 2**15  # weights that are moved at a time
+PIECE = 2**16  # weights that are moved at a time
 MEMORY = 0.99  # of RMSprop: how much of the mean square a step keeps
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -55,56 +55,49 @@ class Move(NamedTuple):
     """What a step works on: lists of tensors in the same order."""
 
     weights: list[Tensor]
-    slopes: list[Tensor]  # gradient of the log target times `scale`, in the coordinates in which the metric is the identity
-    velocity: list[Tensor]  # empty where the sampler has none
+    slopes: list[Tensor]  # gradient of the log target times `factor`, in the coordinates in which the metric is the identity
+    velocity: list[Tensor]  # in these coordinates too; empty where the sampler has none
     root: list[Tensor]  # of the metric; empty where it is the identity
     generator: torch.Generator | None  # of the noise; None in a step without
 
     def push(self, velocity: list[Tensor], by: list[Tensor], *, keep: float = 1.0, drift: float) -> None:
         """v <- keep v + by, and with that w <- w + drift root v."""
         kinds = {leaf.dtype for leaf in self.weights}
-        if not self.root and keep > 0 and len(kinds) == 1 and kinds.pop().itemsize > 2:
+        if keep > 0 and not self.root and len(kinds) == 1:
             _push(self.weights, velocity, by, keep, drift)
             return
         if keep != 1:
             torch._foreach_mul_(velocity, keep)
         torch._foreach_add_(velocity, by)
-        if self.root:
-            torch._foreach_addcmul_(self.weights, velocity, self.root, value=drift)
-        else:
-            torch._foreach_add_(self.weights, velocity, alpha=drift)
+        self.drift(velocity, drift)
 
     def shake(self, velocity: list[Tensor], scale: float, *, keep: float = 1.0, drift: float) -> None:
-        """v <- keep v + scale xi, xi from N(0, I), and with that w <- w + drift root v; xi is zero in a step without noise."""
-        leaves = [*self.weights, *velocity]
+        """v <- keep v + scale xi, xi from N(0, I) or zero in a step without noise, and with that w <- w + drift root v."""
         if self.generator is None:
-            self.push(velocity, [torch.zeros_like(leaf) for leaf in velocity], keep=keep, drift=drift)
-        elif self.root or keep == 0 or not Normals.pay(velocity) or not all(leaf.is_contiguous() for leaf in leaves):
+            if keep != 1:
+                torch._foreach_mul_(velocity, keep)
+            self.drift(velocity, drift)
+        elif keep == 0 or self.root or not Normals.pay(velocity) or not all(v.is_contiguous() for v in velocity):
             self.push(velocity, _normals(velocity, scale, self.generator), keep=keep, drift=drift)
-        else:  # in pieces that do not leave the cache before they are used
+        else:  # in pieces, which are used before they leave the cache
             normals = Normals(self.generator)
             for weights, own in zip(self.weights, velocity, strict=True):
                 for w, v in zip(weights.view(-1).split(PIECE), own.view(-1).split(PIECE), strict=True):
                     _push([w], [v], [normals(len(v), scale)], keep, drift)
 
+    def drift(self, velocity: list[Tensor], factor: float) -> None:
+        """w <- w + factor root v."""
+        if self.root:
+            torch._foreach_addcmul_(self.weights, velocity, self.root, value=factor)
+        else:
+            torch._foreach_add_(self.weights, velocity, alpha=factor)
+
 
 def _push(weights: list[Tensor], velocity: list[Tensor], by: list[Tensor], keep: float, drift: float) -> None:
-    """v <- keep v + by, w <- w + drift v: a step of SGD with momentum, for which torch has one pass over memory.
-
-    It leaves out the velocity where keep is 0.
-    """
-    torch._fused_sgd_(
-        weights,
-        by,
-        velocity,
-        momentum=keep,
-        lr=-drift,
-        weight_decay=0.0,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-    )
+    """v <- keep v + by, w <- w + drift v. This is a step of SGD with momentum, for which torch has a single pass over memory; it leaves
+    the velocity alone where there is no momentum."""
+    options = {"weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_(weights, by, velocity, momentum=keep, lr=-drift, **options)
 
 
 def _normals(leaves: list[Tensor], scale: float, generator: torch.Generator) -> list[Tensor]:
@@ -181,7 +174,7 @@ class Langevin(ABC):
         return max(1, self.cycles) * self.burn_in + self.draws * self.thin
 
     @abstractmethod
-    def scale(self, h: float) -> float:
+    def factor(self, h: float) -> float:
         """What the gradient of the log target is to be multiplied by, for a step h."""
 
     @abstractmethod
@@ -198,6 +191,11 @@ class Langevin(ABC):
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LangevinState:
         if target.members is not None:
             raise ValueError(f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
+        if any(leaf.dtype.itemsize < 4 for leaf in start.params.values()):
+            raise ValueError(
+                "weights in half precision lose the small steps of a sampler: keep the network in float32, and give "
+                'fit(precision="bfloat16") to run it in half precision'
+            )
         params, (shared, moving) = starts(target, start, self.chains, generator), _apart(target.model, start.buffers)
         buffers = {**shared, **tree.repeat(moving, self.chains)}
         preconditioned = self.preconditioner != "none"
@@ -228,12 +226,11 @@ class Langevin(ABC):
         data = list(data)
         scores = []
         for own, part in self._parts(target, state):
-            evaluation = own.gradient(part.params, data, part.buffers, train=True, factor=self.scale(h))
+            evaluation = own.gradient(part.params, data, part.buffers, train=True, factor=self.factor(h))
             if adapts:
-                self._adapt(target, part, evaluation.gradient, target.temperature / target.n_data / self.scale(h))
-            weights, slopes, velocity, root = (
-                list(tree.values()) for tree in (part.params, evaluation.gradient, part.velocity, part.root)
-            )
+                self._adapt(target, part, evaluation.gradient, target.temperature / target.n_data / self.factor(h))
+            trees = (part.params, evaluation.gradient, part.velocity, part.root)
+            weights, slopes, velocity, root = (list(leaves.values()) for leaves in trees)
             if root:
                 torch._foreach_mul_(slopes, root)
             self.move(Move(weights, slopes, velocity, root, generator if noisy else None), h)
@@ -331,7 +328,7 @@ class Langevin(ABC):
 
         To its root 1 / N is added, the pull of a standard normal prior: the data may say nothing of a weight for a while.
         """
-        squares, root, slopes = (list(tree.values()) for tree in (part.squares, part.root, gradient))
+        squares, root, slopes = (list(leaves.values()) for leaves in (part.squares, part.root, gradient))
         torch._foreach_mul_(squares, MEMORY)
         torch._foreach_addcmul_(squares, slopes, slopes, value=(1 - MEMORY) * unit**2)
         torch._foreach_copy_(root, squares)

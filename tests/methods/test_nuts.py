@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dubito
-from dubito import NUTS
+from dubito import NUTS, randomness
 from dubito.density import Density
 from dubito.integrators import Point, kinetic, leapfrog, rise
 from dubito.model import Target
@@ -79,6 +79,31 @@ def test_a_point_of_a_branch_is_drawn_by_its_weight(gaussian):
     assert len(values) == 8
     expected = many * (-values).softmax(0)
     assert float(((counts - expected) ** 2 / expected).sum()) < 24.3, "chi-square with 7 degrees of freedom, at 0.1 %"
+
+
+@pytest.mark.parametrize("dice", [0.25, 0.75])
+def test_a_trajectory_ends_where_it_turns(gaussian, dice, monkeypatch):
+    """With dice that always say forwards, or always backwards: how often it was doubled, and for how many steps."""
+    density, _, start = gaussian
+    monkeypatch.setattr("dubito.methods.nuts._dice", lambda like, generator: torch.full_like(like, dice))
+    method = NUTS(0.2, tune=False, chains=48, draws=1, burn_in=0)
+    found = dubito.fit(MILD.model, method, (MILD.x, MILD.y), start={"weight": start.position.unsqueeze(1)})
+    velocity = torch.empty_like(start.velocity).normal_(generator=randomness.generator("cpu", 0, "method"))
+    scale, once = torch.full((3,), MILD.model.prior.scale_of("weight"), dtype=torch.float64), torch.ones(48, dtype=torch.int32)
+    step = torch.full((48,), 0.2 if dice < 0.5 else -0.2, dtype=torch.float64)
+    points = [start._replace(velocity=velocity)]
+    for _ in range(63):
+        points.append(leapfrog(density, points[-1], step=step, count=once, scale=scale))
+    for c, v in enumerate(torch.stack([point.velocity for point in points], 1)):
+        depth, steps, grows = 0, 0, True
+        while grows:
+            new = v[2**depth : 2 ** (depth + 1)]
+            ends = [n for n in range(1, len(new) + 1) for k in range(6) if n % 2**k == 0 and not straight(new[n - 2**k : n])]
+            steps, grows = steps + min([*ends, len(new)]), straight(v[: 2 ** (depth + 1)])
+            depth += not ends
+        assert int(found.trace["depth"][c]) == depth
+        assert int(found.trace["gradients"][c]) == steps
+    assert len(found.trace["depth"].unique()) >= 2
 
 
 def test_max_depth_bounds_the_trajectories():

@@ -27,7 +27,7 @@ def test_with_all_data_the_variance_is_exact_at_any_step(momentum, temperature):
     levels = Levels(24, temperature)
     method = SGHMC(learning_rate=0.3, momentum=momentum, burn_in=30, draws=400, thin=3)
     found = dubito.fit(levels.model, method, levels.data, batch_size=24, temperature=temperature, start=levels.start())
-    assert method.scale(levels.step(method)) ** 2 * levels.precision > 1.5, "a step that is felt; 4 is unstable"
+    assert method.factor(levels.step(method)) ** 2 * levels.precision > 1.5, "a step that is felt; 4 is unstable"
     assert float(variance(levels, found).mean()) == pytest.approx(1 / levels.precision, rel=0.03)
     away = (found.params["level"].mean(0) - levels.mean) * math.sqrt(400 * levels.precision)
     assert away.square().mean() < 2
@@ -38,7 +38,7 @@ def test_with_all_data_the_variance_is_exact_at_any_step(momentum, temperature):
 def test_mini_batches_add_the_noise_of_their_gradients(n, size, temperature):
     levels, method = Levels(n, temperature), SGHMC(learning_rate=0.1, momentum=0.5, burn_in=20, draws=150)
     found = dubito.fit(levels.model, method, levels.data, batch_size=size, temperature=temperature, start=levels.start())
-    mu, epsilon = method.momentum, method.scale(levels.step(method))
+    mu, epsilon = method.momentum, method.factor(levels.step(method))
     transition = torch.tensor(
         [
             [1 - epsilon**2 * levels.precision * (1 + mu) / 2, epsilon * (1 + mu) / 2],
@@ -57,7 +57,7 @@ def test_the_formula_of_the_docstring_where_batches_are_independent():
     dataset = TensorDataset(*levels.data)
     loader = DataLoader(dataset, batch_size=16, sampler=RandomSampler(dataset, replacement=True))
     found = dubito.fit(levels.model, method, loader, start=levels.start())
-    mu, epsilon, precision = method.momentum, method.scale(levels.step(method)), levels.precision
+    mu, epsilon, precision = method.momentum, method.factor(levels.step(method)), levels.precision
     noise = levels.gradient_noise(16, replacement=True)
     exact = (1 + (1 + mu) / (1 - mu) * epsilon**2 * noise / (4 - epsilon**2 * precision)) / precision
     assert float((variance(levels, found) / exact).mean()) == pytest.approx(1.0, abs=0.05)

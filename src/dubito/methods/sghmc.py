@@ -50,10 +50,10 @@ class SGHMC(Langevin):
     def begin(self, params: Params) -> Params:
         return tree.apply(torch.zeros_like, params)
 
-    def scale(self, h: float) -> float:
+    def factor(self, h: float) -> float:
         return math.sqrt(2 * h / (1 + self.momentum))
 
     def move(self, move: Move, h: float) -> None:
-        half = self.scale(h) / 2
+        half = self.factor(h) / 2
         move.push(move.velocity, move.slopes, drift=half)
         move.shake(move.velocity, math.sqrt(1 - self.momentum**2), keep=self.momentum, drift=half)

@@ -33,7 +33,7 @@ class SGLD(Langevin):
 
     rates: ClassVar[dict[str, float]] = {"none": 0.1, "rmsprop": 3e-3}
 
-    def scale(self, h: float) -> float:
+    def factor(self, h: float) -> float:
         return h
 
     def move(self, move: Move, h: float) -> None:
