@@ -3,7 +3,7 @@
 A network of 50 rectified units on UCI boston and yacht (split 0, standardised), prior N(0, 0.1) on all weights, known noise. Step size
 and trajectory length are tuned once, by ours, and then the same for all samplers of a kind, as is where the chains start: in the
 posterior. What is compared are predictions at the test inputs: means and standard deviations, as z scores of their Monte Carlo errors,
-and bulk effective draws (median and least over the inputs) per second. NUTS finds a step size of its own.
+and bulk effective draws (median and least over the inputs) per second.
 
 Time is that of a long run less that of a short one, so that setting up and compiling, reported apart, do not count. JAX runs chains
 vectorised, or in turn with an equal share on each core (a device for each): both are tried, and the faster counts. Then the time of a
@@ -125,7 +125,7 @@ def jax_density(p: Problem) -> Callable[[Any], Any]:
     return log_density
 
 
-def theirs(p: Problem, warm_up: int) -> dict[str, dict[str, Sampler]]:
+def theirs(p: Problem) -> dict[str, dict[str, Sampler]]:
     """{sampler: {how its chains are run: sampler}}, of NumPyro and BlackJAX."""
     import blackjax
     import jax
@@ -147,10 +147,10 @@ def theirs(p: Problem, warm_up: int) -> dict[str, dict[str, Sampler]]:
 
     ways: dict[str, Callable] = {"vectorised": lambda one: jax.jit(jax.vmap(one)), "in turn": on_all_cores}
 
-    def numpyro_(kernel: Callable[[], Any], way: Callable, warm_up: int) -> Sampler:
+    def numpyro_(kernel: Callable[[], Any], way: Callable) -> Sampler:
         def run(draws: int) -> Tensor:
             mcmc = numpyro.infer.MCMC(
-                kernel(), num_warmup=warm_up, num_samples=draws, num_chains=chains, chain_method=way, progress_bar=False
+                kernel(), num_warmup=0, num_samples=draws, num_chains=chains, chain_method=way, progress_bar=False
             )
             mcmc.run(jax.random.key(1), init_params=start)
             return torch.from_numpy(np.array(mcmc.get_samples(group_by_chain=True)))
@@ -176,23 +176,17 @@ def theirs(p: Problem, warm_up: int) -> dict[str, dict[str, Sampler]]:
     def potential(q: Any) -> Any:
         return -log_density(q)
 
-    fixed = {"potential_fn": potential, "adapt_mass_matrix": False}
     length = p.step * SCALE
+    fixed = {"potential_fn": potential, "step_size": length, "adapt_step_size": False, "adapt_mass_matrix": False}
     hmc = blackjax.hmc(log_density, length, jnp.ones(size), p.steps)
     reach = SCALE * math.sqrt(size)  # its particle has speed 1, and ours sqrt(P)
     mclmc = blackjax.mclmc(log_density, L=1.0 * reach, step_size=p.turn * reach)
     found: dict[str, dict[str, Sampler]] = {}
     for name, way in ways.items():
         found.setdefault("NumPyro HMC", {})[name] = numpyro_(
-            lambda: numpyro.infer.HMC(
-                step_size=length, trajectory_length=(p.steps - 0.5) * length, adapt_step_size=False, **fixed
-            ),
-            way,
-            0,
+            lambda: numpyro.infer.HMC(trajectory_length=(p.steps - 0.5) * length, **fixed), way
         )
-        found.setdefault("NumPyro NUTS", {})[name] = numpyro_(
-            lambda: numpyro.infer.NUTS(step_size=length, max_tree_depth=TREE, **fixed), way, warm_up
-        )
+        found.setdefault("NumPyro NUTS", {})[name] = numpyro_(lambda: numpyro.infer.NUTS(max_tree_depth=TREE, **fixed), way)
         found.setdefault("BlackJAX HMC", {})[name] = blackjax_(lambda q, key: hmc.init(q), hmc.step, way, 1)
         found.setdefault("BlackJAX MCLMC", {})[name] = blackjax_(lambda q, key: mclmc.init(q, key), mclmc.step, way, THIN)
     return found
@@ -260,7 +254,7 @@ def one_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
     for sampler, run in ours(p).items():
         found[f"dubito {sampler}"], figures["samplers"][f"dubito {sampler}"] = measured(p, run, count[sampler])
     try:
-        peers = theirs(p, args.burn_in // 3)
+        peers = theirs(p)
     except ImportError as error:
         print(f"no peers: {error}")
         peers = {}

@@ -117,7 +117,7 @@ def main() -> None:
     torch.manual_seed(0)
     cases = {
         "784-512-512-10": (1.8, mlp(784, 512, 512, 10), torch.rand(50 * SIZE, 784)),
-        "LeNet": (1.15, lenet(), torch.rand(20 * SIZE, 1, 28, 28)),
+        "LeNet": (1.15, lenet(), torch.rand(50 * SIZE, 1, 28, 28)),
     }
     figures = {name: compare(net, x, torch.randint(10, (len(x),)), repeats) for name, (_, net, x) in cases.items()}
     drawn = noise(669_706, repeats)

@@ -219,7 +219,7 @@ def test_every_method(ok, tables, tmp_path, name, kind):
     parts = [type(method) for method in methods(name.replace("-", "_")).values()]
     known = {field.name for part in parts for field in dataclasses.fields(part)}
     short = {"epochs": 4, "draws": 4, "burn_in": 10, "chains": 2, "max_steps": 5, "max_depth": 3}
-    samples = "burn_in" in known  # of other methods, `draws` is how many predict
+    samples = "chains" in known  # of other methods, `draws` is how many predict
     quick = ["--epochs", 4] if "epochs" in known else []
     if samples:
         quick = [part for key, value in short.items() if key in known for part in (f"--{key.replace('_', '-')}", value)]
@@ -508,7 +508,7 @@ def test_bad_data(refused, tables, tmp_path):
     ("args", "message"),
     [
         (["fti"], "no command is called 'fti'; did you mean 'fit'? there are demo, fit, predict, evaluate"),
-        (["fit", "sgd"], "no method is called 'sgd'; there are map, "),
+        (["fit", "svm"], "no method is called 'svm'; there are map, "),
         (["fit", "laplac"], "did you mean 'laplace'?"),
         (["fit", "esemble"], "did you mean 'ensemble'?"),
         (["fit", "DATA"], "name the method before anything else, as in `dubito fit map DATA ...`"),

@@ -276,13 +276,6 @@ def again(tuning: dict[str, Tensor], log_step: Tensor) -> None:
     tuning["error"], tuning["count"] = torch.zeros_like(log_step), torch.zeros_like(tuning["count"])
 
 
-def jittered(state: ChainState, jitter: float, generator: torch.Generator) -> Tensor:
-    """This transition's step of every chain, [C]: the tuned one, up to a share `jitter` longer or shorter."""
-    step = state.tuning["log_step"].exp()
-    dice = torch.rand(step.shape, dtype=step.dtype, device=step.device, generator=generator)
-    return (step * (1 + jitter * (2 * dice - 1))).to(state.position.dtype)
-
-
 def welford(state: ChainState, burn_in: int) -> None:
     """Follow the variance of every coordinate over all chains in windows that double, and measure lengths in its root at their ends.
 

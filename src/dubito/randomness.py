@@ -118,13 +118,13 @@ class Normals:
 
     They reach as far as 5.4. What a call gives may be used until the next, which writes into the same memory.
 
-    >>> Normals(torch.Generator().manual_seed(0))(3, scale=2.0).shape
+    >>> Normals(torch.Generator().manual_seed(0), scale=2.0)(3).shape
     torch.Size([3])
     """
 
-    def __init__(self, generator: torch.Generator):
+    def __init__(self, generator: torch.Generator, scale: float = 1.0):
         self.source = np.random.SFC64(int(torch.randint(2**62, (1,), generator=generator)))
-        self.memory = torch.empty(0)
+        self.factor, self.memory = torch.tensor(math.sqrt(2) * scale), torch.empty(0)
 
     @staticmethod
     def pay(leaves: list[Tensor]) -> bool:
@@ -133,8 +133,8 @@ class Normals:
             return False
         return all(leaf.device.type == "cpu" and leaf.dtype == torch.float32 for leaf in leaves)
 
-    def __call__(self, n: int, scale: float = 1.0) -> Tensor:
+    def __call__(self, n: int) -> Tensor:
         if n > len(self.memory):
             self.memory = torch.empty(n)
         bits = torch.from_numpy(self.source.random_raw((n + 1) // 2).view(np.int32))
-        return self.memory[:n].copy_(bits[:n]).mul_(UNIT).erfinv_().mul_(math.sqrt(2) * scale)
+        return self.memory[:n].copy_(bits[:n]).mul_(UNIT).erfinv_().mul_(self.factor)

@@ -48,7 +48,7 @@ def test_chains_from_anywhere_have_the_exact_moments(name, temperature):
     assert_moments(by_chain(found), known.mean, temperature * known.covariance)
     assert found.sampler["method"] == type(method).__name__
     assert found.sampler["adjusted"] is True
-    aimed = pytest.approx(method.target_acceptance, abs=0.15)
+    aimed = pytest.approx(method.target_acceptance, abs=0.18)
     assert float(found.trace["acceptance"].mean()) == aimed, "tuned to what was aimed at"
     assert float(found.trace["divergent"].sum()) == 0
     # the trace holds the two parts of the log density at every draw, not tempered

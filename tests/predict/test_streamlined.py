@@ -157,7 +157,7 @@ def test_uncertain_inputs(how):
 
 
 def test_directions_come_closer_than_variances_alone():
-    posterior = around(mlp(4, 64, 64, 64, 2, activation=nn.Tanh), variance=0.01)
+    posterior = around(mlp(4, 64, 64, 64, 2, activation=nn.Tanh), variance=0.04)
     x = torch.randn(16, 4)
     truth = posterior.predict(x, "sampled", draws=DRAWS)
     found = {rank: kl(truth, posterior.predict(x, "streamlined", rank=rank)) for rank in (0, 256, -1)}

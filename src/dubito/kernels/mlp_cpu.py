@@ -189,9 +189,10 @@ class Field:
             self.ready[chains] = q, g, [self.climber(q[part], g[part], self.memory) for part in self.parts(chains)]
         return self.ready[chains]
 
-    def parts(self, chains: int, least: int = 1) -> list[slice]:
-        """Chains in groups of about one size, and a multiple of `least` of them if there are so many."""
-        groups = max(1, min(chains, least * math.ceil(chains / self.group / least)))
+    def parts(self, chains: int, cores: int = 1) -> list[slice]:
+        """Chains in groups of about one size, as many for each core, if that leaves them enough to do."""
+        needed = max(1, math.ceil(chains / self.group))
+        groups = max(needed, min(cores * math.ceil(needed / cores), chains // max(1, self.group // 4)))
         edges = [round(i * chains / groups) for i in range(groups + 1)]
         return [slice(a, b) for a, b in pairwise(edges)]
 

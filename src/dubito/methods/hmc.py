@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dubito.chains import Chains, ChainState, average, averaging, find_step, jittered, welford
+from dubito.chains import Chains, ChainState, average, averaging, find_step, welford
 from dubito.density import Density
 from dubito.integrators import Point, kinetic, leapfrog, potential, rise
 from dubito.model import Target
@@ -28,7 +28,7 @@ class HMC(Chains):
 
     During the burn-in `step_size` is tuned to `target_acceptance` by dual averaging, each chain's its own (`tune=False` keeps it),
     and with `units="posterior"` every coordinate's unit of length becomes its standard deviation over the chains, which is a
-    diagonal mass matrix. `jitter` varies the step length of each trajectory, since paths of one length can come back to where they
+    diagonal mass matrix. `jitter` varies the length of each trajectory, since paths of one length can come back to where they
     began. A trajectory of which the energy is not finite, or rises by more than 1,000, is a divergence: rejected, and counted.
 
     `adjusted=False` leaves out the accept step; the draws are then biased by the integrator's error, and the posterior says so.
@@ -45,7 +45,7 @@ class HMC(Chains):
     tune: bool = field(default=True, kw_only=True)  # adapt the step size in the burn-in
     target_acceptance: float = field(default=0.8, kw_only=True)
     units: Literal["prior", "posterior"] = field(default="prior", kw_only=True)  # whose standard deviations measure lengths
-    jitter: float = field(default=0.1, kw_only=True)  # share by which the steps of a trajectory may differ
+    jitter: float = field(default=0.3, kw_only=True)  # share by which the path of a trajectory may be shorter or longer
     max_steps: int = field(default=1000, kw_only=True)  # of a trajectory, however short they are
     gibbs: bool = field(default=True, kw_only=True)  # draw a learned noise from its conditional, if it has one
     adjusted: bool = field(default=True, kw_only=True)  # accept or reject; without it the draws are biased
@@ -75,9 +75,10 @@ class HMC(Chains):
             find_step(density, state, generator, leapfrog)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = jittered(state, self.jitter, generator)
-        # from the step before its jitter, so that it varies the length of the path
-        count = (self.path_length / state.tuning["log_step"].exp()).ceil().clamp(1, self.max_steps).int()
+        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        # one number for all chains, which run side by side and would wait for the longest
+        dice = float(torch.rand((), dtype=torch.float64, device=step.device, generator=generator))
+        count = (self.path_length * (1 + self.jitter * (2 * dice - 1)) / step).ceil().clamp(1, self.max_steps).int()
         velocity = torch.empty_like(state.position).normal_(generator=generator)
         before = self.here(state, velocity)
         after = leapfrog(density, before, step=step, count=count, scale=state.scale)

@@ -40,7 +40,9 @@ class Metropolis(Chains):
     step_size: float | None = None  # in prior standard deviations; None begins at 2.4 / sqrt(P) of the prior
     tune: bool = field(default=True, kw_only=True)  # adapt the step size in the burn-in
     target_acceptance: float = field(default=0.234, kw_only=True)  # the best for a random walk in many dimensions
-    proposal: Proposal | None = field(default=None, kw_only=True, repr=False)
+    proposal: Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]] | None = field(
+        default=None, kw_only=True, repr=False
+    )
     thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
 
     def __post_init__(self):
