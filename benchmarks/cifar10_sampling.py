@@ -253,7 +253,7 @@ def network(how: str, device: torch.device, width: int) -> ResNet20FRN:
 def fastest(x: Tensor, y: Tensor, width: int) -> str:
     """Of the ways to run the network that give the right gradient, the fastest, played back as the sampler does."""
     exact, times = None, {}
-    for how in ("plain", "fused", "grouped", "kernel"):
+    for how in ("plain", "fused", "kernel"):
         model = Model(network(how, x.device, width), Categorical())
         params, target = model.parameters(), Recorded(model, len(y), precision=None if how == "plain" else torch.bfloat16)
         try:

@@ -37,14 +37,13 @@ from resnet20_frn import ResNet20FRN
 CASES = {
     "kernel": "ours: fused normalisation, our convolutions, a CUDA graph",
     "density": "ours: Density of that network",
-    "grouped": "ours: fused normalisation, torch's convolutions of grouped pixels, a CUDA graph",
     "fused": "ours: fused normalisation, torch's convolutions, a CUDA graph",
     "eager": "torch, eager",
     "compile": "torch.compile",
     "jax": "JAX",
 }
 TARGETS = {"kernel": "<= 170", "density": "<= 170"}
-CHUNKS = {"kernel": (4096, 8192), "grouped": (4096, 8192), "fused": (8192,), "eager": (4096,), "compile": (4096,), "jax": (4096,)}
+CHUNKS = {"kernel": (4096, 8192), "fused": (8192,), "eager": (4096,), "compile": (4096,), "jax": (4096,)}
 PRECISION = 5.0  # of the prior
 DEVICE, FEW = "cuda", 1024  # images on which errors are measured
 
@@ -58,8 +57,8 @@ def images(n: int) -> tuple[Tensor, Tensor]:
 
 def network(case: str) -> ResNet20FRN:
     torch.manual_seed(0)
-    how: Any = {"kernel": "kernel", "density": "kernel", "grouped": "grouped"}.get(case, "plain")
-    return ResNet20FRN(fused=case in ("kernel", "density", "grouped", "fused"), convolutions=how).to(DEVICE)
+    how: Any = {"kernel": "kernel", "density": "kernel"}.get(case, "plain")
+    return ResNet20FRN(fused=case in ("kernel", "density", "fused"), convolutions=how).to(DEVICE)
 
 
 def milliseconds(function: Callable[[], object], repeats: int) -> float:

@@ -1,9 +1,13 @@
 """UCI regression by HMC and MCLMC, run until their chains agree, beside the HMC figures of Izmailov et al. (2021).
 
-One hidden layer of 50 ReLU units, inputs and targets standardised on the training part, a normal prior on all weights and a learned
-noise. The prior's scale is chosen for every split by the log likelihood of a fifth of its training part, with short chains; the test
-part is seen once, at the end. Chains start from networks initialised anew and go on, in rounds that double their draws, until
-rank-normalised split R-hat is at most 1.01 for the predictions at all test inputs, or the last round is over.
+One hidden layer of 50 ReLU units, inputs and targets standardised on the training part, a normal prior of scale 0.5 on all weights
+and a learned noise. Given several `--scales`, one is chosen for every split by the log likelihood of a fifth of its training part, with
+short chains: on the first split of boston, concrete and yacht this chose 0.5 of 0.2, 0.3 and 0.5. The test part is seen once, at the
+end. Chains start from networks initialised anew and go on, in rounds that double their draws, until rank-normalised split R-hat is at
+most 1.01 for the predictions at all test inputs, or rounds or seconds are over.
+
+Splits and samplers are processes of their own, `--jobs` at a time: a network of this size fills a small part of a GPU
+(`nvidia-cuda-mps-control -d` lets them run there side by side).
 
 The noise has a prior, Gamma(1, 0.01) of its precision: yacht and energy were computed, not measured, networks of this size can fit them
 as closely as they like, and under a flat prior there is no posterior, only a noise that falls for ever.
@@ -17,8 +21,15 @@ networks that predict a noise for every input.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -43,7 +54,6 @@ PUBLISHED = {
     "concrete": (4.48, -2.67),
     "energy": (0.36, -1.1),
 }  # RMSE, log likelihood
-SCALES = (0.2, 0.3, 0.5)  # of the prior, to choose from
 NOISE = (1.0, 0.01)  # shape and rate of the prior of its precision: a tenth of the targets' spread, give or take much
 AGREED, THIN = 1.01, 100  # R-hat; steps of MCLMC in a draw
 
@@ -101,8 +111,8 @@ def last(draws: Samples) -> Samples:
     return Samples(draws.model, tree.select(draws.params, which), draws.buffers, chains=draws.chains)
 
 
-def agreed(name: str, which: dubito.Model, s: Standardized, args: argparse.Namespace) -> tuple[Samples, dict[str, Any]]:
-    """Chains that go on until they agree."""
+def rounds(name: str, which: dubito.Model, s: Standardized, args: argparse.Namespace) -> Iterator[tuple[Samples, dict[str, Any]]]:
+    """Chains that go on until they agree: all draws, and figures of them, after every round."""
     began, data = time.perf_counter(), (s.x_train, s.y_train)
     draws = args.draws * (1 if name == "HMC" else 2)
     part, spent = fitted(method(name, args.chains, args.burn_in, draws), which, data, seed=0, device=args.device)
@@ -121,23 +131,25 @@ def agreed(name: str, which: dubito.Model, s: Standardized, args: argparse.Names
                 "seconds": time.perf_counter() - began,
             }
         )
-        print(f"    {name}: " + ", ".join(f"{key} {value:.5g}" for key, value in history[-1].items()), flush=True)
+        bulk = ess_bulk(f)
+        yield (
+            whole,
+            {
+                **history[-1],
+                "rounds": history,
+                "effective": float(bulk.median()),
+                "effective, least": float(bulk.min()),
+                "effective per 1,000 gradients": float(bulk.median()) / used * 1000,
+                "acceptance": float(whole.trace["acceptance"].mean()) if "acceptance" in whole.trace else None,
+                "divergent": float(whole.trace["divergent"].sum()),
+                "step size": step,
+                "gradients a draw": used / len(whole),
+            },
+        )
         if history[-1]["R-hat"] <= AGREED or len(history) >= args.rounds:
-            break
+            return
         more = method(name, args.chains, 0, len(whole) // whole.chains, step)
         parts.append(fitted(more, which, data, seed=len(history), start=last(parts[-1]), device=args.device)[0])
-    bulk = ess_bulk(f)
-    return whole, {
-        **history[-1],
-        "rounds": history,
-        "effective": float(bulk.median()),
-        "effective, least": float(bulk.min()),
-        "effective per 1,000 gradients": float(bulk.median()) / used * 1000,
-        "acceptance": float(whole.trace["acceptance"].mean()) if "acceptance" in whole.trace else None,
-        "divergent": float(whole.trace["divergent"].sum()),
-        "step size": step,
-        "gradients a draw": used / len(whole),
-    }
 
 
 def scores(draws: Samples, s: Standardized) -> dict[str, float]:
@@ -167,16 +179,39 @@ def choose(inner: Standardized, args: argparse.Namespace) -> tuple[float, dict[f
     return max(found, key=lambda scale: found[scale]), found
 
 
-def evaluate(name: str, index: int, args: argparse.Namespace) -> dict[str, Any]:
+def evaluate(name: str, index: int, args: argparse.Namespace) -> None:
+    """One split, by the first of the methods; what is known is printed after every round."""
     split = uci(name, index)
-    s, inner = standardize(split), inside(split)
-    scale, tried = choose(inner, args) if len(args.scales) > 1 else (args.scales[0], {})
-    print(f"  prior scale {scale} of { ({key: round(value, 3) for key, value in tried.items()}) }", flush=True)
-    result: dict[str, Any] = {"prior scale": scale, "tried": {str(key): value for key, value in tried.items()}}
-    for sampler in args.methods:
-        draws, figures = agreed(sampler, model(s.x_train.shape[1], scale), s, args)
-        result[sampler] = figures | scores(draws, s)
-    return result
+    s = standardize(split)
+    scale, tried = choose(inside(split), args) if len(args.scales) > 1 else (args.scales[0], {})
+    chosen = {"prior scale": scale, "tried": {str(key): value for key, value in tried.items()}}
+    for draws, figures in rounds(args.methods[0], model(s.x_train.shape[1], scale), s, args):
+        print("RESULT " + json.dumps(figures | scores(draws, s) | chosen), flush=True)
+
+
+def apart(name: str, index: int, sampler: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """`evaluate` in a process of its own, as far as it comes."""
+    left = None if args.until is None else args.until - time.time()
+    if left is not None and left < 1:
+        return None
+    same = {key: getattr(args, key) for key in ("device", "chains", "burn_in", "draws", "rounds", "short")}
+    command = [sys.executable, "-u", __file__, "--case", str(index), "--sets", name, "--methods", sampler]
+    command += [f"--{key.replace('_', '-')}={value}" for key, value in same.items()]
+    command += ["--scales", *map(str, args.scales)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=left, env=environment, check=False)
+        out, problem = done.stdout or b"", (done.stderr or b"").decode()[-2000:]
+    except subprocess.TimeoutExpired as late:
+        out, problem = late.stdout or b"", "not a round done in time"
+    lines = [line[7:] for line in out.decode().splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        print(f"{name} {index} {sampler}: {problem}", flush=True)
+        return None
+    found = json.loads(lines[-1])
+    words = ", ".join(f"{key} {found[key]:.4g}" for key in ("draws", "R-hat", "rmse", "log likelihood", "seconds"))
+    print(f"{name} {index} {sampler}: {words}", flush=True)
+    return found
 
 
 def report(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace, began: float) -> None:
@@ -185,7 +220,9 @@ def report(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace
     for name, splits in found.items():
         figures[name] = {"published": PUBLISHED[name], "by split": {str(i): one for i, one in splits.items()}}
         for sampler in args.methods:
-            runs = [one[sampler] for one in splits.values()]
+            runs = [one[sampler] for one in splits.values() if sampler in one]
+            if not runs:
+                continue
             ends = [
                 f"{m:.3f} ± {e:.3f}"
                 for m, e in (
@@ -231,7 +268,7 @@ def report(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace
     settings: dict[str, Any] = {
         "network": "1 x 50 ReLU", "prior scales": args.scales, "prior of the noise": f"Gamma{NOISE} of the precision",
         "chains": args.chains, "burn-in": args.burn_in, "draws of the first round": args.draws, "rounds": args.rounds,
-        "steps of MCLMC a draw": THIN, "device": args.device,
+        "steps of MCLMC a draw": THIN, "device": args.device, "seconds": args.seconds, "jobs": args.jobs,
     }  # fmt: skip
     if args.device != "cpu":
         settings["accelerator"] = torch.cuda.get_device_name(args.device)
@@ -241,25 +278,30 @@ def report(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", nargs="+", default=list(PUBLISHED), choices=list(PUBLISHED))
-    parser.add_argument("--splits", type=int, help="splits of each set; by default 1, and all 20 on a GPU")
+    parser.add_argument("--splits", type=int, default=1, help="of each set, of 20")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="+", default=["HMC", "MCLMC"], choices=["HMC", "MCLMC"])
-    parser.add_argument("--chains", type=int, help="by default 8, and 64 on a GPU")
+    parser.add_argument("--chains", type=int, default=16)
     parser.add_argument("--burn-in", type=int, default=100, help="trajectories of HMC, or draws of MCLMC")
     parser.add_argument("--draws", type=int, default=200, help="of the first round, a chain; MCLMC makes twice as many")
     parser.add_argument("--rounds", type=int, default=4, help="at most; each doubles the draws")
-    parser.add_argument("--scales", type=float, nargs="+", default=SCALES, help="of the prior, to choose from")
+    parser.add_argument("--scales", type=float, nargs="+", default=[0.5], help="of the prior, to choose from")
     parser.add_argument("--short", type=int, default=60, help="burn-in and draws of the chains that choose the prior's scale")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--seconds", type=float, help="for all; what is not done then is reported as far as it came")
+    parser.add_argument("--case", type=int, help="this split alone, in this process")
     args, began = parser.parse_args(), time.time()
-    args.chains = args.chains or (8 if args.device == "cpu" else 64)
-    args.splits = args.splits or (1 if args.device == "cpu" else 20)
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for name in args.sets:
-        found[name] = {}
-        for i in range(args.splits):
-            print(f"{time.time() - began:5.0f} s  {name} split {i}", flush=True)
-            found[name][i] = evaluate(name, i, args)
-        report(found, args, began)
+    if args.case is not None:
+        evaluate(args.sets[0], args.case, args)
+        return
+    args.until = began + args.seconds if args.seconds else None
+    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in args.sets}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        cases = list(itertools.product(range(args.splits), args.sets, args.methods))
+        for (index, name, sampler), one in zip(cases, pool.map(lambda c: apart(c[1], c[0], c[2], args), cases), strict=True):
+            if one is not None:
+                found[name].setdefault(index, {})[sampler] = one
+    report({name: splits for name, splits in found.items() if splits}, args, began)
 
 
 if __name__ == "__main__":

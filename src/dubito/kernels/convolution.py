@@ -9,8 +9,6 @@ channels its columns, computed from windows of neighbouring pixels in each of th
 B is the kernel, repeated along a diagonal, with zeros elsewhere: some more arithmetic for far fewer reads. The gradient of x is
 such a product too, with the kernel turned around, and that of B is the product of the windows with the gradient of Y; it is
 summed in float32 over all images, and the entries of B that are one weight are added up.
-
-`how="grouped"` does it with torch's own convolution of G times as many channels, `how="kernel"` with kernels of our own.
 """
 # pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false
 
@@ -36,7 +34,7 @@ except ImportError:  # it comes with torch for GPUs only
         return function
 
 
-How = Literal["plain", "grouped", "kernel"]
+How = Literal["plain", "kernel"]
 
 COLUMNS = 64  # of a product that fills the matrix unit
 CHANNELS = (3, 16, 32, 64)  # of the images and, but for 3, of the output
@@ -60,25 +58,9 @@ def convolution(x: Tensor, weight: Tensor, *, stride: int = 1, how: How = "plain
         x = x.to(torch.get_autocast_dtype("cuda"))
     if how == "kernel" and fits(x, weight, stride):
         return _convolution(x, weight, stride)
-    if how == "grouped" and stride == 1 and weight.shape[-1] == 3:
-        group = min(x.shape[-1], COLUMNS // max(weight.shape[:2]))
-        if group > 1 and x.shape[-1] % group == 0:
-            return grouped(x, weight, group)
     if stride == 2 and weight.shape[-1] == 3:
         weight = F.pad(weight, (1, 0, 1, 0))  # a row and a column of zeros before the kernel, and no copy of the images
     return F.conv2d(x, weight, stride=stride, padding=0 if weight.shape[-1] == 1 else 1)
-
-
-def grouped(x: Tensor, weight: Tensor, group: int) -> Tensor:
-    """A convolution with 3 x 3 taps, of `group` pixels as one with all their channels. In channels-last memory, x and y are views."""
-    outputs, inputs = weight.shape[:2]
-    images, _, height, width = x.shape
-    x = x.permute(0, 2, 3, 1).reshape(images, height, width // group, group * inputs).permute(0, 3, 1, 2)
-    # for each pixel of a group, its three taps among the pixels of three groups
-    taps = torch.stack([F.pad(weight, (group - 1 + g, 2 * group - 2 - g)) for g in range(group)])  # [G, O, I, 3, 3 G]
-    taps = taps.unflatten(-1, (3, group)).permute(0, 1, 5, 2, 3, 4).reshape(group * outputs, group * inputs, 3, 3)
-    y = F.conv2d(x, taps, padding=1).permute(0, 2, 3, 1)
-    return y.reshape(images, height, width, outputs).permute(0, 3, 1, 2)
 
 
 def fits(x: Tensor, weight: Tensor, stride: int) -> bool:
