@@ -1,10 +1,13 @@
 """dubito: neural networks that know when they don't know."""
 
 from dubito import diagnostics as diagnostics
+from dubito import families as families
 from dubito import measures as measures
 from dubito import metrics as metrics
 from dubito import posteriors as posteriors
 from dubito import priors as priors
+from dubito.apps.compression import compress as compress
+from dubito.elbo import elbo as elbo
 from dubito.export import as_module as as_module
 from dubito.fit import fit as fit
 from dubito.io import load as load
@@ -16,6 +19,7 @@ from dubito.likelihoods import HeteroscedasticCategorical as HeteroscedasticCate
 from dubito.likelihoods import HeteroscedasticGaussian as HeteroscedasticGaussian
 from dubito.likelihoods import MultiTask as MultiTask
 from dubito.methods import HMC as HMC
+from dubito.methods import IVON as IVON
 from dubito.methods import MALA as MALA
 from dubito.methods import MAMS as MAMS
 from dubito.methods import MAP as MAP
@@ -31,7 +35,9 @@ from dubito.methods import MCDropout as MCDropout
 from dubito.methods import Metropolis as Metropolis
 from dubito.methods import NeuralLinear as NeuralLinear
 from dubito.methods import OnlineLaplace as OnlineLaplace
+from dubito.methods import Variational as Variational
 from dubito.model import Model as Model
 from dubito.plan import plan as plan
+from dubito.prior_predictive import prior_predictive as prior_predictive
 
 __version__ = "0.1.0"

@@ -22,7 +22,8 @@ from dubito.integrators import Point, kinetic, rise
 from dubito.likelihoods import own
 from dubito.model import Target
 from dubito.posteriors import Posterior, Samples
-from dubito.priors import MultivariateNormal
+from dubito.priors import concerned
+from dubito.priors.prior import PREFIX
 from dubito.restart import restarted
 from dubito.tree import Buffers, Params
 
@@ -122,7 +123,11 @@ class Chains(ABC):
         model, (x, y) = target.model, target.model.split(batch)
         with torch.no_grad():
             f, _ = model.forward(start.params, x, start.buffers)
-        found = model.likelihood.resample([(f.unsqueeze(0), y)], tree.repeat(own(start.params), 1), 1.0, 1.0, generator)
+        one = tree.repeat(start.params, 1)
+        found = {
+            **model.likelihood.resample([(f.unsqueeze(0), y)], own(one), 1.0, 1.0, generator),
+            **model.prior.resample(concerned(one), target.temperature, generator),
+        }
         return [name in found for name, leaf in start.params.items() for _ in range(leaf.numel())]
 
     def step(self, target: Target, state: ChainState, data: Iterable[Any], generator: torch.Generator) -> tuple[ChainState, Info]:
@@ -172,11 +177,14 @@ class Chains(ABC):
 
     def _resample(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
         """Draw what has a conditional in closed form from it, which is a Gibbs move: it is always accepted."""
-        target, likelihood = density.target, density.target.model.likelihood
-        if not (learned := own(params := density.unflatten(state.position))):
-            return
-        share = target.n_data / density.seen
-        if drawn := likelihood.resample(density.outputs(state.position), learned, share, target.temperature, generator):
+        target, model = density.target, density.target.model
+        params, drawn = density.unflatten(state.position), {}
+        if learned := own(params):
+            share = target.n_data / density.seen
+            drawn |= model.likelihood.resample(density.outputs(state.position), learned, share, target.temperature, generator)
+        if any(name.startswith(PREFIX) for name in params):
+            drawn |= model.prior.resample(concerned(params), target.temperature, generator)
+        if drawn:
             state.position = tree.flatten({**params, **drawn}, stacked=True)
             state.gradient, state.log_likelihood, state.log_prior = density(state.position)
 
@@ -223,20 +231,20 @@ def starts(target: Target, start: Start, chains: int, generator: torch.Generator
     try:
         others = [restarted(target.model, start.params, seed) for seed in seeds]
     except ValueError:  # some parameter has no initialisation of its own
-        weights = {name: leaf for name, leaf in start.params.items() if ":" not in name}
-        others = [{**start.params, **target.model.prior.sample(weights, generator)} for _ in seeds]
+        believed = concerned(start.params)
+        others = [{**start.params, **target.model.prior.sample(believed, generator)} for _ in seeds]
     return tree.stack([start.params, *others])
 
 
 def units(target: Target, params: Params) -> Tensor:
     """The prior's standard deviation of every coordinate, [P], at the target's temperature: the length in which steps are measured."""
     prior, scales = target.model.prior, {name: torch.ones_like(leaf) for name, leaf in params.items()}
-    weights = {name: leaf for name, leaf in params.items() if ":" not in name}
     precision: Any = getattr(prior, "precision", None)
     if precision is not None:
+        weights = {name: leaf for name, leaf in params.items() if ":" not in name}
         scales |= {name: leaf**-0.5 for name, leaf in precision(weights).items()}
-    elif isinstance(prior, MultivariateNormal):
-        scales |= {name: leaf.sqrt().to(weights[name]) for name, leaf in prior.covariance.variance().items()}
+    else:
+        scales |= prior.units(concerned(params))
     return tree.flatten(scales) * math.sqrt(target.temperature)
 
 

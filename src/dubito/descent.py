@@ -93,7 +93,7 @@ class Descent(ABC):
         evaluation = target.gradient(state.params, data, state.buffers, train=True, factor=factor)
         slopes = list(self.adjust(target, state.params, evaluation.gradient).values())
         if self.clip is not None:
-            _clip(slopes, self.clip, stacked=target.members is not None)
+            clip(slopes, self.clip, stacked=target.members is not None)
         for leaf, slope in zip(state.params.values(), slopes, strict=True):
             leaf.grad = slope  # strides as the leaf's, which fused optimisers on a CPU take for granted: autograd sees to that
         state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
@@ -131,7 +131,7 @@ class Descent(ABC):
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _clip(slopes: Sequence[Tensor], limit: float, *, stacked: bool) -> None:
+def clip(slopes: Sequence[Tensor], limit: float, *, stacked: bool) -> None:
     """Scale the gradient (each member's own) down to a norm of at most `limit`."""
     squares = [slope.reshape(*slope.shape[: int(stacked)], -1).pow(2).sum(-1) for slope in slopes]
     norm = torch.stack(squares).sum(0).sqrt()  # [] or [S]

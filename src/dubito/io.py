@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dubito import store, tree
 from dubito.curvature.evidence import Evidence
+from dubito.families import FAMILIES, Family
 from dubito.linalg import STRUCTURES, Blocks, Covariance
 from dubito.model import Model
-from dubito.posteriors import Conjugate, Gaussian, Mixture, Point, Posterior, Samples, Stochastic, Stored
+from dubito.posteriors import Conjugate, Drawn, Gaussian, Mixture, Point, Posterior, Samples, Stochastic, Stored
 from dubito.predict.dropout import Dropout
 
 FORMS: dict[str, type[Posterior]] = {
@@ -28,6 +29,7 @@ FORMS: dict[str, type[Posterior]] = {
     "mixture": Mixture,
     "conjugate": Conjugate,
     "gaussian": Gaussian,
+    "drawn": Drawn,
 }
 NAMES = {form: name for name, form in FORMS.items()}
 
@@ -136,6 +138,13 @@ def _pack_value(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
             return {"structure": "blocks", "blocks": parts}
         name = next(name for name, kind in STRUCTURES.items() if kind is type(value))
         return {"structure": name, "fields": {key: store.pack(v, tensors, f"{path}/{key}") for key, v in inner.items()}}
+    if isinstance(value, Family):
+        name = next((name for name, kind in FAMILIES.items() if kind is type(value)), None)
+        if name is None:
+            raise TypeError(
+                f"files name no code, and {type(value).__name__} is a family of your own: save draws of it, as Samples"
+            )
+        return {"family": name, "fields": {item.name: getattr(value, item.name) for item in fields(value)}}  # pyright: ignore[reportArgumentType]
     if isinstance(value, Evidence):
         inner = {item.name: getattr(value, item.name) for item in fields(value)}
         return {"evidence": {key: _pack_value(v, tensors, f"{path}/{key}") for key, v in inner.items()}}
@@ -148,6 +157,8 @@ def _unpack_value(value: Any, tensors: dict[str, Tensor], template: Any) -> Any:
             return Blocks(tuple(_unpack_value(block, tensors, None) for block in value["blocks"]))
         kind = STRUCTURES[value["structure"]]
         return kind(**{key: store.unpack(v, tensors) for key, v in value["fields"].items()})
+    if "family" in value:
+        return FAMILIES[value["family"]](**value["fields"])
     if "evidence" in value:
         return Evidence(**{key: _unpack_value(v, tensors, None) for key, v in value["evidence"].items()})
     return store.unpack(value, tensors, template)

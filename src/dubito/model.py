@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 
 from dubito import tree
 from dubito.likelihoods import Likelihood, own
-from dubito.priors import Normal, Prior
+from dubito.priors import Normal, Prior, concerned
 from dubito.tree import Buffers, Params
 
 LABELS = ("labels", "label", "targets", "target", "y")
@@ -146,15 +146,16 @@ class Model:
         return next(self.network.parameters()).device
 
     def parameters(self, y: Any = None) -> Params:
-        """Copies of the Bayesian parameters as they stand, and what the likelihood learns at its start."""
+        """Copies of the Bayesian parameters as they stand, and what likelihood and prior learn at its start."""
         weights: Params = {name: p for name, p in self.network.named_parameters() if self._bayesian(name, p)}
         if not weights:
             raise ValueError(
                 "all parameters of the network (that `only` names) are frozen: set requires_grad_() on those to infer"
             )
         kind = next(self.network.parameters())
-        # a noise level is learned in the precision of the weights, but never in half precision
-        learned: Params = tree.move(self.likelihood.parameters(y), kind.device, kind.dtype if kind.dtype.itemsize > 4 else None)
+        found = {**self.likelihood.parameters(y), **self.prior.parameters(tree.apply(torch.detach, weights))}
+        # noise levels and prior scales are learned in the precision of the weights, but never in half precision
+        learned: Params = tree.move(found, kind.device, kind.dtype if kind.dtype.itemsize > 4 else None)
         return tree.clone({**weights, **learned})
 
     def buffers(self) -> Buffers:
@@ -248,11 +249,11 @@ class Target:
             raise ValueError(f"n_data must be at least 1 and the temperature positive; got {self.n_data} and {self.temperature}")
 
     def log_prior(self, params: Params) -> Tensor:
-        """log p(theta), the prior of the weights and of what the likelihood learns; [S] for a stacked target."""
+        """log p(theta), the prior of the weights, of its own hyperparameters and of what the likelihood learns; [S] if stacked."""
 
         def one(params: Params) -> Tensor:
-            weights = {name: leaf for name, leaf in params.items() if ":" not in name}
-            return self.model.prior.log_prob(weights) + self.model.likelihood.log_prior(own(params)).to(self.model.device)
+            noise = self.model.likelihood.log_prior(own(params)).to(self.model.device)
+            return self.model.prior.log_prob(concerned(params)) + noise
 
         return one(params) if self.members is None else vmap(one)(params)
 
@@ -296,8 +297,13 @@ class Target:
         return batch_size(self.model.split(batch)[1])
 
     def _add_prior(self, gradient: Params, params: Params, factor: float) -> None:
-        """Add the gradient of `factor` times the log prior of the weights and of what the likelihood learns."""
-        self.model.prior.add_gradient(gradient, {name: leaf for name, leaf in params.items() if ":" not in name}, factor)
+        """Add the gradient of `factor` times the log prior: of weights, hyperparameters, and what the likelihood learns."""
+        prior, believed = self.model.prior, concerned(params)
+        if self.members is None or prior.stacks:
+            prior.add_gradient(gradient, believed, factor)
+        else:
+            for name, slope in vmap(prior.gradient)(believed).items():
+                gradient[name].add_(slope, alpha=factor)
         learned = {name: leaf.detach().requires_grad_() for name, leaf in own(params).items()}
         if learned:
             with torch.enable_grad():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dubito.fit import Method
 from dubito.methods import (
     HMC,
+    IVON,
     MALA,
     MAMS,
     MAP,
@@ -25,6 +26,7 @@ from dubito.methods import (
     Metropolis,
     NeuralLinear,
     OnlineLaplace,
+    Variational,
 )
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -35,6 +37,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "online_laplace": OnlineLaplace,
     "neural_linear": NeuralLinear,
     "swag": SWAG,
+    "variational": Variational,
+    "ivon": IVON,
     "sgld": SGLD,
     "sghmc": SGHMC,
     "metropolis": Metropolis,

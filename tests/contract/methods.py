@@ -12,6 +12,7 @@ from torch import nn
 import dubito
 from dubito import (
     HMC,
+    IVON,
     MALA,
     MAMS,
     MAP,
@@ -26,7 +27,9 @@ from dubito import (
     Metropolis,
     NeuralLinear,
     OnlineLaplace,
+    Variational,
 )
+from dubito.families import Flow
 from dubito.registry import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -52,6 +55,7 @@ QUICK: dict[str, Any] = {
     "ensemble/of dropout": Ensemble(MCDropout(epochs=3, at="", rate=0.2, draws=4), 2),
     "ensemble/of a sampler": Ensemble(ULA(n_draws=8, burn_in=0), 2),
     "ensemble/of swag": Ensemble(SWAG(epochs=4, draws=3), 2),
+    "ensemble/of ivon": Ensemble(IVON(epochs=3), 2),
     "ensemble/of laplace": Ensemble(Laplace(check=False), 2, start=MAP(epochs=2)),
     "ensemble/two stages": Ensemble(MAP(epochs=2), 2, start=MAP(epochs=1)),
     "laplace": Laplace(check=False),
@@ -65,7 +69,14 @@ QUICK: dict[str, Any] = {
     "online_laplace/diagonal": OnlineLaplace("diagonal", "fisher", epochs=3, every=1),
     "neural_linear": NeuralLinear(),
     "swag": SWAG(epochs=4, draws=5, rank=3),
+    "variational": Variational(epochs=3),
+    "variational/layerwise": Variational("layerwise", epochs=3),
+    "variational/flow": Variational(Flow(hidden=3), epochs=3),
+    "variational/grouped": Variational("grouped", epochs=3),
+    "ivon": IVON(epochs=3),
+    "ivon/in pairs, clipped": IVON(epochs=3, samples=3, clip=1.0),
     "sgld": SGLD(burn_in=1, draws=3, chains=2),
+    "sgld/preconditioned": SGLD(burn_in=1, draws=3, preconditioner="rmsprop"),
     "sghmc": SGHMC(burn_in=1, draws=3),
     "sghmc/cyclical": SGHMC(burn_in=2, draws=2, cycles=2, chains=2),
     "metropolis": Metropolis(chains=2, draws=4, burn_in=2, thin=2),

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 
 import tyro
 from tyro.conf import OmitArgPrefixes, SuppressFixed, arg
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from dubito.commands.refusal import Refusal
+from dubito.families import FAMILIES, Family
 
 
 def parse(kind: Any, args: Sequence[str], *, prog: str, about: str) -> Any:
@@ -21,11 +23,30 @@ def parse(kind: Any, args: Sequence[str], *, prog: str, about: str) -> Any:
     try:
         with redirect_stderr(heard):
             config = (OmitArgPrefixes, SuppressFixed)
-            return tyro.cli(kind, prog=prog, description=cleandoc(about), args=list(args), config=config)
+            return tyro.cli(kind, prog=prog, description=cleandoc(about), args=list(args), config=config, registry=_registry())
     except SystemExit as end:
         if not end.code:
             raise  # after --help
         raise Refusal(f"{_one_line(heard.getvalue())} (see {prog} --help)") from None
+
+
+def _registry() -> ConstructorRegistry:
+    """A field that takes a variational family takes its name."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def family(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type is not Family:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="FAMILY",
+            instance_from_str=lambda words: FAMILIES[words[0]](),
+            is_instance=lambda value: isinstance(value, Family),
+            str_from_instance=lambda value: [type(value).__name__],
+        )
+
+    return registry
 
 
 def together(groups: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:

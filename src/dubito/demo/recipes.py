@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dubito import randomness
 from dubito.fit import Method, fit
 from dubito.likelihoods import Gaussian, Likelihood
-from dubito.methods import MAP, SGHMC, SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
+from dubito.methods import IVON, MAP, SGHMC, SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace, Variational
 from dubito.model import Model
 from dubito.posteriors import Posterior
 from dubito.priors import Normal
@@ -83,6 +83,17 @@ def _sghmc(t: Training) -> SGHMC:
     )
 
 
+def _variational(t: Training) -> Variational:
+    # from the trained network, so that most of the training goes into the spread
+    return Variational(**{**t.descent, "epochs": max(2, t.epochs)})
+
+
+def _ivon(t: Training) -> IVON:
+    # So few data leave most weights as free as this prior does. From the trained network, sure of itself, the spread grows towards that
+    # and is not given the time to arrive.
+    return IVON(epochs=max(2, t.epochs), learning_rate=0.005, initial_hessian=20.0, hessian_momentum=0.999, clip=1.0)
+
+
 RECIPES: dict[str, Recipe] = {
     "map": Recipe("MAP", _map),
     "mc_dropout": Recipe("MC dropout", _mc_dropout),
@@ -92,6 +103,8 @@ RECIPES: dict[str, Recipe] = {
     "neural_linear": Recipe("Neural linear", lambda _: METHODS["neural_linear"](), after_map=True, likelihoods=(Gaussian,)),
     "swag": Recipe("SWAG", _swag, after_map=True),
     "sghmc": Recipe("SGHMC", _sghmc, after_map=True),
+    "ivon": Recipe("IVON", _ivon, after_map=True),
+    "variational": Recipe("Mean field", _variational, after_map=True),
 }
 LONG = ("sgld", "metropolis", "ula", "mala", "hmc", "nuts", "mclmc", "mams")  # thousands of gradients over all data, or epochs
 

@@ -2,6 +2,7 @@
 
 from dubito.methods.ensemble import Ensemble as Ensemble
 from dubito.methods.hmc import HMC as HMC
+from dubito.methods.ivon import IVON as IVON
 from dubito.methods.laplace import Laplace as Laplace
 from dubito.methods.mala import MALA as MALA
 from dubito.methods.mams import MAMS as MAMS
@@ -16,3 +17,4 @@ from dubito.methods.sghmc import SGHMC as SGHMC
 from dubito.methods.sgld import SGLD as SGLD
 from dubito.methods.swag import SWAG as SWAG
 from dubito.methods.ula import ULA as ULA
+from dubito.methods.variational import Variational as Variational

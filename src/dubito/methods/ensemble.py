@@ -79,7 +79,7 @@ class Ensemble:
         names = [type(method).__name__ for method in self.methods]
         if (self.bagging or self.adversarial is not None) and not getattr(self.method, "weighs", True):
             raise ValueError(f"{names[-1]} takes all examples as they are: leave out bagging and adversarial")
-        if self.vectorize and not any(hasattr(method, "unstack") for method in self.methods):
+        if self.vectorize and not any(getattr(method, "unstack", None) for method in self.methods):
             raise ValueError(f"{' and '.join(names)} cannot run members in one pass: leave out `vectorize`")
         if self.methods[0].data != self.data:
             raise ValueError(
@@ -219,7 +219,7 @@ class Ensemble:
     def _vectorized(self, target: Target, stage: int = -1) -> bool:
         """One batched pass pays where launching many small operations costs more than doing them: not for convolutions or
         wide layers on a CPU, whose batched kernels are slower than one member after another."""
-        if self.vectorize is False or not hasattr(self.methods[stage], "unstack"):
+        if self.vectorize is False or getattr(self.methods[stage], "unstack", None) is None:
             return False
         if self.vectorize:
             return True

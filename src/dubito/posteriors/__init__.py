@@ -1,6 +1,7 @@
 """The forms a posterior can take, one a file. Methods return one of these; what follows is written for the forms."""
 
 from dubito.posteriors.conjugate import Conjugate as Conjugate
+from dubito.posteriors.drawn import Drawn as Drawn
 from dubito.posteriors.gaussian import Gaussian as Gaussian
 from dubito.posteriors.mixture import Mixture as Mixture
 from dubito.posteriors.point import Point as Point

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito.linalg import Covariance
+from dubito.linalg import Covariance, Diagonal
 from dubito.priors.prior import Prior
 from dubito.randomness import fresh
 from dubito.tree import Params
@@ -26,6 +26,10 @@ class MultivariateNormal(Prior):
 
     mean: Params
     covariance: Covariance
+
+    @property
+    def stacks(self) -> bool:
+        return True
 
     def _away(self, params: Params) -> Params:
         missing = [name for name in params if name not in self.mean]
@@ -45,6 +49,16 @@ class MultivariateNormal(Prior):
         stacked = away[first].ndim > self.mean[first].ndim
         pulled = self.covariance.solve(away if stacked else {name: leaf.unsqueeze(0) for name, leaf in away.items()})
         return {name: -(pulled[name] if stacked else pulled[name][0]) for name in params}
+
+    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        """Where no weight is tied to another: by the prior, of which only the diagonal of the precision is then needed."""
+        if not isinstance(self.covariance, Diagonal):
+            return None
+        spread = [(variance[name] * p.to(variance[name])).sum() for name, p in self.covariance.precision.items()]
+        return self.log_prob(mean) - 0.5 * torch.stack(spread).sum()
+
+    def units(self, params: Params) -> Params:
+        return {name: leaf.sqrt().to(params[name]) for name, leaf in self.covariance.variance().items()}
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         drawn = self.covariance.sample(1, generator or fresh(next(iter(like.values())).device))

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dubito.priors.prior import Prior
 from dubito.randomness import fresh
 from dubito.tree import Params
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,38 @@ class Normal(Prior):
 
     scale: float | Mapping[str, float] | None = None
 
+    @property
+    def stacks(self) -> bool:
+        return True
+
     def __post_init__(self):
         scales = self.scale.values() if isinstance(self.scale, Mapping) else [1.0 if self.scale is None else self.scale]
         if not scales or not all(isinstance(s, int | float) and s > 0 and math.isfinite(s) for s in scales):
             raise ValueError(f"a prior scale is a positive standard deviation; got {self.scale}")
+
+    @staticmethod
+    def fan_in(network: nn.Module, scale: float = 1.0, *, bias: float | None = None) -> Normal:
+        r"""The prior :math:`w \sim N(0, \mathrm{scale}^2 / n)` of weights with n inputs, under which functions keep their size however
+        wide the network is, and approach a Gaussian process as it widens (`dubito.priors.NNGP`).
+
+        n is how many products one output sums: all axes of a weight but the first; of an embedding 1; of a transposed convolution all
+        but the second. Leaves with one axis (biases, scales of norms) get N(0, `bias`^2), by default `scale`. It is an ordinary
+        `Normal` with a scale for every name, so every method can use it.
+
+        >>> Normal.fan_in(nn.Linear(4, 2)).scale
+        {'^weight$': 0.5, '^bias$': 1.0}
+        """
+        flat, scales = scale if bias is None else bias, {}
+        for prefix, module in network.named_modules():
+            for key, p in module.named_parameters(recurse=False):
+                fan = math.prod(p.shape[1:])
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    fan = 1
+                elif isinstance(module, TRANSPOSED):
+                    fan = p.shape[0] * math.prod(p.shape[2:]) // module.groups
+                name = f"{prefix}.{key}" if prefix else key
+                scales[f"^{re.escape(name)}$"] = scale / math.sqrt(fan) if p.ndim > 1 else flat
+        return Normal(scale=scales)
 
     def scale_of(self, name: str) -> float:
         """The standard deviation of one parameter's weights."""
@@ -73,6 +103,16 @@ class Normal(Prior):
             names = [name for name in params if scales[name] == scale]
             leaves = [params[name].detach() for name in names]
             torch._foreach_add_([gradient[name] for name in names], leaves, alpha=-factor * scale**-2)
+
+    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        r""":math:`E_q[w^2] = \mu^2 + \sigma^2` in the place of :math:`w^2`."""
+        total = self.log_prob(mean)
+        for name, leaf in variance.items():
+            total = total - 0.5 * (leaf.float() if leaf.dtype.itemsize < 4 else leaf).sum() / self.scale_of(name) ** 2
+        return total
+
+    def units(self, params: Params) -> Params:
+        return {name: torch.full_like(leaf, self.scale_of(name)) for name, leaf in params.items()}
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)

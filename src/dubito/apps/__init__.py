@@ -1,0 +1,1 @@
+"""Applications: a measure and a decision, one file each."""

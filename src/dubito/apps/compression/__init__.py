@@ -1,0 +1,12 @@
+"""A posterior as a smaller network: weights that it can do without are cut out, the others rounded and coded.
+
+`compress` does all of it; `prune`, `cut`, `save` and `load` are its parts.
+"""
+
+from dubito.apps.compression.compress import compress as compress
+from dubito.apps.compression.cutting import Compressed as Compressed
+from dubito.apps.compression.cutting import cut as cut
+from dubito.apps.compression.pruning import prune as prune
+from dubito.apps.compression.report import Report as Report
+from dubito.apps.compression.storage import load as load
+from dubito.apps.compression.storage import save as save

@@ -1,0 +1,189 @@
+"""What was saved, and what it cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from dubito import metrics, tree
+from dubito.apps.compression import bits
+from dubito.apps.compression.cutting import Compressed, call
+from dubito.apps.compression.storage import packed
+from dubito.likelihoods import Likelihood
+from dubito.model import Model, mode
+from dubito.posteriors import Point
+from dubito.tree import Buffers, Params
+
+
+@dataclass(frozen=True)
+class Report:
+    """A network before and after compression; pairs are (before, after).
+
+    Rates are against all numbers of the original, parameters and running statistics, in 32 bits each.
+    """
+
+    parameters: tuple[int, int]
+    nonzero: tuple[int, int]
+    numbers: tuple[int, int]  # parameters and running statistics
+    bits: int  # of what is left, in the bits of each tensor, zeros included
+    coded: int  # bits of the file
+    operations: tuple[int, int]  # multiply-adds for one input
+    seconds: tuple[float, float]  # for the example input, the median of runs in turn
+    score: tuple[float, float] | None = None  # on the data that were given
+    measure: str = ""  # what the score is: accuracy or RMSE
+
+    @property
+    def rate_pruned(self) -> float:
+        """Numbers of the original for each that is not zero."""
+        return self.numbers[0] / max(1, self.nonzero[1])
+
+    @property
+    def rate_cut(self) -> float:
+        """Numbers of the original for each that is left in a tensor, zero or not."""
+        return self.numbers[0] / max(1, self.numbers[1])
+
+    @property
+    def rate_bits(self) -> float:
+        """The same, with as many bits for each as the posterior allows."""
+        return 32 * self.numbers[0] / max(1, self.bits)
+
+    @property
+    def rate_coded(self) -> float:
+        """The file against 32 bits a number."""
+        return 32 * self.numbers[0] / self.coded
+
+    @property
+    def speedup(self) -> float:
+        return self.seconds[0] / self.seconds[1]
+
+    @property
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """What a table shows: name, before, after, ratio."""
+
+        def ratio(pair: tuple[float, float]) -> str:
+            return f"{pair[0] / pair[1]:.3g} x" if pair[1] else ""
+
+        dense = 32 * self.numbers[0]
+        found = [
+            ("parameters", f"{self.parameters[0]:,}", f"{self.parameters[1]:,}", ratio(self.parameters)),
+            ("not zero (statistics included)", f"{self.nonzero[0]:,}", f"{self.nonzero[1]:,}", f"{self.rate_pruned:.3g} x"),
+            ("size, 32 bits a number", _bytes(dense), _bytes(32 * self.numbers[1]), f"{self.rate_cut:.3g} x"),
+            ("size, bits as the posterior allows", _bytes(dense), _bytes(self.bits), f"{self.rate_bits:.3g} x"),
+            ("size, coded in a file", _bytes(dense), _bytes(self.coded), f"{self.rate_coded:.3g} x"),
+            ("multiply-adds an input", f"{self.operations[0]:,}", f"{self.operations[1]:,}", ratio(self.operations)),
+            ("time", *(f"{1e3 * one:.3g} ms" for one in self.seconds), f"{self.speedup:.3g} x"),
+        ]
+        if self.score is not None:
+            found.append((self.measure, *(f"{one:.4g}" for one in self.score), ""))
+        return found
+
+    def __str__(self) -> str:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("", "before", "after", "ratio"):
+            table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        console = Console(width=100, no_color=True)
+        with console.capture() as capture:
+            console.print(table)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+
+def _bytes(n: float) -> str:
+    n = n / 8
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} GB"
+
+
+def operations(network: nn.Module, x: Any) -> int:
+    """Multiply-adds of layers, products and attention, for all of x."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), mode(network, False), FlopCounterMode(display=False) as counter:
+        call(network, x)
+    return counter.get_total_flops() // 2
+
+
+def interleaved(first: Callable[[], object], second: Callable[[], object], *, repeats: int) -> tuple[float, float]:
+    """Seconds of two functions, the median of runs in turn, so that what disturbs the machine disturbs both."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for k in range(repeats + 2):  # two to warm up
+        for run, seconds in zip((first, second), found, strict=True):
+            begin = time.perf_counter()
+            run()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            if k >= 2:
+                seconds.append(time.perf_counter() - begin)
+    return median(found[0]), median(found[1])
+
+
+def compare(
+    model: Model, params: Params, buffers: Buffers, small: Compressed, x: Any, *, data: Any = None, repeats: int = 15
+) -> Report:
+    """The network with these weights beside the compressed one. `data` is (x, y), or a batch as the model reads it."""
+    weights = {name: leaf for name, leaf in params.items() if ":" not in name}
+    full = {**buffers, **weights}
+    before = [full.get(name, leaf) for name, leaf in model.network.named_parameters()]
+    statistics = [full.get(name, leaf) for name, leaf in model.network.named_buffers() if leaf.is_floating_point()]
+    after, state = list(small.parameters()), small.stored
+    after_all = [leaf for leaf in state.values() if leaf.is_floating_point()]
+    count = len(next(iter(tree.leaves(x))))
+
+    def original() -> object:
+        return call(model.network, x)
+
+    with torch.no_grad(), mode(model.network, False):
+        seconds = interleaved(original, lambda: call(small, x), repeats=repeats)
+    score, measure = None, ""
+    if data is not None:
+        score, measure = _scores(model, params, buffers, small, data)
+    return Report(
+        parameters=(_count(before), _count(after)),
+        nonzero=(_nonzero([*before, *statistics]), _nonzero(after_all)),
+        numbers=(_count([*before, *statistics]), _count(after_all)),
+        bits=sum(leaf.numel() * bits.width(leaf, small.steps.get(name)) for name, leaf in state.items()),
+        coded=8 * len(packed(small)),
+        operations=(operations(model.network, x) // count, operations(small, x) // count),
+        seconds=seconds,
+        score=score,
+        measure=measure,
+    )
+
+
+def _count(leaves: list) -> int:
+    return sum(leaf.numel() for leaf in leaves)
+
+
+def _nonzero(leaves: list) -> int:
+    return sum(int(torch.count_nonzero(leaf)) for leaf in leaves)
+
+
+def _scores(model: Model, params: Params, buffers: Buffers, small: Compressed, data: Any) -> tuple[tuple[float, float], str]:
+    x, y = model.split(data)
+    x, y = tree.move(x, model.device), tree.move(y, model.device)
+    likelihood: Likelihood = model.likelihood
+    learned = {name: leaf for name, leaf in params.items() if ":" in name}
+    other = Model(small, likelihood, model.prior)
+    first = Point(model, params, buffers).predict(x)
+    second = Point(other, {**dict(small.named_parameters()), **learned}, dict(small.named_buffers())).predict(x)
+    discrete = bool(likelihood.discrete)
+    score = metrics.accuracy if discrete else metrics.rmse
+    found = (float(score(first, y)), float(score(second, y)))
+    if not all(math.isfinite(one) for one in found):
+        raise ValueError("the score is not finite: the data or the network's output have numbers that are not")
+    return found, "accuracy" if discrete else "RMSE"

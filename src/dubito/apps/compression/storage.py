@@ -1,0 +1,177 @@
+"""A compressed network in a file, entropy-coded.
+
+The file holds sizes and numbers: which units are left, and their weights. It names no code and no weight: `load` traces the
+network that was compressed, cuts it in the same way, and fills it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dubito import store, tree
+from dubito.apps.compression import bits, coding
+from dubito.apps.compression.cutting import Compressed, Plan, architecture, choices, follow, signature, write
+from dubito.model import pick_output
+from dubito.randomness import forked
+
+MAGIC, FORMAT = b"dubito-cut", 1
+HEAD = struct.Struct("<B8s8sIII")  # format, digests of the network and of what follows, lengths
+SMALL = 256  # fewer numbers share the frequencies of others
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+}
+
+
+def save(module: Compressed, path: str | os.PathLike) -> int:
+    """Write a compressed network to one file, whole or not at all; the result is how many bytes it has.
+
+    Weights that were rounded are written as whole numbers, close to their entropy. What was changed since (trained further, for
+    example) is written as it is.
+    """
+    if not isinstance(module, Compressed):
+        raise TypeError(f"what dubito.compress or compression.cut made can be saved; got a {type(module).__name__}")
+    data = packed(module)
+    with store.replacing(path) as scratch:
+        scratch.write_bytes(data)
+    return len(data)
+
+
+def load(path: str | os.PathLike, network: nn.Module, *, output: Callable[[Any], Tensor] = pick_output) -> Compressed:
+    """Read a compressed network. `network` is the one it was made of: the architecture only, its weights do not matter.
+
+    >>> import tempfile
+    >>> from dubito.apps import compression
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> small = compression.cut(net, torch.zeros(1, 4), outputs={"0": torch.tensor([True, False, False])})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     size = compression.save(small, f"{folder}/small")
+    ...     same = compression.load(f"{folder}/small", nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    >>> bool((same(torch.ones(1, 4)) == small(torch.ones(1, 4))).all())
+    True
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    data = Path(path).read_bytes()
+    if not data.startswith(MAGIC) or len(data) < len(MAGIC) + HEAD.size:
+        raise store.FileError(f"{path}: not a network that dubito compressed")
+    written, network_digest, digest, *lengths = HEAD.unpack_from(data, len(MAGIC))
+    if written > FORMAT:
+        raise store.FileError(f"{path}: written by a newer dubito (file format {written}); upgrade dubito to read it")
+    body = data[len(MAGIC) + HEAD.size :]
+    if hashlib.blake2b(body, digest_size=8).digest() != digest or sum(lengths) > len(body):
+        raise store.FileError(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
+    if architecture(network) != network_digest:
+        raise store.FileError(
+            f"{path}: made of another network; its parameters or buffers have other names or shapes than those of this one"
+        )
+    parts = np.split(np.frombuffer(body, np.uint8), np.cumsum(lengths))
+    about, masks, numbers, raw = (part.tobytes() for part in parts)
+    return _unpacked(path, json.loads(zlib.decompress(about)), masks, numbers, raw, network, output)
+
+
+def packed(module: Compressed) -> bytes:
+    """The file's bytes."""
+    planned, origin = module.plan, module.meta["origin"]
+    state, steps = module.stored, []
+    groups: dict[int, list[np.ndarray]] = {}
+    raw = []
+    for k, (name, leaf) in enumerate(state.items()):
+        t, leaf = module.steps.get(name), leaf.detach().cpu()
+        exact = t is not None and bool((bits.rounded(leaf, t) == leaf).all()) and int(bits.whole(leaf, t).abs().max()) < 2**31
+        steps.append(t if exact else None)
+        if exact:
+            groups.setdefault(_context(k, leaf), []).append(bits.whole(leaf, t or 0).long().numpy().reshape(-1))
+        else:
+            raw.append(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    units, columns = origin
+    chosen = np.concatenate(
+        [planned.live[units], *(kept[there] for kept, there in zip(planned.columns, columns, strict=True)), planned.biases]
+    )
+    masks = coding.encode([chosen.astype(np.int64)])
+    numbers = coding.encode([np.concatenate(groups[key]) for key in sorted(groups)])
+    about: dict[str, Any] = {"steps": steps, "x": _shapes(planned.like), "masks": len(chosen), "trace": module.meta["trace"]}
+    header = zlib.compress(json.dumps(about, separators=(",", ":")).encode(), 9)
+    body = b"".join([header, masks, numbers, *raw])
+    lengths = len(header), len(masks), len(numbers)
+    digest = hashlib.blake2b(body, digest_size=8).digest()
+    return MAGIC + HEAD.pack(FORMAT, module.meta["architecture"], digest, *lengths) + body
+
+
+def _context(k: int, leaf: Tensor) -> int:
+    """Numbers that share frequencies: a large tensor its own, all small ones together."""
+    return k if leaf.numel() >= SMALL else -1
+
+
+def _shapes(like: Any) -> Any:
+    if isinstance(like, Tensor):
+        return [str(like.dtype).removeprefix("torch."), *like.shape]
+    if isinstance(like, dict):
+        return {key: _shapes(item) for key, item in like.items()}
+    return {"": [_shapes(item) for item in like]}
+
+
+def _like(shapes: Any) -> Any:
+    if isinstance(shapes, dict):
+        return tuple(map(_like, shapes[""])) if "" in shapes else {key: _like(item) for key, item in shapes.items()}
+    return torch.empty(shapes[1:], dtype=DTYPES[shapes[0]], device="meta")
+
+
+def _unpacked(
+    path: Any, about: dict, masks: bytes, numbers: bytes, raw: bytes, network: nn.Module, output: Callable[[Any], Tensor]
+) -> Compressed:
+    like = _like(about["x"])
+    device = next(network.parameters()).device
+    x = tree.apply_leaves(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device), like)
+    weights = {name: leaf.detach() for name, leaf in [*network.named_parameters(), *network.named_buffers()]}
+    with torch.no_grad(), forked():
+        flows = follow(network, weights, x, output)
+        if signature(flows) != about["trace"]:
+            raise store.FileError(
+                f"{path}: made of a network whose weights have these names and shapes, but which computes something else with them; or "
+                "written by another version of dubito or torch, which is then needed to read it"
+            )
+        roots = flows.units.roots(np.arange(len(flows.units.parent)))
+        units, _ = choices(flows, np.zeros(len(roots), dtype=bool))
+        (kept,) = coding.decode(masks, [about["masks"]])
+        live = np.zeros(len(roots), dtype=bool)
+        live[units] = kept[: len(units)] > 0
+        live, at, columns = live[roots], len(units), []
+        for site in flows.sites:
+            there = live[site.cols]
+            mask = np.zeros(len(there), dtype=bool)
+            mask[there] = kept[at : at + int(there.sum())] > 0
+            columns.append(mask)
+            at += int(there.sum())
+        biases = tuple(bool(one) for one in kept[at:])
+        module = write(network, flows, Plan(live, tuple(columns), biases, like))
+    state, groups, place = module.stored, {}, 0
+    for k, (leaf, t) in enumerate(zip(state.values(), about["steps"], strict=True)):
+        if t is not None:
+            groups.setdefault(_context(k, leaf), []).append((k, leaf.numel()))
+    keys = sorted(groups)
+    decoded = coding.decode(numbers, [sum(n for _, n in groups[key]) for key in keys])
+    found = {}
+    for key, array in zip(keys, decoded, strict=True):
+        pieces = np.split(array, np.cumsum([n for _, n in groups[key]])[:-1])
+        found |= {k: piece for (k, _), piece in zip(groups[key], pieces, strict=True)}
+    for k, (leaf, t) in enumerate(zip(state.values(), about["steps"], strict=True)):
+        if t is None:
+            flat = np.frombuffer(raw, np.uint8, leaf.numel() * leaf.dtype.itemsize, place).copy()
+            leaf.copy_(torch.from_numpy(flat).view(leaf.dtype).reshape(leaf.shape))
+            place += leaf.numel() * leaf.dtype.itemsize
+        else:
+            leaf.copy_((torch.from_numpy(found[k]).double() * 2.0**-t).reshape(leaf.shape))
+    module.meta["steps"] = {name: t for name, t in zip(state, about["steps"], strict=True) if t is not None}
+    return module

@@ -1,0 +1,121 @@
+"""Matrix-variate Gaussians, with pseudo-inputs (Louizos & Welling 2016)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dubito import tree
+from dubito.families.family import Family, inverse_softplus, kind, of_kind
+from dubito.families.mean_field import normals
+from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
+from dubito.tree import Params
+
+
+@dataclass(frozen=True)
+class MatrixNormal(Family):
+    r"""A layer's matrix [out, in] has one covariance over its inputs, shared by all outputs up to their scales c:
+
+    .. math:: W \sim MN(M,\; \mathrm{diag}(c^2),\; U), \qquad U = \mathrm{diag}(r)\, (I + A^T A)^{-1}\, \mathrm{diag}(r).
+
+    The rows of A [pseudo, in] are pseudo-inputs, in units of 1 / r, at which the layer's output is known, the better the larger they
+    are: this is what conditioning a matrix with independent entries on noisy outputs there leaves of its covariance. (The paper's
+    pseudo-outputs would only move the mean, which is free.) The leading axis of a weight with two axes or more is its outputs; the
+    rest is its inputs. Vectors, such as biases, are independent.
+
+    A draw forms no matrix of the size of the inputs: with standard normal E [out, in] and e [out, pseudo],
+    :math:`W = M + c \circ (E - (E A^T + e)(I + A A^T)^{-1} A) \circ r`.
+
+    >>> leaves = MatrixNormal(pseudo=4).leaves({"w": torch.zeros(3, 5)}, {"w": torch.ones(3, 5)})
+    >>> leaves["pseudo/w"].shape
+    torch.Size([4, 5])
+    """
+
+    pseudo: int = 10  # pseudo-inputs of each layer
+
+    def __post_init__(self):
+        if self.pseudo < 1:
+            raise ValueError(f"pseudo is at least 1; got {self.pseudo}")
+
+    def leaves(self, start: Params, scale: Params) -> Params:
+        made, generator = of_kind("mean", tree.clone(start)), torch.Generator().manual_seed(0)
+        for name, leaf in start.items():
+            if leaf.ndim < 2:
+                made[f"rho/{name}"] = inverse_softplus(scale[name])
+                continue
+            spread = scale[name].flatten(1)
+            size = spread.mean().sqrt()  # of an entry, the product of a row's and a column's
+            made[f"columns/{name}"] = inverse_softplus((spread.mean(1) / size).clamp_min(1e-6))
+            made[f"rows/{name}"] = inverse_softplus((spread.mean(0) / size).clamp_min(1e-6))
+            inputs = spread.shape[1]
+            made[f"pseudo/{name}"] = torch.randn(min(self.pseudo, inputs), inputs, generator=generator).to(leaf) / math.sqrt(
+                inputs
+            )
+        return made
+
+    def _parts(self, leaves: Params, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """c, r, A and I + A A^T."""
+        c, r = F.softplus(leaves[f"columns/{name}"]), F.softplus(leaves[f"rows/{name}"])
+        a = leaves[f"pseudo/{name}"]
+        return c, r, a, a @ a.T + torch.eye(len(a), dtype=a.dtype, device=a.device)
+
+    def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        mean = kind(leaves, "mean")
+        extra = {
+            f"pseudo/{name}": mean[name].new_empty(len(mean[name]), len(a)).normal_(generator=generator)
+            for name, a in kind(leaves, "pseudo").items()
+        }
+        return {**normals(mean, generator), **extra}
+
+    def draw(self, leaves: Params, noise: Params) -> Params:
+        drawn = {}
+        for name, mean in kind(leaves, "mean").items():
+            if mean.ndim < 2:
+                drawn[name] = mean + F.softplus(leaves[f"rho/{name}"]) * noise[name]
+                continue
+            c, r, a, s = self._parts(leaves, name)
+            free = noise[name].flatten(1)
+            seen = free @ a.T + noise[f"pseudo/{name}"]  # what the pseudo-outputs would have been
+            known = torch.linalg.solve(s, seen.T).T @ a
+            drawn[name] = mean + (c.unsqueeze(1) * (free - known) * r).view_as(mean)
+        return drawn
+
+    def moments(self, leaves: Params) -> tuple[Params, Params]:
+        mean, variance = kind(leaves, "mean"), {}
+        for name, leaf in mean.items():
+            if leaf.ndim < 2:
+                variance[name] = F.softplus(leaves[f"rho/{name}"]).square()
+                continue
+            c, r, a, s = self._parts(leaves, name)
+            inputs = r.square() * (1 - (a * torch.linalg.solve(s, a)).sum(0))
+            variance[name] = torch.outer(c.square(), inputs).view_as(leaf)
+        return mean, variance
+
+    def entropy(self, leaves: Params) -> Tensor:
+        mean, logs = kind(leaves, "mean"), []
+        for name, leaf in mean.items():
+            if leaf.ndim < 2:
+                logs.append(F.softplus(leaves[f"rho/{name}"]).log().sum())
+                continue
+            c, r, _, s = self._parts(leaves, name)
+            logs.append(len(r) * c.log().sum() + len(c) * (r.log().sum() - 0.5 * torch.linalg.slogdet(s)[1]))
+        return torch.stack(logs).sum() + tree.size(mean) * 0.5 * (1 + math.log(2 * math.pi))
+
+    def covariance(self, leaves: Params) -> Covariance:
+        made: list[Covariance] = []
+        for name, leaf in kind(leaves, "mean").items():
+            if leaf.ndim < 2:
+                made.append(Diagonal.of({name: F.softplus(leaves[f"rho/{name}"]).square()}))
+                continue
+            c, r, a, _ = self._parts(leaves, name)
+            outputs, inputs = torch.diag(c.double() ** -2), torch.diag(r.double() ** -2) + (a / r).double().T @ (a / r).double()
+            nothing = {name: outputs.new_zeros(())}
+            shape, one = list(leaf.shape), outputs.new_ones(1)
+            made.append(
+                Kronecker.of(name, None, shape, outputs.unsqueeze(0).to(leaf), inputs.to(leaf), nothing, scale=one.to(leaf))
+            )
+        return made[0] if len(made) == 1 else Blocks(tuple(made))

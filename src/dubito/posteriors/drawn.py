@@ -1,0 +1,56 @@
+"""A distribution that one can draw weights from, and no more is known of it in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dubito import tree
+from dubito.families import Family
+from dubito.posteriors.posterior import Posterior
+from dubito.predict.sampled import sampled
+from dubito.predictive import LatentMixture
+from dubito.randomness import fresh, generator
+from dubito.tree import Buffers, Params
+
+
+@dataclass(frozen=True)
+class Drawn(Posterior):
+    """A member of a variational family that is not Gaussian: its parameters, `leaves`, and what was learned as a point."""
+
+    family: Family
+    leaves: Params
+    points: Params
+    buffers: Buffers
+    draws: int = 30
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        source = generator or fresh(self.model.device)
+        with torch.no_grad():
+            drawn = tree.stack([self.family.sampled(self.leaves, self.family.noise(self.leaves, source)) for _ in range(n)])
+        return {**drawn, **tree.repeat(self.points, n)}
+
+    def predict(
+        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+    ) -> LatentMixture:
+        self._only(how, "sampled")
+        drawn = self.sample(draws or self.draws, generator(self.model.device, seed, "weights"))
+        stacked = {name: leaf for name, leaf in drawn.items() if name not in self.points}
+        return sampled(self.model, x, shared={**self.buffers, **self.points}, stacked=stacked, memory=memory)
+
+    def moments(self) -> tuple[Params, Params]:
+        """Mean and variance of every weight, of families that know them."""
+        found = self.family.weight_moments(self.leaves)
+        if found is None:
+            raise ValueError(f"the family {type(self.family).__name__} knows no moments of its weights in closed form")
+        return found
+
+    def units(self) -> Params:
+        """How little each unit is needed, by the name of its weight (an input of a matrix, a filter of a convolution): of families
+        that have a factor for every unit."""
+        found = self.family.units(self.leaves)
+        if found is None:
+            raise ValueError(f"the family {type(self.family).__name__} has no factors for units: fit family='grouped'")
+        return found
