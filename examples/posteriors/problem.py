@@ -84,7 +84,8 @@ class Problem:
 
     def scores(self, p: Predictive) -> dict[str, float]:
         y = self.y_test
-        return {"accuracy": float(accuracy(p, y)), "nll": float(nll(p, y)), "ece": float(ece(p, y))}
+        found = {"accuracy": float(accuracy(p, y)), "nll": float(nll(p, y)), "ece": float(ece(p, y))}
+        return {**found, "confidence": float(p.mean.amax(-1).mean())}  # below the accuracy: it knows more than it says
 
     def trust(self, posterior: Samples) -> dict[str, float]:
         """R-hat and effective draws of the predicted probabilities, at their worst and in the middle."""
@@ -95,7 +96,7 @@ class Problem:
         return {
             "rhat_99": float(found.quantile(0.99)),
             "ess_median": float(size[size.isfinite()].median()),
-            "acceptance": float(posterior.trace["acceptance"].mean()),
+            **{name: float(posterior.trace[name].mean()) for name in ("acceptance",) if name in posterior.trace},
         }
 
 

@@ -11,6 +11,7 @@ from problem import report, setting
 from torch import Tensor, nn
 
 import dubito
+from dubito.diagnostics import rhat
 from dubito.priors import Prior
 from dubito.tree import Params
 
@@ -58,4 +59,5 @@ rows = {
     "draws": {"exactly zero": float((draws == 0).float().mean()), "|w| below .001": float((draws.abs() < near).float().mean())},
     "posterior mean": {"|w| below .001": float((draws.mean(0).abs() < near).float().mean())},
 }
+rows["draws"]["rhat max"] = float(rhat(draws.unflatten(0, (posterior.chains, -1))).max())
 report("sparse_mode", s, rows, mode=w.squeeze().tolist(), mean=draws.mean(0).tolist(), std=draws.std(0).tolist())

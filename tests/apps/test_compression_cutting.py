@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from apps.networks import NETWORKS, Block, ResNet, build, lenet, sparse
 from dubito.apps.compression import cut
@@ -195,6 +196,17 @@ def test_dropout_that_is_always_on():
     assert torch.equal(state, torch.get_rng_state())
     assert small.get_parameter("0.weight").shape == (5, 3)
     assert not torch.equal(small(x), small(x))
+
+
+def test_weights_that_are_computed():
+    """What is computed of weights alone, as by weight norm, is computed once."""
+    network = nn.Sequential(weight_norm(nn.Linear(5, 8)), nn.ReLU(), nn.Linear(8, 2))
+    x, gone = torch.randn(3, 5), torch.arange(8) < 3
+    small = cut(network, x, inputs={"2": gone})
+    with torch.no_grad():
+        network[2].weight[:, gone] = 0
+    assert_same(small, network, x)
+    assert size(small) == 5 * 5 + 5 + 2 * 5 + 2
 
 
 def test_weights_of_others():

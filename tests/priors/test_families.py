@@ -319,3 +319,13 @@ def test_full_batch_samplers_see_the_same_density(name):
     for i, one in enumerate(params):
         assert float(found.log_prior[i]) == pytest.approx(float(target.log_prior(one)))
         torch.testing.assert_close(found.gradient[i], tree.flatten(target.gradient(one, [data], {}).gradient))
+
+
+def test_a_sampler_asks_an_earlier_posterior_in_double_precision():
+    """Of a Kronecker covariance in float32."""
+    torch.manual_seed(0)
+    model = dubito.Model(nn.Linear(2, 1), dubito.Gaussian(scale=0.5), dubito.priors.Normal(scale=1.0))
+    data = torch.randn(20, 2), torch.randn(20, 1)
+    earlier = dubito.fit(model, dubito.Laplace(check=False), data).as_prior()
+    later = dubito.Model(model.network, model.likelihood, earlier)
+    assert len(dubito.fit(later, dubito.HMC(0.01, chains=1, draws=2, burn_in=0, path_length=0.05), data)) == 2

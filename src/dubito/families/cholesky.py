@@ -20,7 +20,8 @@ LARGEST = 8192  # weights that share a matrix
 
 @dataclass(frozen=True)
 class Layerwise(Family):
-    r"""The weights of a layer vary together: :math:`w_l = \mu_l + L_l \epsilon` with a lower triangular :math:`L_l`.
+    r"""The weights of a layer vary together: :math:`w_l = \mu_l + L_l \epsilon` with a lower triangular :math:`L_l`, whose rows are in
+    units of its diagonal, so that steps of one size suit weights of any.
 
     A layer is what shares a name up to its last dot. Its matrix has as many rows as the layer has weights, so this is for small ones.
 
@@ -51,7 +52,11 @@ class Layerwise(Family):
 
     def _factors(self, leaves: Params) -> dict[str, Tensor]:
         """The lower triangular matrices, whose diagonal is kept positive."""
-        return {block: raw.tril(-1) + torch.diag(F.softplus(raw.diagonal())) for block, raw in kind(leaves, "factor").items()}
+        found = {}
+        for block, raw in kind(leaves, "factor").items():
+            scale = F.softplus(raw.diagonal())
+            found[block] = raw.tril(-1) * scale.unsqueeze(1) + torch.diag(scale)
+        return found
 
     def _blocks(self, leaves: Params) -> dict[str, Params]:
         mean = kind(leaves, "mean")

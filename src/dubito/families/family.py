@@ -55,7 +55,8 @@ class Family(ABC):
     def outputs(
         self, leaves: Params, layers: dict[str, str | None], estimator: Estimator, generator: torch.Generator
     ) -> tuple[Params, Reparametrized]:
-        """What stands in the network in the place of the weights of some layers, and what draws their outputs."""
+        """What stands in the network in the place of the weights of some layers, and what draws their outputs. A family that ties
+        layers together is only asked where these are all there is."""
         raise NotImplementedError(f"{type(self).__name__} draws weights only")
 
     def moments(self, leaves: Params) -> tuple[Params, Params] | None:

@@ -43,8 +43,8 @@ class IVON:
 
     .. math:: q(\theta) = N\big(m,\; \mathrm{diag}(1 / (\lambda (h + \delta)))\big), \qquad \lambda = N / T, \quad \delta = 1 / (N s^2)
 
-    under a prior N(0, s^2), at temperature T. A step draws :math:`\theta` from q and takes the gradient g of the loss per example there.
-    Its product with the draw estimates the diagonal of the Hessian, its running mean :math:`\bar g` moves m:
+    under a prior N(0, s^2), at temperature T. A step draws :math:`\theta` from q and takes the gradient g of the loss per example. Its
+    product with the draw estimates the diagonal of the Hessian, its running mean :math:`\bar g` moves m:
 
     .. math:: \hat h = g\, (\theta - m)\, \lambda (h + \delta), \qquad
         h \leftarrow h + \rho\, (\hat h - h) + \tfrac12 \rho^2 (\hat h - h)^2 / (h + \delta), \qquad
@@ -69,7 +69,7 @@ class IVON:
     learning_rate: float = field(default=0.1, kw_only=True)  # at its highest
     momentum: float = field(default=0.9, kw_only=True)  # share of the mean gradient that a step keeps
     hessian_momentum: float | None = field(default=None, kw_only=True)  # the same of the Hessian; None is 1 - 10 / steps
-    initial_hessian: float = field(default=0.1, kw_only=True)  # of the loss per example: the larger, the surer at the start
+    initial_hessian: float = field(default=0.5, kw_only=True)  # of the loss per example: the larger, the surer at the start
     samples: int = field(default=1, kw_only=True)  # draws a step
     schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)  # of the learning rate, after the warmup
     warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
@@ -191,7 +191,7 @@ class IVON:
     def posterior(self, target: Target, state: IVONState, draws: store.Draws) -> Posterior:
         curvature, prior, n = {}, {}, target.n_data
         for (name, spread), delta in zip(state.spread.items(), _deltas(target, state.params), strict=True):
-            curvature[name] = (spread.reciprocal() - delta).mul_(n).unsqueeze(0)
+            curvature[name] = spread.reciprocal().sub_(delta).mul_(n).unsqueeze(0)
             prior[name] = spread.new_tensor(n * delta)
         one = torch.ones(1).to(next(iter(prior.values())))
         covariance = Diagonal(curvature, prior, one, target.temperature)

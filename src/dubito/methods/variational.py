@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dubito import store
 from dubito.descent import Descent, DescentState, clip
-from dubito.families import FAMILIES, Family, MeanField
+from dubito.families import FAMILIES, Family, LowRank, MeanField
 from dubito.families.family import kind
 from dubito.families.mean_field import pieces
 from dubito.fit import Info, Start
@@ -128,6 +128,8 @@ class Variational(Descent):
         drawn: dict[str, str | None] = {}
         if self.estimator != "weights" and q.local:
             drawn = layers(target.model, start.params, target.model.split(batch)[0], start.buffers)
+            if isinstance(q, LowRank) and {name for pair in drawn.items() for name in pair if name} != set(weights):
+                drawn = {}  # the directions are of all weights, and these would be drawn in two ways
         leaves = q.leaves(weights, scale)
         trained = super().init(target, Start({**leaves, **points}, start.buffers), batch, generator, steps=steps)
         return VariationalState(

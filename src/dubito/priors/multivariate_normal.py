@@ -39,15 +39,20 @@ class MultivariateNormal(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         away = {name: leaf.unsqueeze(0) for name, leaf in self._away(params).items()}
-        pulled = self.covariance.solve(away)
+        pulled = self._solved(away)
         quadratic = torch.stack([(away[name] * pulled[name]).sum() for name in away]).sum()
         return -0.5 * (quadratic + self.covariance.logdet().to(quadratic) + self.covariance.moving * math.log(2 * math.pi))
+
+    def _solved(self, away: Params) -> Params:
+        """In the covariance's own precision: samplers ask in float64."""
+        own = {name: leaf.to(self.mean[name].dtype) for name, leaf in away.items()}
+        return {name: leaf.to(away[name]) for name, leaf in self.covariance.solve(own).items()}
 
     def gradient(self, params: Params) -> Params:
         away = self._away(params)
         first = next(iter(away))
         stacked = away[first].ndim > self.mean[first].ndim
-        pulled = self.covariance.solve(away if stacked else {name: leaf.unsqueeze(0) for name, leaf in away.items()})
+        pulled = self._solved(away if stacked else {name: leaf.unsqueeze(0) for name, leaf in away.items()})
         return {name: -(pulled[name] if stacked else pulled[name][0]) for name in params}
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:

@@ -8,9 +8,10 @@ import torch
 
 from dubito import tree
 from dubito.apps.compression import bits
-from dubito.apps.compression.cutting import Compressed, cut
+from dubito.apps.compression.cutting import cut
 from dubito.apps.compression.pruning import Threshold, masks, moments
 from dubito.apps.compression.report import compare
+from dubito.apps.compression.writing import Compressed
 from dubito.posteriors import Posterior
 from dubito.randomness import forked
 from dubito.tree import Params

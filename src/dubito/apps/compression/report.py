@@ -14,8 +14,9 @@ from torch import nn
 
 from dubito import metrics, tree
 from dubito.apps.compression import bits
-from dubito.apps.compression.cutting import Compressed, call
+from dubito.apps.compression.cutting import call
 from dubito.apps.compression.storage import packed
+from dubito.apps.compression.writing import Compressed
 from dubito.likelihoods import Likelihood
 from dubito.model import Model, mode
 from dubito.posteriors import Point

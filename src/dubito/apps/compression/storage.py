@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from dubito import store, tree
 from dubito.apps.compression import bits, coding
-from dubito.apps.compression.cutting import Compressed, Plan, architecture, choices, follow, signature, write
+from dubito.apps.compression.cutting import follow
+from dubito.apps.compression.writing import Compressed, Plan, architecture, choices, signature, write
 from dubito.model import pick_output
 from dubito.randomness import forked
 
