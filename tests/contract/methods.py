@@ -74,7 +74,7 @@ QUICK: dict[str, Any] = {
     "variational/flow": Variational(Flow(hidden=3), epochs=3),
     "variational/grouped": Variational("grouped", epochs=3),
     "ivon": IVON(epochs=3),
-    "ivon/in pairs, clipped": IVON(epochs=3, samples=3, clip=1.0),
+    "ivon/in pairs": IVON(epochs=3, samples=3, clip=None),
     "sgld": SGLD(burn_in=1, draws=3, chains=2),
     "sgld/preconditioned": SGLD(burn_in=1, draws=3, preconditioner="rmsprop"),
     "sghmc": SGHMC(burn_in=1, draws=3),

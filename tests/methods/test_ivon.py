@@ -57,9 +57,7 @@ def regressions(n: int):
     return model, (x, y.expand(-1, ROWS)), mean, precision
 
 
-@pytest.mark.parametrize(
-    ("n", "size", "temperature", "samples"), [(60, 60, 1.0, 1), (60, 20, 1.0, 2), (60, 60, 0.1, 1), (24, 12, 3.0, 2)]
-)
+@pytest.mark.parametrize(("n", "size", "temperature", "samples"), [(60, 20, 1.0, 2), (60, 60, 0.1, 1), (24, 24, 3.0, 1)])
 def test_on_linear_regression_it_finds_the_mean_field(n, size, temperature, samples):
     """The exact mean, and variances T / diag(A), whatever the number of data, the batches and the temperature."""
     model, source, mean, precision = regressions(n)
@@ -90,7 +88,7 @@ def test_pairs_cancel_the_noise_of_batches_and_draws():
 
 def test_the_estimate_of_the_hessian_is_unbiased():
     """On a network, against the Hessian itself, averaged over q; all members of a stacked target estimate the same."""
-    many, n, temperature = 6_000, 20, 0.3
+    many, n, temperature = 4_000, 20, 0.3
     x, y = (leaf.double() for leaf in data(n))
     net = seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double())
     model = Model(net, Gaussian(scale=1.0), Normal(scale=2.0))
@@ -110,20 +108,22 @@ def test_the_estimate_of_the_hessian_is_unbiased():
 
     scale = math.sqrt(temperature / (n * (0.5 + delta)))
     drawn = {
-        name: leaf + scale * torch.randn(3_000, *leaf.shape, generator=generator, dtype=torch.float64)
+        name: leaf + scale * torch.randn(2_000, *leaf.shape, generator=generator, dtype=torch.float64)
         for name, leaf in model.parameters().items()
     }
     exact = vmap(jacrev(jacrev(loss)))(drawn)
     for name in found:
         size = found[name][0].numel()
-        diagonal = exact[name][name].reshape(3_000, size, size).diagonal(dim1=1, dim2=2)
+        diagonal = exact[name][name].reshape(2_000, size, size).diagonal(dim1=1, dim2=2)
         each = found[name].reshape(many, size)
-        error = (each.var(0) / many + diagonal.var(0) / 3_000).sqrt()
+        error = (each.var(0) / many + diagonal.var(0) / 2_000).sqrt()
         assert ((each.mean(0) - diagonal.mean(0)).abs() < 5 * error + 1e-4).all()
         assert (error < 0.2).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"clip": 1e-3, "warmup": 0.2}, {"samples": 2}], ids=["plain", "clipped", "a pair"])
+@pytest.mark.parametrize(
+    "options", [{"clip": None}, {"clip": 1e-2, "warmup": 0.2}, {"clip": None, "samples": 2}], ids=["plain", "clipped", "a pair"]
+)
 @pytest.mark.parametrize("outputs", [2, 300], ids=["small", "in pieces"])
 def test_a_step_is_the_formulas(options, outputs):
     """As the paper writes them, also where leaves are cut into pieces or put together."""
@@ -149,10 +149,11 @@ def test_a_step_is_the_formulas(options, outputs):
             estimate = sum(s[name] * (w[name] - m) / variance for s, w in zip(slopes, draws, strict=True)) / len(slopes)
             momentum = 0.9 * old.momentum[name] + 0.1 * g
             h = 0.9 * h + 0.1 * estimate + 0.5 * 0.1**2 * (h - estimate) ** 2 / (h + d)
-            step = rate * (0.5 + d) * (momentum / (1 - 0.9**t) + d * m) / (h + d)
+            step = (0.5 + d) * momentum / (1 - 0.9**t) / (h + d)
             if method.clip is not None:
-                clipped += int((step.abs() > rate * 1e-3).sum())
-                step = step.clamp(-rate * 1e-3, rate * 1e-3)
+                clipped += int((step.abs() > 1e-2).sum())
+                step = step.clamp(-1e-2, 1e-2)
+            step = rate * (step + (0.5 + d) * d * m / (h + d))
             assert torch.allclose(state.momentum[name], momentum, rtol=1e-9, atol=1e-15)
             assert torch.allclose(1 / state.spread[name], h + d, rtol=1e-9)
             assert torch.allclose(state.params[name], m - step, rtol=1e-9, atol=1e-12)
@@ -177,11 +178,12 @@ def test_noise_of_wide_networks_is_that_of_q():
 def test_one_leaf_and_many_move_alike():
     g = torch.Generator().manual_seed(0)
     mean, spread, momentum, drawn, slope = (torch.rand(5, generator=g, dtype=torch.float64) for _ in range(5))
-    rule = ivon._Rule(0.1, 0.6, 0.3, [0.02], [-0.01], [-0.2], None)
-    one, many = ([leaf.clone() for leaf in (mean, spread, momentum)] for _ in range(2))
-    rule.one(*one, drawn, slope, torch.empty(5).double(), torch.empty(5).double())
-    rule.many(*([leaf] for leaf in many), [drawn], [slope], [], [torch.empty(5).double()], [torch.empty(5).double()])
-    assert all(torch.allclose(a, b, rtol=1e-14) for a, b in zip(one, many, strict=True))
+    for most in (None, [0.2]):
+        rule = ivon._Rule(0.1, 0.6, 0.3, [0.02], [-0.01], [-0.2], most)
+        one, many = ([leaf.clone() for leaf in (mean, spread, momentum)] for _ in range(2))
+        rule.one(*one, drawn, slope, torch.empty(5).double(), torch.empty(5).double())
+        rule.many(*([leaf] for leaf in many), [drawn], [slope], [], [torch.empty(5).double()], [torch.empty(5).double()])
+        assert all(torch.allclose(a, b, rtol=1e-14) for a, b in zip(one, many, strict=True))
 
 
 def test_spreads_stay_positive_whatever_the_gradients():
@@ -276,7 +278,7 @@ def test_an_ensemble_is_a_mixture_of_modes(vectorize):
     assert all(isinstance(member, posteriors.Gaussian) for member in found.members)
     first, second, _ = (member.params["0.weight"] for member in found.members)
     assert not torch.allclose(first, second, atol=0.1)
-    assert dubito.metrics.rmse(found.predict(x), y) < 0.8
+    assert dubito.metrics.rmse(found.predict(x), y) < 1.2  # of 2.2 without a network
 
 
 def test_batchnorm_statistics_follow_the_passes_at_the_draws():
@@ -309,7 +311,7 @@ def test_other_layouts_of_memory():
 def test_it_can_be_the_prior_of_more_data():
     """At a temperature, the prior of the next fit is what it was before tempering."""
     model, (x, y), _, _ = regressions(60)
-    method = IVON(epochs=150, samples=2, hessian_momentum=0.97, initial_hessian=5.0)
+    method = IVON(epochs=100, samples=2, hessian_momentum=0.96, initial_hessian=5.0)
     first = dubito.fit(model, method, (x[:30], y[:30]), batch_size=30, temperature=0.5)
     prior = first.as_prior()
     halves = first.covariance.precision["weight"]

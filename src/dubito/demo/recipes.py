@@ -91,7 +91,7 @@ def _variational(t: Training) -> Variational:
 def _ivon(t: Training) -> IVON:
     # So few data leave most weights as free as this prior does. From the trained network, sure of itself, the spread grows towards that
     # and is not given the time to arrive.
-    return IVON(epochs=max(2, t.epochs), learning_rate=0.005, initial_hessian=20.0, hessian_momentum=0.999, clip=1.0)
+    return IVON(epochs=max(2, t.epochs), learning_rate=0.005, initial_hessian=20.0, hessian_momentum=0.999)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -73,7 +73,7 @@ class IVON:
     samples: int = field(default=1, kw_only=True)  # draws a step
     schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)  # of the learning rate, after the warmup
     warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
-    clip: float | None = field(default=None, kw_only=True)  # a step moves a weight by at most clip * learning_rate
+    clip: float | None = field(default=1.0, kw_only=True)  # a gradient moves a weight by at most clip * learning_rate
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
 
     def __post_init__(self):
@@ -149,6 +149,7 @@ class IVON:
         """Move h and m, and draw for the next step, in place. `more` are sums over further draws: of g, and of g (theta - m)."""
         rate, rho, size = self.learning_rate * self._share(state), self._replaced(state), target.n_data / target.temperature
         state.step += 1
+        begun = 1 - self.momentum**state.step  # the running mean of gradients began at zero
         noise, memory = _Noise(target, state.params, generator), (_Memory(), _Memory())
         trees = (state.params, state.spread, state.momentum, state.drawn, gradient, *more)
         for deltas, means, spreads, momenta, drawn, slopes, *sums in _groups(_deltas(target, state.params), *trees):
@@ -159,11 +160,11 @@ class IVON:
                 product=math.sqrt(0.5) * rho * size,
                 prior=[math.sqrt(0.5) * rho * delta for delta in deltas],
                 decay=[-step * delta for step, delta in zip(steps, deltas, strict=True)],
-                step=[-step / (1 - self.momentum**state.step) for step in steps],  # the running mean of gradients began at zero
-                limit=None if self.clip is None else rate * self.clip,
+                step=[-step / begun for step in steps],
+                most=None if self.clip is None else [self.clip * begun / (self.initial_hessian + delta) for delta in deltas],
             )
             scratch = [held(means) for held in memory]
-            if len(means) == 1 and not sums and rule.limit is None:
+            if len(means) == 1 and not sums:
                 rule.one(means[0], spreads[0], momenta[0], drawn[0], slopes[0], scratch[0][0], scratch[1][0])
             else:
                 rule.many(means, spreads, momenta, drawn, slopes, sums, *scratch)
@@ -265,8 +266,8 @@ class _Rule(NamedTuple):
     product: float  # plus so many times g (theta - m)
     prior: list[float]  # plus so many times 1 / (h + delta)
     decay: list[float]  # what the prior pulls
-    step: list[float]
-    limit: float | None  # how far a weight may move
+    step: list[float]  # times the running mean of gradients over h + delta
+    most: list[float] | None  # of which no entry counts for more than this
 
     def one(
         self, mean: Tensor, spread: Tensor, momentum: Tensor, drawn: Tensor, slope: Tensor, away: Tensor, growth: Tensor
@@ -277,7 +278,12 @@ class _Rule(NamedTuple):
         growth.addcmul_(away, slope, value=self.product).add_(self.keep)
         spread.div_(growth.mul_(growth).add_(0.5))
         momentum.lerp_(slope, self.fresh)
-        mean.addcmul_(mean, spread, value=self.decay[0]).addcmul_(momentum, spread, value=self.step[0])
+        mean.addcmul_(mean, spread, value=self.decay[0])
+        if self.most is None:
+            mean.addcmul_(momentum, spread, value=self.step[0])
+        else:
+            torch.mul(momentum, spread, out=away).clamp_(-self.most[0], self.most[0])
+            mean.add_(away, alpha=self.step[0])
 
     def many(
         self,
@@ -304,15 +310,16 @@ class _Rule(NamedTuple):
         torch._foreach_mul_(growth, growth)
         torch._foreach_add_(growth, 0.5)
         torch._foreach_div_(spreads, growth)
-        if self.limit is not None:
-            torch._foreach_copy_(away, means)
         torch._foreach_addcmul_(means, means, spreads, self.decay)
-        torch._foreach_addcmul_(means, momenta, spreads, self.step)
-        if self.limit is not None:
-            torch._foreach_sub_(means, away)
-            torch._foreach_clamp_min_(means, -self.limit)
-            torch._foreach_clamp_max_(means, self.limit)
-            torch._foreach_add_(means, away)
+        if self.most is None:
+            torch._foreach_addcmul_(means, momenta, spreads, self.step)
+            return
+        torch._foreach_copy_(away, momenta)
+        torch._foreach_mul_(away, spreads)
+        torch._foreach_clamp_min_(away, [-most for most in self.most])
+        torch._foreach_clamp_max_(away, self.most)
+        torch._foreach_mul_(away, self.step)
+        torch._foreach_add_(means, away)
 
 
 class _Noise:
