@@ -74,7 +74,6 @@ QUICK: dict[str, Any] = {
     "variational/flow": Variational(Flow(hidden=3), epochs=3),
     "variational/grouped": Variational("grouped", epochs=3),
     "ivon": IVON(epochs=3),
-    "ivon/in pairs": IVON(epochs=3, samples=3, clip=None),
     "sgld": SGLD(burn_in=1, draws=3, chains=2),
     "sgld/preconditioned": SGLD(burn_in=1, draws=3, preconditioner="rmsprop"),
     "sghmc": SGHMC(burn_in=1, draws=3),
@@ -83,11 +82,9 @@ QUICK: dict[str, Any] = {
     "ula": dubito.ULA(0.01, chains=2, draws=4, burn_in=2, thin=2),
     "mala": MALA(chains=2, draws=4, burn_in=2, thin=2),
     "hmc": HMC(0.01, chains=2, draws=4, burn_in=2, path_length=0.05),
-    "hmc/one chain, tuned": HMC(chains=1, draws=4, burn_in=10, path_length=0.05, units="posterior"),
     "nuts": NUTS(0.01, chains=2, draws=4, burn_in=2, max_depth=3),
     "mclmc": MCLMC(chains=2, draws=4, burn_in=2, thin=2),
     "mams": MAMS(0.01, chains=2, draws=4, burn_in=2, path_length=0.05),
-    "ensemble/of hmc": Ensemble(HMC(0.01, chains=2, draws=4, burn_in=2, path_length=0.05), 2),
     "third party": ULA(n_draws=8, burn_in=0),
 }
 # They sum over all data at the weights they are given and draw nothing, so another seed gives the same but for the order of the sums.
