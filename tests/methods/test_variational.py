@@ -89,7 +89,9 @@ def test_mean_field_arrives_there():
 def test_the_full_family_is_exact_and_its_bound_the_evidence():
     x, y = regression()
     mean, precision, evidence = exact(x, y)
-    posterior = dubito.fit(linear(), Variational("full", **{**FITTED, "epochs": 500, "learning_rate": 0.05}), (x, y), batch_size=60)
+    posterior = dubito.fit(
+        linear(), Variational("full", **{**FITTED, "epochs": 500, "learning_rate": 0.05}), (x, y), batch_size=60
+    )
     torch.testing.assert_close(posterior.covariance.dense(), torch.linalg.inv(precision), rtol=0.2, atol=3e-4)
     bound = dubito.elbo(posterior, (x, y), draws=400)
     assert abs(bound.nats - evidence) < 0.15
