@@ -44,6 +44,11 @@ def ratio(seconds: Mapping[str, list[float]], name: str, reference: str) -> dict
     return {"fastest": min(a) / min(b), "median": statistics.median(a) / statistics.median(b)}
 
 
+def per_step(seconds: Mapping[str, list[float]], steps: int) -> dict[str, dict[str, float]]:
+    """Microseconds a step of each case, of its fastest round and of the median one."""
+    return {name: {"fastest": 1e6 * min(s) / steps, "median": 1e6 * statistics.median(s) / steps} for name, s in seconds.items()}
+
+
 def resident(what: str) -> float:
     """VmRSS or its peak, VmHWM, of this process in megabytes."""
     lines = Path("/proc/self/status").read_text().splitlines()

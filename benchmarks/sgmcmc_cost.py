@@ -17,15 +17,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from measure import interleaved, ratio, show, write
+from measure import interleaved, per_step, ratio, show, write
 from networks import lenet, mlp
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import dubito
-from dubito.langevin import PIECE
 from dubito.priors import Normal
-from dubito.randomness import Normals, derive, seed_global
+from dubito.randomness import PIECE, Normals, derive, seed_global
 
 PRIOR, LEARNING_RATE, SIZE = 1.0, 1e-3, 128
 
@@ -88,9 +87,7 @@ def compare(network: nn.Module, x: Tensor, y: Tensor, repeats: int) -> dict:
     steps = math.ceil(len(x) / SIZE)
     return {
         "steps": steps,
-        "microseconds a step": {
-            key: {"fastest": 1e6 * min(s) / steps, "median": 1e6 * statistics.median(s) / steps} for key, s in seconds.items()
-        },
+        "microseconds a step": per_step(seconds, steps),
         "ratio to SGD": {key: ratio(seconds, key, "SGD") for key in cases},
         "ratio to SGD with weight decay": {key: ratio(seconds, key, "SGD with weight decay") for key in cases},
     }

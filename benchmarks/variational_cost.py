@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import statistics
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import growth, interleaved, ratio, show, write
+from measure import growth, interleaved, per_step, ratio, show, write
 from networks import lenet, mlp
 from torch import Tensor, nn
 
@@ -73,9 +72,7 @@ def compare(network: nn.Module, x: Tensor, y: Tensor, repeats: int) -> dict:
     steps = math.ceil(len(x) / SIZE)
     return {
         "steps": steps,
-        "microseconds a step": {
-            key: {"fastest": 1e6 * min(s) / steps, "median": 1e6 * statistics.median(s) / steps} for key, s in seconds.items()
-        },
+        "microseconds a step": per_step(seconds, steps),
         **{f"ratio to {to}": {key: ratio(seconds, key, to) for key in cases} for to in ("Adam", "fused Adam")},
     }
 

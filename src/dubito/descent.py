@@ -123,12 +123,21 @@ class Descent(ABC):
 
     def _share(self, step: int, steps: int) -> float:
         """The learning rate at a step, as a share of its peak."""
-        warmup = math.ceil(self.warmup * steps)
-        if step < warmup:
-            return (step + 1) / warmup
-        if self.schedule == "constant":
-            return 1.0
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+        return share(step, steps, warmup=self.warmup, schedule=self.schedule)
+
+
+def share(step: int, steps: int, *, warmup: float, schedule: str) -> float:
+    """A learning rate as a share of its peak: linear over the `warmup`, a share of the steps, then cosine to zero or constant.
+
+    >>> share(50, 100, warmup=0.0, schedule="cosine")
+    0.5
+    """
+    first = math.ceil(warmup * steps)
+    if step < first:
+        return (step + 1) / first
+    if schedule == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - first) / max(1, steps - first)))
 
 
 def clip(slopes: Sequence[Tensor], limit: float, *, stacked: bool) -> None:

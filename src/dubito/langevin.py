@@ -24,10 +24,9 @@ from dubito.chains import BUFFER, TRACE, samples, starts
 from dubito.fit import Info, Start
 from dubito.model import Model, Target
 from dubito.posteriors import Posterior
-from dubito.randomness import Normals
+from dubito.randomness import PIECE, Normals, normals
 from dubito.tree import Buffers, Params
 
-PIECE = 2**16  # weights that are moved at a time
 PLAIN: dict[str, Any] = {"weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
 MEMORY = 0.99  # of RMSprop: how much of the mean square a step keeps
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -79,12 +78,12 @@ class Move(NamedTuple):
                 torch._foreach_mul_(velocity, keep)
             self.drift(velocity, drift)
         elif keep == 0 or self.root or not Normals.pay(velocity) or not all(v.is_contiguous() for v in velocity):
-            self.push(velocity, _normals(velocity, scale, self.generator), keep=keep, drift=drift)
+            self.push(velocity, normals(velocity, self.generator, scale), keep=keep, drift=drift)
         else:  # in pieces, which are used before they leave the cache
-            normals = Normals(self.generator, scale)
+            source = Normals(self.generator, scale)
             for weights, own in zip(self.weights, velocity, strict=True):
                 for w, v in zip(weights.view(-1).split(PIECE), own.view(-1).split(PIECE), strict=True):
-                    _push([w], [v], [normals(len(v))], keep, drift)
+                    _push([w], [v], [source(len(v))], keep, drift)
 
     def drift(self, velocity: list[Tensor], factor: float) -> None:
         """w <- w + factor root v."""
@@ -98,18 +97,6 @@ def _push(weights: list[Tensor], velocity: list[Tensor], by: list[Tensor], keep:
     """v <- keep v + by, w <- w + drift v. This is a step of SGD with momentum, for which torch has a single pass over memory; it leaves
     the velocity alone where there is no momentum."""
     torch._fused_sgd_(weights, by, velocity, momentum=keep, lr=-drift, **PLAIN)
-
-
-def _normals(leaves: list[Tensor], scale: float, generator: torch.Generator) -> list[Tensor]:
-    """Noise in the shapes of some tensors, drawn at once."""
-    if len({leaf.dtype for leaf in leaves}) > 1:
-        return [torch.empty_like(leaf).normal_(0.0, scale, generator=generator) for leaf in leaves]
-    sizes = [leaf.numel() for leaf in leaves]
-    if Normals.pay(leaves):
-        flat = Normals(generator, scale)(sum(sizes))
-    else:
-        flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device).normal_(0.0, scale, generator=generator)
-    return [share.view_as(leaf) for share, leaf in zip(flat.split(sizes), leaves, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+PIECE = 2**16  # numbers that several passes work on at a time, so that they stay in the cache
 FEW = 20_000  # normals that torch has drawn by the time a generator of ours is seeded
 UNIT = torch.tensor((1 - 2**-24) / 2**31)  # from 32-bit integers to floats strictly between -1 and 1
 
@@ -138,3 +139,19 @@ class Normals:
             self.memory = torch.empty(n)
         bits = torch.from_numpy(self.source.random_raw((n + 1) // 2).view(np.int32))
         return self.memory[:n].copy_(bits[:n]).mul_(UNIT).erfinv_().mul_(self.factor)
+
+
+def normals(leaves: list[Tensor], generator: torch.Generator, scale: float = 1.0) -> list[Tensor]:
+    """Normals in the shapes of some tensors, drawn at once where they are of one type.
+
+    >>> [leaf.shape for leaf in normals([torch.zeros(2, 3), torch.zeros(4)], torch.Generator())]
+    [torch.Size([2, 3]), torch.Size([4])]
+    """
+    if len({leaf.dtype for leaf in leaves}) != 1:
+        return [torch.empty_like(leaf, requires_grad=False).normal_(0.0, scale, generator=generator) for leaf in leaves]
+    sizes = [leaf.numel() for leaf in leaves]
+    if Normals.pay(leaves):
+        flat = Normals(generator, scale)(sum(sizes))
+    else:
+        flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device).normal_(0.0, scale, generator=generator)
+    return [share.view(leaf.shape) for share, leaf in zip(flat.split(sizes), leaves, strict=True)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.families.family import Family, inverse_softplus, kind, of_kind
-from dubito.families.mean_field import normals
+from dubito.families.mean_field import noise_like
 from dubito.linalg import Blocks, Covariance, Dense
 from dubito.tree import Params
 
@@ -63,7 +63,7 @@ class Layerwise(Family):
         return {block: {name: mean[name] for name in names} for block, names in self.blocks(list(mean)).items()}
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
-        return normals(kind(leaves, "mean"), generator)
+        return noise_like(kind(leaves, "mean"), generator)
 
     def draw(self, leaves: Params, noise: Params) -> Params:
         factors, drawn = self._factors(leaves), {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from dubito import tree
 from dubito.families.family import Family, inverse_softplus, kind, of_kind
 from dubito.families.grouped import along, unit_axis
-from dubito.families.mean_field import normals
+from dubito.families.mean_field import noise_like
 from dubito.priors import Prior
 from dubito.tree import Params
 
@@ -88,7 +88,7 @@ class Flow(Family):
         units = {
             f"unit/{name}": torch.empty_like(leaf).normal_(generator=generator) for name, leaf in kind(leaves, "start").items()
         }
-        return {**normals(mean, generator), **units}
+        return {**noise_like(mean, generator), **units}
 
     def _given(self, leaves: Params, noise: Params) -> tuple[Params, Params, Tensor, dict[str, Tensor]]:
         """Mean and scale of every weight given z; log q(z); z."""

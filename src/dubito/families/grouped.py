@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.families.family import Family, inverse_softplus, kind, of_kind
-from dubito.families.mean_field import normals
+from dubito.families.mean_field import noise_like
 from dubito.priors import Prior
 from dubito.reparametrized import LINEAR, TINY, Estimator, Reparametrized
 from dubito.tree import Params
@@ -130,7 +130,7 @@ class Grouped(Family):
             f"unit/{name}": mean[name].new_empty(mean[name].shape[unit_axis(mean[name])]).normal_(generator=generator)
             for name in self.grouped(leaves)
         }
-        return {**normals(mean, generator), **units}
+        return {**noise_like(mean, generator), **units}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
         scales, drawn = self.scales(leaves), {}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.families.family import Family, inverse_softplus, kind, of_kind
-from dubito.families.mean_field import MeanField, normals
+from dubito.families.mean_field import MeanField, noise_like
 from dubito.linalg import Covariance
 from dubito.linalg import LowRank as Structure
 from dubito.reparametrized import Estimator, Reparametrized
@@ -71,7 +71,7 @@ class LowRank(Family):
         return torch.empty(self.rank, dtype=first.dtype, device=first.device).normal_(generator=generator)
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
-        return {**normals(kind(leaves, "mean"), generator), "": self._along(leaves, generator)}
+        return {**noise_like(kind(leaves, "mean"), generator), "": self._along(leaves, generator)}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
         scales, columns = self.scales(leaves), kind(leaves, "columns")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.families.family import Family, inverse_softplus, kind, of_kind
-from dubito.families.mean_field import normals
+from dubito.families.mean_field import noise_like
 from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
 from dubito.tree import Params
 
@@ -69,7 +69,7 @@ class MatrixNormal(Family):
             f"pseudo/{name}": mean[name].new_empty(len(mean[name]), len(a)).normal_(generator=generator)
             for name, a in kind(leaves, "pseudo").items()
         }
-        return {**normals(mean, generator), **extra}
+        return {**noise_like(mean, generator), **extra}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
         drawn = {}

@@ -14,11 +14,9 @@ from torch import Tensor
 from dubito import tree
 from dubito.families.family import Family, inverse_softplus, kind, of_kind
 from dubito.linalg import Covariance, Diagonal
-from dubito.randomness import Normals
+from dubito.randomness import PIECE, normals
 from dubito.reparametrized import Estimator, Reparametrized
 from dubito.tree import Params
-
-PIECE = 2**16  # weights that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class MeanField(Family):
         return {**of_kind("mean", tree.clone(start)), **of_kind("rho", tree.apply(inverse_softplus, scale))}
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
-        return normals(kind(leaves, "mean"), generator)
+        return noise_like(kind(leaves, "mean"), generator)
 
     def opened(self, leaves: Params) -> Params:
         rho = kind(leaves, "rho")
@@ -89,13 +87,9 @@ class MeanField(Family):
         return Diagonal.of(self.moments(leaves)[1])
 
 
-def normals(like: Params, generator: torch.Generator) -> Params:
+def noise_like(leaves: Params, generator: torch.Generator) -> Params:
     """Standard normal numbers in the shapes of some leaves."""
-    leaves = list(like.values())
-    if Normals.pay(leaves):
-        drawn = Normals(generator)(sum(map(Tensor.numel, leaves))).split([leaf.numel() for leaf in leaves])
-        return {name: part.view(leaf.shape) for (name, leaf), part in zip(like.items(), drawn, strict=True)}
-    return {name: torch.empty_like(leaf, requires_grad=False).normal_(generator=generator) for name, leaf in like.items()}
+    return dict(zip(leaves, normals(list(leaves.values()), generator), strict=True))
 
 
 def pieces(*leaves: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dubito import store, tree
+from dubito.descent import share
 from dubito.fit import Info, Start
-from dubito.langevin import PIECE, _normals
 from dubito.linalg import Diagonal
 from dubito.model import Target
 from dubito.posteriors import Gaussian, Posterior
 from dubito.priors import Normal, Prior
-from dubito.randomness import Normals
+from dubito.randomness import PIECE, Normals, normals
 from dubito.tree import Buffers, Params
 
 LIFETIMES = 10  # of what is remembered of the Hessian, in a run: at its end the first guess counts exp(-10)
@@ -202,12 +202,7 @@ class IVON:
 
     def _share(self, state: IVONState) -> float:
         """The learning rate, as a share of its peak."""
-        warmup = math.ceil(self.warmup * state.steps)
-        if state.step < warmup:
-            return (state.step + 1) / warmup
-        if self.schedule == "constant":
-            return 1.0
-        return 0.5 * (1 + math.cos(math.pi * (state.step - warmup) / max(1, state.steps - warmup)))
+        return share(state.step, state.steps, warmup=self.warmup, schedule=self.schedule)
 
     def _replaced(self, state: IVONState) -> float:
         """The share of the Hessian that a step replaces, rho."""
@@ -227,7 +222,7 @@ class _Flat(Prior):
         return torch.zeros(())
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        raise NotImplementedError("a flat prior has no draws")
+        raise ValueError("a flat prior has no draws")
 
     def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
         pass
@@ -332,7 +327,7 @@ class _Noise:
     def add(self, drawn: list[Tensor], means: list[Tensor], spreads: list[Tensor]) -> None:
         """drawn <- means + scale sqrt(spreads) xi."""
         if self.normals is None:
-            noise = _normals(means, self.scale, self.generator)
+            noise = normals(means, self.generator, self.scale)
         else:
             noise = _shares(self.normals(sum(map(Tensor.numel, means))), means)
         if len(means) == 1:
