@@ -1,7 +1,9 @@
 """Variational inference on MNIST: errors beside Bayes by Backprop's, how far weights can be pruned, and how small networks become.
 
+- `sgd-1200`, `dropout-1200`: the same network by plain training and with dropout, for their curves of errors and their weights.
 - `bbb-400`, `-800`, `-1200`: two hidden ReLU layers of that width, mean field, the scale mixture prior (Blundell et al. 2015), pixels
-  over 126 as there; error of the mean of 30 draws, and with 50, 75, 95 and 98 % of the weights pruned by |mu| / sigma.
+  over 126 as there; error of the mean of 30 draws, and with 50, 75, 95 and 98 % of the weights pruned by |mu| / sigma; the error of the
+  mean weights while they are trained, and histograms of a draw of the weights and of |mu| / sigma in decibels.
 - `vmg`: three layers of 150, matrix-variate Gaussians (Louizos & Welling 2016).
 - `lenet5-...`, `lenet300-...`: group normal-Jeffreys, group horseshoe (Louizos et al. 2017), sparse variational dropout (Molchanov et
   al. 2017) on LeNet-5-Caffe and LeNet-300-100, compressed by `dubito.compress`; of thresholds in the widest gaps of the scores of
@@ -32,16 +34,20 @@ from networks import mlp
 from torch import Tensor, nn
 
 import dubito
-from dubito import Categorical, Model, Variational
+from dubito import MAP, Categorical, MCDropout, Model, Variational
 from dubito.apps import compression
 from dubito.data import mnist
+from dubito.descent import Descent
 from dubito.families import Grouped, MatrixNormal
-from dubito.posteriors import Posterior
+from dubito.fit import Event
+from dubito.posteriors import Gaussian, Posterior
 from dubito.priors import LogUniform, Normal, Prior, ScaleMixture
 
 SHARES = (0.5, 0.75, 0.95, 0.98)
 HELD = 5000
 PUBLISHED = {
+    "sgd-1200": "1.88 %",
+    "dropout-1200": "1.36 %",
     "bbb-400": "1.36 %",
     "bbb-800": "1.34 %",
     "bbb-1200": "1.32 %; pruned 1.24, 1.24, 1.29, 1.39 %",
@@ -62,12 +68,17 @@ def lenet5() -> nn.Module:
     )  # fmt: skip
 
 
-def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Variational, int]:
+def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Descent, int]:
     """Network, prior, method, and the batch size."""
     descent: dict[str, Any] = {"epochs": args.epochs, "learning_rate": args.learning_rate}
+    if case == "sgd-1200":
+        return mlp(784, 1200, 1200, 10), Normal(scale=10.0), MAP(**descent), 128
+    if case == "dropout-1200":
+        dropping = MCDropout(at="^[24]$", rate=0.5, **descent)  # the inputs of all layers but the first
+        return mlp(784, 1200, 1200, 10), Normal(scale=10.0), dropping, 128
     if case.startswith("bbb"):
         width = int(case.split("-")[1])
-        method = Variational(init_scale=0.02, estimator="weights", **descent)
+        method = Variational(init_scale=args.init_scale, estimator="weights", **descent)
         return mlp(784, width, width, 10), ScaleMixture(0.5, scales=(1.0, math.exp(-6))), method, 128
     if case == "vmg":
         return (
@@ -90,6 +101,38 @@ def probabilities(posterior: Posterior, x: Tensor) -> Tensor:
 
 def error(posterior: Posterior, x: Tensor, y: Tensor) -> float:
     return 100 * float((probabilities(posterior, x).argmax(-1) != y).double().mean())
+
+
+class Curve:
+    """The error of the weights, or of their means, on the test images: some thirty times while they are trained."""
+
+    def __init__(self, model: Model, x: Tensor, y: Tensor):
+        self.model, self.x, self.y = model, x.to(model.device), y.to(model.device)
+        self.points: list[tuple[float, float]] = []
+
+    def __call__(self, event: Event) -> None:
+        if event.step % max(1, event.steps // 30) and event.step != event.steps:
+            return
+        means = {name.removeprefix("mean/"): leaf for name, leaf in event.state.params.items() if name.startswith("mean/")}
+        with torch.no_grad():
+            f, _ = self.model.forward(means or event.state.params, self.x, {})
+        self.points.append((event.step / event.steps, 100 * float((f.argmax(-1) != self.y).double().mean())))
+
+
+def histograms(posterior: Posterior) -> dict[str, Any]:
+    """Of a draw of all weights; and, of a Gaussian, of |mu| / sigma in decibels."""
+
+    def counted(values: Tensor, low: float, high: float) -> dict[str, Any]:
+        counts = torch.histc(values.flatten().float().cpu().clamp(low, high), bins=100, min=low, max=high)
+        return {"from": low, "to": high, "counts": counts.long().tolist()}
+
+    if isinstance(posterior, Gaussian):
+        draw, variance = posterior.sample(1), posterior.covariance.variance()
+        ratio = torch.cat([(mu.abs() / variance[name].sqrt()).flatten() for name, mu in posterior.params.items()])
+        decibels = counted(10 * ratio.clamp_min(1e-10).log10(), -30.0, 30.0)
+        return {"weights": counted(torch.cat([leaf.flatten() for leaf in draw.values()]), -0.2, 0.2), "decibels": decibels}
+    weights = [leaf.flatten() for name, leaf in posterior.params.items() if ":" not in name]  # pyright: ignore[reportAttributeAccessIssue]
+    return {"weights": counted(torch.cat(weights), -0.2, 0.2)}
 
 
 def gaps(scores: Tensor, most: int = 12) -> list[float]:
@@ -157,9 +200,17 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     held, tested = (ready(train.x[-HELD:]), train.y[-HELD:]), (ready(test.x), test.y)
     if args.device != "cpu":
         data, network = tuple(leaf.to(args.device) for leaf in data), network.to(args.device)
-    posterior = dubito.fit(Model(network, Categorical(), prior), method, data, batch_size=size, seed=seed, progress=False)
+    model = Model(network, Categorical(), prior)
+    curve = Curve(model, *tested) if flat and not case.startswith("lenet") and case != "vmg" else None
+    posterior = dubito.fit(
+        model, method, data, batch_size=size, seed=seed, progress=False, callbacks=[] if curve is None else [curve]
+    )
     found: dict[str, Any] = {"seconds to fit": time.time() - began, "error": error(posterior, *tested)}
+    if args.train is None:
+        found["held-out error"] = error(posterior, *held)
     print(case, seed, found, flush=True)
+    if curve is not None:
+        found |= {"curve": curve.points, "histograms": histograms(posterior)}
     if case.startswith("bbb"):
         for share in SHARES:
             found[f"pruned {share:.0%}"] = error(compression.prune(posterior, share=share), *tested)
@@ -171,7 +222,7 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def apart(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own."""
-    same = {key: getattr(args, key) for key in ("device", "epochs", "learning_rate", "train")}
+    same = {key: getattr(args, key) for key in ("device", "epochs", "learning_rate", "init_scale", "train")}
     command = [sys.executable, "-u", __file__, "--case", case, "--seeds", str(seed)]
     command += [f"--{key.replace('_', '-')}={value}" for key, value in same.items() if value is not None]
     left = None if args.until is None else max(1.0, args.until - time.time())
@@ -193,7 +244,7 @@ def words(case: str, runs: list[dict[str, Any]]) -> str:
 
     if case.startswith("bbb"):
         return f"{figure('error')} %; pruned {', '.join(figure(f'pruned {share:.0%}') for share in SHARES)} %"
-    if case == "vmg" or "coded" not in runs[0]:
+    if "coded" not in runs[0]:
         return f"{figure('error')} %" + (f"; {runs[0]['failed']}" if "failed" in runs[0] else "")
     rates = f"{figure('pruned')} x, {figure('bits')} x with bits, {figure('coded')} x coded"
     faster = sum(r["seconds"][0] / r["seconds"][1] for r in runs) / len(runs)
@@ -207,6 +258,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--init-scale", type=float, default=0.01, help="standard deviations of Bayes by Backprop at the start")
     parser.add_argument("--train", type=int, help="training images; by default all but 5,000")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)

@@ -176,11 +176,9 @@ class Density:
         found = mlp_cpu.field(self.target, batch, self.like) if self.kind == "cpu" and not self.compile else None
         if found is None:
             return False
-        near = torch.randn(2, self.size, dtype=self.dtype, generator=torch.Generator().manual_seed(0))
-        near = tree.flatten(self.like) + 0.1 * near
-        for mine, theirs in zip(found(near), self._likelihood(near, batch), strict=True):
-            if not torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
-                return False
+        near = self._near()
+        if not _same(found(near), self._likelihood(near, batch)):
+            return False
         self.hand, self.chunks = found, [batch]
         prior = trajectories_cpu.Prior.of(self.target, self.like)
         if prior is not None and self.target.n_data == self.seen:
@@ -193,11 +191,17 @@ class Density:
         if plan is None or self.target.n_data != self.seen:
             return False
         x, y = self.target.model.split(batch)
-        self.chunks, at = [batch], tree.flatten(self.like).expand(2, self.size).contiguous()
-        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(plan.gradient(x, y, at), self(at), strict=True)):
+        self.chunks, near = [batch], self._near()
+        if not _same(plan.gradient(x, y, near), self(near)):
             return False
-        self.kernel = Kernel(partial(plan.leapfrog, x, y))
+        self.kernel = mlp.Trajectories(plan, x, y, self.target.temperature)
         return True
+
+    def _near(self) -> Tensor:
+        """Two places around the start, at which a kernel is compared with autograd."""
+        noise = torch.randn(2, self.size, dtype=self.dtype, generator=torch.Generator().manual_seed(0))
+        start = tree.flatten(self.like)
+        return start + 0.1 * noise.to(start.device)
 
     def _footprint(self, position: Tensor, batch: Any) -> int:
         """Bytes of all intermediate results of one gradient, from the traced operations."""
@@ -333,12 +337,6 @@ class Density:
             )
 
 
-class Kernel(NamedTuple):
-    """Whole leapfrog trajectories in one call."""
-
-    leapfrog: Callable[..., None]
-
-
 class Loop:
     """Repeats `function(*state, *constants) -> state`. On a GPU, where starting an operation takes longer than doing it for small
     networks, some repetitions are recorded as a CUDA graph and played back; a network that cannot be recorded runs as it is."""
@@ -426,6 +424,14 @@ class _Traced:
     def __call__(self, position: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             return self.module(position, *tree.leaves(batch))
+
+
+def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Within rounding. A chain that goes on starts where large terms of the gradient cancel: the largest entry is the measure."""
+    return all(
+        torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+        for mine, theirs in zip(found, wanted, strict=True)
+    )
 
 
 def _alike(a: Tensor, b: Tensor, half: bool) -> bool:

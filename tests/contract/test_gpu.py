@@ -27,7 +27,9 @@ def test_fit_predict_save_and_load_between_devices(method, tmp_path):
     here = dubito.load(tmp_path / "p", model)
     p, q = a.predict(x), here.predict(x)
     assert p.means.device.type == "cuda"
-    assert torch.allclose(p.means.cpu(), q.means, atol=1e-4)
+    assert all(torch.allclose(kept.cpu(), read, atol=1e-5) for kept, read in zip(tensors(a), tensors(here), strict=True))
+    if torch.equal(p.means, a.predict(x, seed=1).means):  # draws of new weights are others on another device
+        assert torch.allclose(p.means.cpu(), q.means, atol=1e-4)
     u = p.uncertainty
     assert torch.allclose(u.total, u.aleatoric + u.epistemic)
     assert torch.isfinite(p.log_prob(y.cuda())).all()

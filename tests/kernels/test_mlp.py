@@ -19,6 +19,8 @@ from torch.distributions import Gamma, LogNormal
 
 import dubito
 from dubito import tree
+from dubito.density import Density, _same
+from dubito.integrators import MINIMAL_NORM, on_sphere, turn
 from dubito.kernels import mlp
 from dubito.model import Target
 from dubito.priors import MultivariateNormal, Normal
@@ -123,6 +125,85 @@ def test_leapfrog_goes_where_float64_goes(device, net, shared):
     wanted = exact(target, batch, like, new[0])
     assert apart(log_likelihood, wanted[1]) < 5e-6
     assert apart(log_prior, wanted[2]) < 1e-6
+
+
+def microcanonical(target, batch, like, q, v, g, step, scale, kicks, fresh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turn, drift, turn, drift, turn, and a kick, in float64, with all that `integrators` has of it."""
+    q, v, g, step, scale, kicks, fresh = (t.double() for t in (q, v, g, step, scale, kicks, fresh))
+    gain = torch.zeros_like(step)
+    for kick in kicks:
+        for reach in (MINIMAL_NORM, 1 - 2 * MINIMAL_NORM):
+            v, more = turn(v, scale * g, reach * step)
+            q, gain = q + 0.5 * step.unsqueeze(1) * scale * v, gain + more
+            g = exact(target, batch, like, q)[0]
+        v, more = turn(v, scale * g, MINIMAL_NORM * step)
+        v, gain = on_sphere(v + fresh.unsqueeze(1) * kick), gain + more
+    return q, v, g, gain
+
+
+@pytest.mark.parametrize("kicked", [True, False])
+@pytest.mark.parametrize(
+    "net", [lambda: network(5, 20), lambda: network(5, 6, 7, activation=nn.Tanh)], ids=["relu", "two layers"]
+)
+def test_microcanonical_steps_go_where_float64_goes(device, net, kicked):
+    target, batch, like, q = problem(net(), dubito.Gaussian(), chains=4, device=device, temperature=2.0)
+    plan = mlp.recognise(target, batch, like)
+    assert plan is not None
+    step, left = torch.tensor([1e-2, 2e-2, 3e-2, 1e-2]).to(device), torch.tensor([3, 2, 9, 0], dtype=torch.int32).to(device)
+    scale, kicks = (0.5 + torch.rand(q.shape)).to(device), torch.randn(3, *q.shape).to(device)
+    fresh = torch.tensor([0.1, 0.5, 2.0, 0.3]).to(device) if kicked else torch.zeros(4).to(device)
+    v, (g, log_likelihood, log_prior) = on_sphere(torch.randn_like(q)), plan.gradient(*batch, q)
+    new = [t.clone() for t in (q, v, g)]
+    log_likelihood.fill_(torch.nan)
+    noise = {"kicks": kicks, "fresh": fresh} if kicked else {}
+    gain = plan.microcanonical(
+        *batch, *new, log_likelihood, log_prior, step=step, left=left, scale=scale, steps=3, share=MINIMAL_NORM, **noise
+    )
+    for chain, steps in enumerate([3, 2, 3, 0]):
+        one = slice(chain, chain + 1)
+        start = (q[one], v[one], g[one], step[one], scale[one], kicks[:steps, one], fresh[one])
+        *point, risen = microcanonical(target, batch, like, *start)
+        for found, wanted in zip(new, point, strict=True):
+            assert apart(found[one], wanted) < 1e-5
+        assert abs(gain[chain] - risen) < 1e-4 * (1 + abs(risen))
+    wanted = exact(target, batch, like, new[0])
+    assert apart(log_likelihood, wanted[1]) < 5e-6
+    assert apart(log_prior, wanted[2]) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, where a chain is lost
+def test_langevin_tells_the_error_of_its_last_step(device):
+    target, batch, like, q = problem(network(4, 9), chains=3, device=device, temperature=2.0)
+    plan = mlp.recognise(target, batch, like)
+    assert plan is not None
+    kernel = mlp.Trajectories(plan, *batch, 2.0)
+    v, step, ones = on_sphere(torch.randn_like(q)), torch.tensor([1e-2, 2e-2, 3e-2]).to(device), torch.ones(q.shape[1]).to(device)
+    found = plan.gradient(*batch, q)
+    start, options = (q, v, *found), {"scale": ones, "share": MINIMAL_NORM, "length": 1.0}
+
+    def generator() -> torch.Generator:
+        return torch.Generator(device).manual_seed(1)
+
+    def run(steps: int, start=start, generator=generator):
+        return kernel.langevin(*start, step=step, steps=steps, generator=generator(), **options)
+
+    before = [leaf.clone() for leaf in start]
+    point, error = run(4)
+    assert all(torch.equal(a, b) for a, b in zip(start, before, strict=True))
+    kicks = torch.empty(4, *q.shape, device=device).normal_(generator=generator())
+    fresh = torch.expm1(2 * step.double()).sqrt()
+    *wanted, total = microcanonical(target, batch, like, q, v, found[0], step, ones, kicks, fresh)
+    assert all(apart(a, b) < 1e-5 for a, b in zip(point, wanted, strict=False))
+    third = microcanonical(target, batch, like, q, v, found[0], step, ones, kicks[:3], fresh)
+    old, new = (exact(target, batch, like, at)[1:] for at in (third[0], wanted[0]))
+    assert torch.allclose(error, (sum(old) - sum(new)) / 2.0 + total - third[3], atol=2e-3)
+    lost = kernel.langevin(q * torch.inf, *start[1:], step=step, steps=2, generator=generator(), **options)
+    assert lost is None
+    (moved, turned, *_), gain = kernel.minimal_norm(*start[:3], step=step, scale=ones, share=MINIMAL_NORM)
+    *one, risen = microcanonical(target, batch, like, q, v, found[0], step, ones, 0 * kicks[:1], 0 * step)
+    assert apart(moved, one[0]) < 1e-5
+    assert apart(turned, one[1]) < 1e-5
+    assert torch.allclose(gain, risen, atol=1e-4)
 
 
 def test_a_trajectory_can_be_run_back_and_in_parts(device):
@@ -273,3 +354,18 @@ def test_what_is_recognised_and_what_else_must_hold(monkeypatch):
     monkeypatch.undo()
     if importlib.util.find_spec("triton") is None:
         assert mlp.recognise(target, (x, y), like) is None
+
+
+def test_the_kernel_takes_over_where_the_gradient_cancels(device):
+    """Of a fit that goes on with a small noise, the terms of the gradient are thousands of times larger than their sum."""
+    torch.manual_seed(0)
+    target, batch, like, _ = problem(network(5, 20), dubito.Gaussian(), n=60, device=device)
+    x = batch[0]
+    with torch.no_grad():
+        y = target.model.network(x) + 1e-3 * torch.randn_like(batch[1])
+    like = {**like, "likelihood:log_scale": torch.full((1,), -6.9, device=device)}
+    density = Density(target, [(x, y)], like, {})
+    assert isinstance(density.kernel, mlp.Trajectories) or device == "cpu"  # the interpreter's tensors are the CPU's
+    plan = mlp.recognise(target, (x, y), like)
+    assert plan is not None
+    assert _same(plan.gradient(x, y, density._near()), density(density._near()))

@@ -1,4 +1,4 @@
-r"""Networks with one hidden layer or two, Gaussian noise and Gaussian weights: whole leapfrog trajectories in one launch.
+r"""Networks with one hidden layer or two, Gaussian noise and Gaussian weights: whole trajectories in one launch.
 
 `recognise` tells whether a posterior is one of these, by its structure alone; the kernel itself is in `mlp_triton`, which is
 imported on first use.
@@ -167,27 +167,36 @@ class Plan:
         `q`, `v`, `g` [C, P]: g is the gradient at q, before and after. `log_likelihood`, `log_prior` [C], float64: the sums over the
         data and over the weights at the last q, not tempered. `step` [C] is h, `left` [C] int32, `scale` [P] or [C, P] is s.
         """
-        chains, size = q.shape
-        for name, tensor, shape, kind in (
-            ("q", q, (chains, size), torch.float32), ("v", v, (chains, size), torch.float32), ("g", g, (chains, size), torch.float32),
-            ("step", step, (chains,), torch.float32), ("left", left, (chains,), torch.int32),
-            ("scale", scale, (chains, size) if scale.ndim == 2 else (size,), torch.float32),
-            ("log_likelihood", log_likelihood, (chains,), torch.float64), ("log_prior", log_prior, (chains,), torch.float64),
-        ):  # fmt: skip
-            if tensor.shape != shape or tensor.dtype != kind or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} is a contiguous {kind} tensor of shape {list(shape)}; got {tensor.dtype} {list(tensor.shape)}"
-                )
-        self._run(x, y, (q, v, g, log_likelihood, log_prior, step, left, scale), steps, move=True)
+        _check(q, v, g, step, scale, log_likelihood, log_prior, left)
+        self._run(x, y, "trajectory", (q, v, g, log_likelihood, log_prior, step, left, scale), (steps, _stride(scale)), MOVE=True)
+
+    def microcanonical(
+        self, x: Tensor, y: Tensor, q: Tensor, v: Tensor, g: Tensor, log_likelihood: Tensor, log_prior: Tensor,
+        *, step: Tensor, left: Tensor, scale: Tensor, steps: int, share: float,
+        kicks: Tensor | None = None, fresh: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`min(left, steps)` microcanonical steps of every chain, as `integrators.minimal_norm` makes them, in place.
+
+        As `leapfrog`, with directions v of length sqrt(P). `share` is that of the outer turns. After each step its row of `kicks`
+        [steps, C, P], times `fresh` [C], is added to the direction. Returns the rise of the kinetic energy in all steps, [C].
+        """
+        _check(q, v, g, step, scale, log_likelihood, log_prior, left)
+        (chains, size), gain = q.shape, torch.empty_like(log_prior)
+        if (kicks is None) != (fresh is None) or (kicks is not None and kicks.shape != (steps, chains, size)):
+            raise ValueError(f"kicks are [{steps}, {chains}, {size}] here, and go with `fresh` [{chains}]")
+        tensors = (q, v, g, log_likelihood, log_prior, gain, step, left, scale)
+        tensors += (q, step) if kicks is None or fresh is None else (kicks.contiguous(), fresh.contiguous())
+        self._run(x, y, "microcanonical", tensors, (steps, _stride(scale), chains, share), KICK=kicks is not None)
+        return gain
 
     def gradient(self, x: Tensor, y: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of the log joint over T at q [C, P], the log likelihood and the log prior [C], as `leapfrog` leaves them."""
         q = q.contiguous()
         g, (log_likelihood, log_prior) = torch.empty_like(q), q.new_empty(2, len(q), dtype=torch.float64)
-        self._run(x, y, (q, q, g, log_likelihood, log_prior, q, q, q), 0, move=False)
+        self._run(x, y, "trajectory", (q, q, g, log_likelihood, log_prior, q, q, q), (0, 0), MOVE=False)
         return g, log_likelihood, log_prior
 
-    def _run(self, x: Tensor, y: Tensor, tensors: tuple[Tensor, ...], steps: int, *, move: bool) -> None:
+    def _run(self, x: Tensor, y: Tensor, name: str, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **how: bool) -> None:
         from dubito.kernels import mlp_triton
 
         chains, size = tensors[0].shape
@@ -198,11 +207,11 @@ class Plan:
         launch = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
         places = dict(zip(PLACES, self.places, strict=True))
         sizes = {"D": self.widths[0], "H": self.widths[1], "K": self.widths[-1]}
-        kernel: Any = mlp_triton.trajectory
+        kernel: Any = getattr(mlp_triton, name)
         with torch.cuda.device_of(tensors[0]):  # where Triton launches
             kernel[(chains,)](
-                inputs, targets, *tensors, self.precision, self.constants, len(x), steps, size if tensors[-1].ndim == 2 else 0,
-                P=size, PP=power(size), **sizes, **places, ACTIVATION=self.activation, MOVE=move, **settings, **launch,
+                inputs, targets, *tensors, self.precision, self.constants, len(x), *numbers,
+                P=size, PP=power(size), **sizes, **places, ACTIVATION=self.activation, **how, **settings, **launch,
             )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
@@ -231,6 +240,92 @@ class Plan:
                 inputs[: len(x), self.widths[0]] = 1.0
             self._read = key, inputs, targets
         return self._read[1], self._read[2]
+
+
+@dataclass(eq=False)
+class Trajectories:
+    """What samplers ask of a kernel, for one posterior and its data; `trajectories_cpu` has the same."""
+
+    plan: Plan
+    x: Tensor
+    y: Tensor
+    temperature: float
+
+    def leapfrog(
+        self, position: Tensor, velocity: Tensor, gradient: Tensor, log_likelihood: Tensor, log_prior: Tensor,
+        *, step: Tensor, left: Tensor, scale: Tensor, steps: int,
+    ) -> None:  # fmt: skip
+        """`Plan.leapfrog`."""
+        point = (position, velocity, gradient, log_likelihood, log_prior)
+        self.plan.leapfrog(self.x, self.y, *point, step=step, left=left, scale=scale, steps=steps)
+
+    def minimal_norm(
+        self, position: Tensor, velocity: Tensor, gradient: Tensor, *, step: Tensor, scale: Tensor, share: float
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """One microcanonical step: the new point, and the rise of its kinetic energy [C]."""
+        return self.microcanonical(position, velocity, gradient, step=step, count=None, scale=scale, share=share)
+
+    def microcanonical(
+        self, position: Tensor, velocity: Tensor, gradient: Tensor,
+        *, step: Tensor, count: Tensor | None, scale: Tensor, share: float,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
+        """`count` [C] of them, or one."""
+        energies = position.new_empty(2, len(position), dtype=torch.float64)
+        point = (*(leaf.clone(memory_format=torch.contiguous_format) for leaf in (position, velocity, gradient)), *energies)
+        steps = 1 if count is None else int(count.max())
+        left = torch.ones_like(step, dtype=torch.int32) if count is None else count
+        return point, self.plan.microcanonical(
+            self.x, self.y, *point, step=step.contiguous(), left=left, scale=scale, steps=steps, share=share
+        )
+
+    def langevin(
+        self, position: Tensor, velocity: Tensor, gradient: Tensor, log_likelihood: Tensor, log_prior: Tensor,
+        *, step: Tensor, scale: Tensor, share: float, length: float, steps: int, generator: torch.Generator,
+    ) -> tuple[tuple[Tensor, ...], Tensor] | None:  # fmt: skip
+        """`steps` microcanonical steps, after each of which the direction is partly drawn anew.
+
+        The new point, and the error of the energy in the last step [C]; or nothing at all, and the generator as it was, where a chain
+        leaves what numbers hold.
+        """
+        before = generator.get_state()
+        kicks = position.new_empty(steps, *position.shape).normal_(generator=generator)
+        fresh = torch.expm1((2 * step / length).clamp(max=60.0)).sqrt().to(position.dtype)
+        q, v, g = (leaf.clone(memory_format=torch.contiguous_format) for leaf in (position, velocity, gradient))
+        likelihood, prior = log_likelihood.clone(), log_prior.clone()
+        left, old, gain = torch.full_like(step, steps, dtype=torch.int32), log_prior, log_prior
+        # the last step apart: the error of one step is what is known of their bias
+        for part in (kicks[:-1], kicks[-1:]):
+            old = likelihood + prior
+            if len(part):
+                gain = self.plan.microcanonical(
+                    self.x, self.y, q, v, g, likelihood, prior, step=step.contiguous(), left=left, scale=scale, steps=len(part),
+                    share=share, kicks=part, fresh=fresh,
+                )  # fmt: skip
+        error = (old - likelihood - prior) / self.temperature + gain
+        if not bool(error.isfinite().all()):
+            generator.set_state(before)
+            return None
+        return (q, v, g, likelihood, prior), error
+
+
+def _stride(scale: Tensor) -> int:
+    return scale.shape[1] if scale.ndim == 2 else 0
+
+
+def _check(
+    q: Tensor, v: Tensor, g: Tensor, step: Tensor, scale: Tensor, log_likelihood: Tensor, log_prior: Tensor, left: Tensor
+) -> None:
+    chains, size = q.shape
+    for name, tensor, shape, kind in (
+        ("q", q, (chains, size), torch.float32), ("v", v, (chains, size), torch.float32), ("g", g, (chains, size), torch.float32),
+        ("step", step, (chains,), torch.float32), ("left", left, (chains,), torch.int32),
+        ("scale", scale, (chains, size) if scale.ndim == 2 else (size,), torch.float32),
+        ("log_likelihood", log_likelihood, (chains,), torch.float64), ("log_prior", log_prior, (chains,), torch.float64),
+    ):  # fmt: skip
+        if tensor.shape != shape or tensor.dtype != kind or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is a contiguous {kind} tensor of shape {list(shape)}; got {tensor.dtype} {list(tensor.shape)}"
+            )
 
 
 def power(n: int, least: int = 1) -> int:

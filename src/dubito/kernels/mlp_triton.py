@@ -1,4 +1,4 @@
-r"""Whole leapfrog trajectories of a small network in one launch: one program (thread block) a chain.
+r"""Whole trajectories of a small network, leapfrog or microcanonical, in one launch: one program (thread block) a chain.
 
 A program keeps its chain's weights, momenta and gradient on chip from the first step to the last: in registers, as vectors [PP], where
 they are moved; and, to hand them from one arrangement over threads to another, in the chain's own rows of `q` and `g`, which stay
@@ -162,6 +162,20 @@ def pull(
     return squares, noise
 
 
+@jit
+def energies(q, here, tight, squares, noise, shape, rate, log_likelihood, log_prior, constants, n, S_AT: tl.constexpr):
+    """Writes the log likelihood and the log prior at q, which is `here`."""
+    wide = here.to(tl.float64)
+    prior = tl.load(constants + 4) - 0.5 * tl.sum(wide * wide * tight, 0)
+    likelihood = tl.load(constants + 5) * n - 0.5 * noise * squares
+    if S_AT >= 0:
+        log_scale = tl.load(q + S_AT).to(tl.float64)
+        prior -= 2.0 * shape * log_scale + rate * noise
+        likelihood -= n * log_scale
+    tl.store(log_prior, prior)
+    tl.store(log_likelihood, likelihood)
+
+
 # Without a promise of alignment all vectors of a chain get one arrangement over threads, and all calls one compiled kernel.
 @jit(
     do_not_specialize=["n", "steps", "scale_stride"],
@@ -220,12 +234,96 @@ def trajectory(
     if MOVE:
         tl.store(v + at, speed, mask=has)
 
-    wide = here.to(tl.float64)
-    prior = tl.load(constants + 4) - 0.5 * tl.sum(wide * wide * tight, 0)
-    likelihood = tl.load(constants + 5) * n - 0.5 * noise * squares
-    if S_AT >= 0:
-        log_scale = tl.load(q + S_AT).to(tl.float64)
-        prior -= 2.0 * shape * log_scale + rate * noise
-        likelihood -= n * log_scale
-    tl.store(log_prior + chain, prior)
-    tl.store(log_likelihood + chain, likelihood)
+    energies(q, here, tight, squares, noise, shape, rate, log_likelihood + chain, log_prior + chain, constants, n, S_AT)
+
+
+@jit
+def turn(v, force, reach, P: tl.constexpr):
+    """`integrators.turn` of one chain: the new direction, and the rise of the kinetic energy. A reach of 0 changes nothing."""
+    root = tl.sqrt(tl.full((), P, tl.float64))
+    wide = force.to(tl.float64)
+    strength = tl.maximum(tl.sqrt(tl.sum(wide * wide, 0)), 1e-30)
+    cosine = tl.sum(wide * v.to(tl.float64), 0) / (strength * root)
+    delta = reach * strength * root / (P - 1)
+    fade = tl.exp(-delta)
+    along = (1 - fade) * (1 + fade + cosine * (1 - fade))
+    stay = 2 * fade
+    length = tl.sqrt(tl.maximum(along * along + stay * stay + 2 * along * stay * cosine, 1e-60))
+    new = (stay / length).to(tl.float32) * v + (along * root / (length * strength)).to(tl.float32) * force
+    gain = delta - 0.6931471805599453 + tl.log(tl.maximum(1 + cosine + (1 - cosine) * fade * fade, 1e-16))
+    return new, (P - 1) * gain
+
+
+@jit(
+    do_not_specialize=["n", "steps", "scale_stride", "chains"],
+    do_not_specialize_on_alignment=[
+        "q", "v", "g", "log_likelihood", "log_prior", "gain", "step", "left", "scale", "precision", "kicks", "fresh",
+    ],
+)  # fmt: skip
+def microcanonical(
+    x, y, q, v, g, log_likelihood, log_prior, gain, step, left, scale, kicks, fresh, precision, constants,
+    n, steps, scale_stride, chains, share,
+    P: tl.constexpr, PP: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+    KP: tl.constexpr, W_AT: tl.constexpr, B_AT: tl.constexpr, V_AT: tl.constexpr, A_AT: tl.constexpr, U_AT: tl.constexpr,
+    C_AT: tl.constexpr, S_AT: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr,
+    KICK: tl.constexpr,
+):  # fmt: skip
+    """`min(left, steps)` microcanonical steps of a chain, each with noise added to its direction where KICK says so.
+
+    A step is turn, drift, turn, drift, turn. It runs as two halves of one kind, so that the gradient is compiled once: the last turn
+    of a half is by nothing in the first of them.
+    """
+    chain = tl.program_id(0).to(tl.int64)
+    q += chain * P
+    v += chain * P
+    g += chain * P
+    kicks += chain * P
+    cold = tl.load(constants).to(tl.float32)
+    noise = tl.load(constants + 1)
+    shape = tl.load(constants + 2)
+    rate = tl.load(constants + 3)
+
+    at = tl.arange(0, PP)
+    has = at < P
+    tight = tl.load(precision + at, mask=has, other=0.0)
+    here = tl.load(q + at, mask=has, other=0.0)
+    speed = tl.load(v + at, mask=has, other=0.0)
+    slope = tl.load(g + at, mask=has, other=0.0)
+    unit = tl.load(scale + chain * scale_stride + at, mask=has, other=0.0)
+    moves = tl.minimum(tl.load(left + chain), steps)
+    length = tl.load(step + chain)
+    long = length.to(tl.float64)
+    by = 0.5 * length * unit
+    if KICK:
+        strong = tl.load(fresh + chain)
+        root = tl.sqrt(tl.full((), P, tl.float64))
+
+    risen = tl.full((), 0.0, tl.float64)
+    squares = tl.full((), 0.0, tl.float64)
+    for t in range(tl.maximum(2 * moves, 1)):
+        move = moves > 0  # a chain with no steps left still learns its energy
+        second = t % 2 == 1
+        reach = tl.where(move, tl.where(second, 1 - 2 * share, share), 0.0) * long
+        speed, more = turn(speed, unit * slope, reach, P)
+        risen += more
+        here = tl.where(move, here + by * speed, here)
+        tl.store(q + at, here, mask=has)
+        tl.debug_barrier()  # other threads read what this one wrote
+        squares, noise = pull(
+            x, y, n, q, g, noise, shape, rate, D, H, K, DP, HP, KP, W_AT, B_AT, V_AT, A_AT, U_AT, C_AT, S_AT,
+            ACTIVATION, WARPS, TILE,
+        )  # fmt: skip
+        tl.debug_barrier()
+        slope = cold * (tl.load(g + at, mask=has, other=0.0) - tight * here)
+        speed, more = turn(speed, unit * slope, tl.where(second, share, 0.0) * long, P)
+        risen += more
+        if KICK:
+            drawn = tl.load(kicks + (t // 2) * chains * P + at, mask=has & second, other=0.0)
+            speed += strong * drawn
+            wide = speed.to(tl.float64)
+            speed *= (root / tl.sqrt(tl.sum(wide * wide, 0))).to(tl.float32)
+    tl.store(g + at, slope, mask=has)
+    tl.store(v + at, speed, mask=has)
+    tl.store(gain + chain, risen)
+
+    energies(q, here, tight, squares, noise, shape, rate, log_likelihood + chain, log_prior + chain, constants, n, S_AT)

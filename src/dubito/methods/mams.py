@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito.chains import Chains, ChainState, average, averaging, welford
 from dubito.density import Density
-from dubito.integrators import Point, minimal_norm, on_sphere, rise
+from dubito.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, rise
 from dubito.model import Target
 
 
@@ -85,6 +85,10 @@ class MAMS(Chains):
         }
 
     def _trajectory(self, density: Density, before: Point, step: Tensor, count: Tensor, scale: Tensor) -> tuple[Point, Tensor]:
+        if (kernel := getattr(density.kernel, "microcanonical", None)) is not None:
+            point, gain = kernel(*before[:3], step=step, count=count, scale=scale, share=MINIMAL_NORM)
+            return Point(*point), gain
+
         def once(position, velocity, gradient, likelihood, prior, gain, left, step, scale):
             point = Point(position, velocity, gradient, likelihood, prior)
             point, more = minimal_norm(density, point, step=step * (left > 0), scale=scale)
