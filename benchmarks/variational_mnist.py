@@ -70,29 +70,30 @@ def lenet5() -> nn.Module:
 
 def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Descent, int]:
     """Network, prior, method, and the batch size."""
-    descent: dict[str, Any] = {"epochs": args.epochs, "learning_rate": args.learning_rate}
+    epochs = args.epochs if case.startswith(("sgd", "dropout", "bbb")) else args.slow_epochs or args.epochs
+    descent: dict[str, Any] = {"epochs": epochs, "learning_rate": args.learning_rate}
     if case == "sgd-1200":
-        return mlp(784, 1200, 1200, 10), Normal(scale=10.0), MAP(**descent), 128
+        return mlp(784, 1200, 1200, 10), Normal(scale=10.0), MAP(**descent), args.batch
     if case == "dropout-1200":
         dropping = MCDropout(at="^[24]$", rate=0.5, **descent)  # the inputs of all layers but the first
-        return mlp(784, 1200, 1200, 10), Normal(scale=10.0), dropping, 128
+        return mlp(784, 1200, 1200, 10), Normal(scale=10.0), dropping, args.batch
     if case.startswith("bbb"):
         width = int(case.split("-")[1])
         method = Variational(init_scale=args.init_scale, estimator="weights", **descent)
-        return mlp(784, width, width, 10), ScaleMixture(0.5, scales=(1.0, math.exp(-6))), method, 128
+        return mlp(784, width, width, 10), ScaleMixture(0.5, scales=(1.0, math.exp(-6))), method, args.batch
     if case == "vmg":
         return (
             mlp(784, 150, 150, 150, 10),
             Normal.fan_in(mlp(784, 150, 150, 150, 10)),
             Variational(MatrixNormal(50), **descent),
-            128,
+            args.batch,
         )
     network = lenet5() if case.startswith("lenet5") else mlp(784, 300, 100, 10)
     kind = case.split("-")[1]
     if kind == "sparse":
-        return network, LogUniform(), Variational(estimator="local", kl_warmup=0.3, **descent), 128
+        return network, LogUniform(), Variational(estimator="local", kl_warmup=0.3, **descent), args.batch
     prior = "normal_jeffreys" if kind == "jeffreys" else "horseshoe"
-    return network, Normal(scale=1.0), Variational(Grouped(prior, limit=0.2), kl_warmup=0.3, **descent), 128
+    return network, Normal(scale=1.0), Variational(Grouped(prior, limit=0.2), kl_warmup=0.3, **descent), args.batch
 
 
 def probabilities(posterior: Posterior, x: Tensor) -> Tensor:
@@ -222,7 +223,9 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def apart(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own."""
-    same = {key: getattr(args, key) for key in ("device", "epochs", "learning_rate", "init_scale", "train")}
+    same = {
+        key: getattr(args, key) for key in ("device", "epochs", "slow_epochs", "batch", "learning_rate", "init_scale", "train")
+    }
     command = [sys.executable, "-u", __file__, "--case", case, "--seeds", str(seed)]
     command += [f"--{key.replace('_', '-')}={value}" for key, value in same.items() if value is not None]
     left = None if args.until is None else max(1.0, args.until - time.time())
@@ -257,6 +260,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PUBLISHED))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--slow-epochs", type=int, help="of the matrix Gaussians and of networks to compress, if not as many")
+    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--init-scale", type=float, default=0.01, help="standard deviations of Bayes by Backprop at the start")
     parser.add_argument("--train", type=int, help="training images; by default all but 5,000")
