@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dubito import metrics
+from dubito.metrics import Reliability
 from dubito.report.canvas import BLUE, CYCLE, SOFT, VERMILION, grid, picture
 from dubito.report.report import Picture
 
-NINETY = 1.6449  # standard deviations to each side of a 90 % interval
 FEW = 5  # predictions in a bin
 LEAST = 0.05  # coverage from which accuracy is shown: of fewer inputs it is mostly chance
 
@@ -30,27 +29,32 @@ class Bins(NamedTuple):
 def bins(probs: Tensor, y: Tensor, *, n: int = 15) -> Bins:
     r"""Sort predictions [N, C] into bins. The gaps weighted by the counts add up to the expected calibration error.
 
+    >>> import torch
     >>> b = bins(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]), n=2)
     >>> b.number.tolist(), b.accuracy.tolist()
     ([0.0, 4.0], [nan, 0.75])
     """
-    confidence, top = probs.double().max(-1)
-    edges = torch.arange(n + 1, dtype=probs.dtype) / n
-    which = torch.bucketize(probs.max(-1).values, edges[1:-1])
-    zero = torch.zeros(n, dtype=torch.float64)
-    count = zero.index_add(0, which, torch.ones_like(confidence))
-    right = zero.index_add(0, which, (top == y).double())
-    return Bins(edges.double(), count, zero.index_add(0, which, confidence) / count, right / count)
+    found = _found(probs, y, n)
+    return Bins(found.edges, found.count, found.confidence, found.accuracy)
 
 
 def reliability(label: str, probs: Tensor, y: Tensor, *, n: int = 15) -> Picture:
     """Accuracy in every bin of confidence, with its 90 % interval, over the number of predictions in the bin."""
-    found = bins(probs, y, n=n)
-    some = found.number > 0
-    count, confidence, accuracy = (t[some].numpy() for t in found[1:])
-    low, high = (t.numpy() for t in _wilson(found.accuracy[some], found.number[some]))
-    left = found.edges[:-1][some].numpy()
-    ece = float((found.number * (found.accuracy - found.confidence).abs())[some].sum() / found.number.sum())
+    return diagram(label, _found(probs, y, n))
+
+
+def diagram(label: str, found: Reliability) -> Picture:
+    """The same of bins that are there already, as `metrics.reliability` and `judge` give them, of equal width or equal mass."""
+    total, ece = int(found.count.sum()), float(found.ece)
+    found = Reliability(
+        *(t.cpu() for t in (found.edges, found.count, found.confidence, found.accuracy, found.lower, found.upper))
+    )
+    some = found.count > 0
+    if not total:
+        raise ValueError(f"the reliability diagram of {label} has no predictions to show")
+    left, widths = found.edges[:-1][some].numpy(), found.edges.diff()[some].numpy()
+    parts = (found.count, found.confidence, found.accuracy, found.lower, found.upper)
+    count, confidence, accuracy, low, high = (t[some].numpy() for t in parts)
 
     def draw(figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
@@ -65,15 +69,16 @@ def reliability(label: str, probs: Tensor, y: Tensor, *, n: int = 15) -> Picture
             top.plot(x, y, "o", color=BLUE, markersize=5.5, markeredgewidth=0, alpha=strength, clip_on=False, zorder=5)
         top.set(xlim=(0, 1), ylim=(0, 1.0), ylabel="accuracy", title=f"{label} · ECE {ece:.3f}")
         grid(top)
-        bottom.bar(left, count, 1 / n, align="edge", color=BLUE, alpha=0.75, edgecolor="white", linewidth=0.6)
+        bottom.bar(left, count, widths, align="edge", color=BLUE, alpha=0.75, edgecolor="white", linewidth=0.6)
         bottom.set_yscale("log")
         top_tick = max(1, math.ceil(math.log10(count.max())))
         bottom.set(xlabel="confidence", ylabel="count", ylim=(0.7, 10**top_tick * 1.5))
-        bottom.set_yticks([10**k for k in range(top_tick + 1)], [f"{10**k}" for k in range(top_tick + 1)])
+        ticks = range(0, top_tick + 1, 1 + top_tick // 4)  # a label a decade, or fewer where they would meet
+        bottom.set_yticks([10**k for k in ticks], [f"{10**k}" if k < 6 else f"$10^{k}$" for k in ticks])
         bottom.minorticks_off()
         grid(bottom, "y")
 
-    alt = f"Reliability diagram of {label}: expected calibration error {ece:.3f} on {len(y)} predictions."
+    alt = f"Reliability diagram of {label}: expected calibration error {ece:.3f} on {total} predictions."
     return picture(draw, (3.6, 3.7), alt=alt)
 
 
@@ -100,9 +105,6 @@ def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture
     return picture(draw, (4.6, 3.3), alt=f"{title}: accuracy against coverage for {', '.join(curves)}.")
 
 
-def _wilson(share: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The Wilson interval of a share, which is right also for few counts and shares near 0 or 1."""
-    z2 = NINETY**2
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = NINETY / (1 + z2 / count) * (share * (1 - share) / count + z2 / (4 * count**2)).sqrt()
-    return (middle - half).clamp(0, 1), (middle + half).clamp(0, 1)
+def _found(probs: Tensor, y: Tensor, n: int) -> Reliability:
+    confidence, top = probs.max(-1)
+    return Reliability.of(confidence, top == y, bins=n)

@@ -1,0 +1,53 @@
+"""Targets in the layout of what is predicted, and what a metric cannot be asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dubito.likelihoods import Bernoulli, Classes, MultiTask
+from dubito.predictive import LatentMixture, Predictive
+
+
+def suits(p: Predictive, name: str, *, classes: bool | None) -> None:
+    """Raise, in words, for a predictive that the metric of that name is not for."""
+    kind = type(p.likelihood).__name__
+    if isinstance(p.likelihood, MultiTask):
+        raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(p.likelihood.tasks)}")
+    if classes is not None and p.likelihood.discrete != classes:
+        from dubito.metrics import METRICS
+
+        fitting = [key for key, metric in METRICS.items() if (metric.regression if classes else metric.classes)]
+        ours, theirs = ("classes", "numbers") if classes else ("regression", "classes")
+        raise ValueError(f"{name} is for {ours}, and {kind} predicts {theirs}: use one of {', '.join(fitting)}")
+
+
+def targets(p: Predictive, y: Tensor, name: str, *, classes: bool | None = None) -> Tensor:
+    """The targets, checked, in the layout of p.mean: [B, *D] for classes, [B, *D, C] else."""
+    suits(p, name, classes=classes)
+    f = p.means[0] if isinstance(p, LatentMixture) else p.f_mean  # for its shape alone
+    y = y.to(f.device)
+    p.likelihood.check(f, y)
+    return p.likelihood.target(y, f)
+
+
+def labelled(p: Predictive, target: Tensor) -> Tensor:
+    """Which positions count, [B, *D]."""
+    if isinstance(p.likelihood, Classes):
+        return target != p.likelihood.ignore_index
+    return torch.ones(target.shape[:-1], dtype=torch.bool, device=target.device)
+
+
+def forecasts(p: Predictive, y: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Probabilities [n, C] of the positions that count, and what came true: the class [n], or every label [n, C]."""
+    target = targets(p, y, name, classes=True)
+    keep = labelled(p, target)
+    return p.mean[keep], target[keep].long()
+
+
+def choices(p: Predictive, y: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Probabilities [n, K] and the true index [n] of every choice: among classes, or 0 or 1 for each label."""
+    probs, label = forecasts(p, y, name)
+    if isinstance(p.likelihood, Bernoulli):
+        return torch.stack([1 - probs, probs], -1).flatten(0, 1), label.flatten()
+    return probs, label
