@@ -1,0 +1,146 @@
+"""How methods bear up under shift: tables, lines over the levels with the spread over kinds, and boxes as in the literature."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from dubito.report.canvas import CYCLE, SOFT, grid, picture
+from dubito.report.report import Column, Figure, Picture, Section, Table
+from dubito.shift import Sweep
+
+
+class Reading(NamedTuple):
+    """A metric in words."""
+
+    name: str
+    better: Literal["higher", "lower"] | None = None
+    meaning: str = ""
+
+
+READINGS = {
+    "accuracy": Reading("accuracy", "higher", "share of inputs whose most probable class is right"),
+    "nll": Reading("NLL", "lower", "mean negative log probability of the truth, in nats"),
+    "ece": Reading("ECE", "lower", "expected calibration error: how far confidence is from accuracy"),
+    "brier": Reading("Brier", "lower"),
+    "rmse": Reading("RMSE", "lower"),
+    "crps": Reading("CRPS", "lower"),
+    "confidence": Reading("confidence", None, "mean probability of the most probable class; it should fall as accuracy does"),
+    "epistemic": Reading("epistemic", None, "mean epistemic uncertainty; it should grow with the shift"),
+}
+
+
+def table(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Table:
+    """One row a method: every metric on clean inputs, and its mean over all kinds and levels of the shift."""
+    first = checked(sweeps)
+    columns, rows = [Column("method")], [[label] for label in sweeps]
+    for metric in first.metrics:
+        reading = READINGS.get(metric, Reading(metric))
+        columns.append(Column(f"{reading.name}, clean", better=reading.better, meaning=reading.meaning))
+        columns.append(Column(f"{reading.name}, shifted", better=reading.better, meaning=reading.meaning))
+        for row, one in zip(rows, sweeps.values(), strict=True):
+            row += [one.mean(metric, 0), one.mean(metric)]  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+    levels = ", ".join(f"{level:g}" for level in first.levels[1:])
+    caption = f"Shifted: the mean over {first.axis} {levels} of {', '.join(first.kinds)}."
+    return Table(title, tuple(columns), tuple(tuple(row) for row in rows), caption=caption)
+
+
+def details(label: str, found: Sweep, metric: str) -> Table:
+    """One method and one metric: a row for every kind of shift, a column for every level."""
+    reading = READINGS.get(metric, Reading(metric))
+    columns = (Column("shift"), *(Column("clean" if level == 0 else f"{level:g}") for level in found.levels))
+    rows = tuple((kind, *(found.scores[kind, level][metric] for level in found.levels)) for kind in found.kinds)
+    return Table(f"{label}: {reading.name} by {found.axis}", columns, rows, caption=reading.meaning)
+
+
+def lines(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
+    """The mean over kinds at every level, one line a method, and a band from the first to the third quartile of the kinds."""
+    first, name = checked(sweeps), READINGS.get(metric, Reading(metric)).name
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for i, (label, one) in enumerate(sweeps.items()):
+            colour, style = CYCLE[i % len(CYCLE)], [(0, ()), (0, (6, 2)), (0, (2, 1.5))][i // len(CYCLE) % 3]
+            axes.plot(
+                one.levels, [one.mean(metric, level) for level in one.levels], "o", linestyle=style, color=colour, label=label
+            )
+            if len(one.kinds) > 3:
+                ends = [statistics.quantiles(one.over_kinds(metric, level), n=4, method="inclusive") for level in one.levels]
+                axes.fill_between(one.levels, [e[0] for e in ends], [e[2] for e in ends], color=colour, alpha=0.15, linewidth=0)
+        axes.set(title=name, xlabel=first.axis, xticks=ticks(first.levels))
+        grid(axes, "y")
+        if len(sweeps) > 1:
+            axes.legend(handlelength=2.6)
+
+    return picture(draw, (4.2, 3.1), alt=_alt(sweeps, metric))
+
+
+def boxes(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
+    """At every level a box for each method: the quartiles of the kinds, their median, and whiskers to the least and the most."""
+    first, name = checked(sweeps), READINGS.get(metric, Reading(metric)).name
+    width = 0.8 / len(sweeps)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for i, (label, one) in enumerate(sweeps.items()):
+            colour = CYCLE[i % len(CYCLE)]
+            places = [j + width * (i - (len(sweeps) - 1) / 2) for j in range(len(one.levels))]
+            drawn = axes.boxplot(
+                [one.over_kinds(metric, level) for level in one.levels], positions=places, widths=0.8 * width, whis=(0, 100),
+                patch_artist=True, manage_ticks=False, showcaps=False, boxprops={"facecolor": colour, "alpha": 0.55, "linewidth": 0},
+                medianprops={"color": colour, "linewidth": 2}, whiskerprops={"color": colour, "linewidth": 1},
+            )  # fmt: skip
+            drawn["boxes"][0].set_label(label)
+        for edge in range(len(first.levels) - 1):
+            axes.axvline(edge + 0.5, color=SOFT, linewidth=0.4, alpha=0.4)
+        axes.set(title=name, xlabel=first.axis, xlim=(-0.5, len(first.levels) - 0.5))
+        axes.set_xticks(range(len(first.levels)), ["clean", *(f"{level:g}" for level in first.levels[1:])])
+        grid(axes, "y")
+        if len(sweeps) > 1:
+            axes.legend(handlelength=1.2)
+
+    size = (max(4.2, 0.6 + 0.32 * len(sweeps) * len(first.levels)), 3.1)
+    return picture(draw, size, alt=_alt(sweeps, metric))
+
+
+def section(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Section:
+    """The table, and a picture of every metric: boxes where there are several kinds of shift, else lines."""
+    first = checked(sweeps)
+    several = len(first.kinds) > 3
+    pictures = tuple((boxes if several else lines)(sweeps, metric) for metric in first.metrics)
+    caption = (
+        f"Each box is over {len(first.kinds)} kinds of shift: quartiles, median, least and most."
+        if several
+        else f"The mean over {', '.join(first.kinds)}."
+    )
+    return Section(title, tables=(table(sweeps, title=title),), figures=(Figure("By " + first.axis, pictures, caption=caption),))
+
+
+def checked(sweeps: Mapping[str, Sweep]) -> Sweep:
+    """The first of them; all must be of the same shift."""
+    if not sweeps:
+        raise ValueError("there is nothing to show: give at least one sweep, by the name of its method")
+    first = next(iter(sweeps.values()))
+    for label, one in sweeps.items():
+        if (one.kinds, one.levels, one.metrics) != (first.kinds, first.levels, first.metrics):
+            raise ValueError(
+                f"the sweep of {label!r} has other kinds, levels or metrics than the first: sweep all with the same `shift`"
+            )
+    return first
+
+
+def ticks(levels: tuple[float, ...], most: int = 8) -> list[float]:
+    """Some of the levels, evenly, for an axis that has no room for all."""
+    return list(levels[:: -(-len(levels) // most)])
+
+
+def _alt(sweeps: Mapping[str, Sweep], metric: str) -> str:
+    name = READINGS.get(metric, Reading(metric)).name
+    found = ", ".join(
+        f"{label} {one.mean(metric, 0):.3g} to {one.mean(metric, one.levels[-1]):.3g}" for label, one in sweeps.items()
+    )
+    first = checked(sweeps)
+    return (
+        f"{name} from clean inputs to {first.axis} {first.levels[-1]:g}, means over {len(first.kinds)} kinds of shift: {found}."
+    )
