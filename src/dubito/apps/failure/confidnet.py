@@ -1,0 +1,380 @@
+r"""ConfidNet (Corbière et al. 2019): a head that learns from a network's features how probable the true class will be.
+
+The maximum class probability is high for errors, too. The probability of the *true* class is not, but needs the truth; so it is
+learned, as a function of the features that the network itself decides by.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dubito import store, tree
+from dubito.apps.network import Network, examples, last_linear, only_network, posterior_of
+from dubito.likelihoods import Classes, own
+from dubito.metrics import aupr_error
+from dubito.model import Model
+from dubito.posteriors import Posterior
+from dubito.predict.dropout import Dropout, Masks
+from dubito.predictive import LatentMixture
+from dubito.progress import Progress
+from dubito.randomness import derive, forked, generator
+from dubito.tree import Buffers, Params
+
+POSITIONS = 2**22  # of dense outputs, that are kept for an epoch: a random part where there are more
+ROWS = 512  # inputs in a pass without gradients
+
+
+@dataclass(frozen=True)
+class ConfidNet:
+    r"""Learn :math:`c(x) \approx p(y \mid x)`, the true class probability, from the input of a network's last layer.
+
+    .. math:: \min_c \frac1n \sum_i (c(x_i) - p(y_i \mid x_i))^2, \qquad c = \sigma(\mathrm{MLP}(\phi(x)))
+
+    First the head alone, on features :math:`\phi` of the network as it is. The network's own dropout, if it has any, is on here, for
+    features and targets alike: without it a network that fits its training data has a true class probability of nearly 1 for all of
+    them, and there is little to learn from (`dropout=False`). Then head and a copy of the layers below it together, without dropout
+    (`tune_epochs`, 0 for none). BatchNorm stays in eval mode throughout. After every epoch the head is judged on held-out data by
+    the average precision of its errors (their loss, if the network makes none there), and the best is kept.
+
+    The network must be one (a point, or the centre of a Gaussian or of dropout), and is not changed. `layer` names the layer whose
+    input are the features: the linear one that runs last, if None. Any other will do, convolutions too. Dense outputs get a
+    confidence for every position.
+
+    >>> import dubito
+    >>> from dubito.data import digits
+    >>> data = digits(seed=0)
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    >>> confidence = ConfidNet((32,), epochs=2, tune_epochs=1).fit(net, (data.x_train, data.y_train))
+    >>> confidence(data.x_test[:3]).shape
+    torch.Size([3])
+    """
+
+    hidden: tuple[int, ...] = (400, 400, 400, 400)
+    epochs: int = 100  # of the head
+    learning_rate: float = 1e-4
+    tune_epochs: int = 10  # of head and encoder together
+    tune_rate: float = 1e-7
+    batch_size: int = 128
+    layer: str | None = None
+    target: Literal["tcp", "ratio"] = "tcp"  # p(y | x), or its ratio to the largest probability
+    dropout: bool = True  # whether the network's own dropout is on while the head learns
+    held_out: float = 0.1  # of the data, where no validation data are given
+
+    def __post_init__(self):
+        if self.epochs < 1 or self.tune_epochs < 0 or self.batch_size < 1 or not self.hidden:
+            raise ValueError(
+                f"at least one epoch, one hidden layer and one example a batch are needed; got epochs={self.epochs}, "
+                f"tune_epochs={self.tune_epochs}, hidden={self.hidden}, batch_size={self.batch_size}"
+            )
+        if not (self.learning_rate > 0 and self.tune_rate > 0 and 0 < self.held_out < 1):
+            raise ValueError("learning_rate and tune_rate are positive, and held_out is a share between 0 and 1")
+        if self.target not in ("tcp", "ratio"):
+            raise ValueError(f"target is 'tcp' or 'ratio'; got {self.target!r}")
+
+    def fit(
+        self,
+        posterior: Posterior | Model | nn.Module,
+        data: Any,
+        *,
+        validation: Any = None,
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> Confidence:
+        """Train on the data that the network was trained on (any data `fit` takes), choose on `validation`, which it has not seen.
+
+        Without validation data a part of (x, y) is held out. These the network has been trained on, so that few or none of them are
+        errors: better give others.
+        """
+        network = only_network(posterior_of(posterior), "ConfidNet")
+        model = network.model
+        if not isinstance(model.likelihood, Classes):
+            raise ValueError(f"ConfidNet is for classifiers; {type(model.likelihood).__name__} predicts no class")
+        if validation is None:
+            data, validation = self._split(data, seed)
+        first = next(iter(examples(model, validation)), None)
+        if first is None or first[1] is None:
+            raise ValueError("ConfidNet learns from labelled data: give batches of (x, y), at least one")
+        layer = last_linear(network, first[0]) if self.layer is None else self.layer
+        if layer not in dict(model.network.named_modules()):
+            raise ValueError(f"the network has no layer {layer!r}; it has {[n for n, _ in model.network.named_modules() if n]}")
+        held = _Held.of(network, layer, validation, self)
+        with forked(derive(seed, "confidnet")):  # layers are initialised from the global generator
+            head = _mlp(held.phi.shape[-1], self.hidden).to(held.phi)
+        history: list[dict[str, float]] = []
+        with torch.enable_grad(), Progress("ConfidNet", self.epochs + self.tune_epochs, show=progress) as bar:
+            self._train_head(network, layer, data, held, head, history, bar, seed)
+            encoder = self._tune(network, layer, data, held, head, history, bar, seed)
+        return Confidence(
+            model, network.params, network.buffers, encoder, head.eval().requires_grad_(False), layer, tuple(history)
+        )
+
+    def _split(self, data: Any, seed: int) -> tuple[Any, Any]:
+        if not (isinstance(data, tuple) and len(data) == 2):
+            raise ValueError(
+                "a part of the data can be held out only of a tuple (x, y): give validation=..., of which nothing is learned"
+            )
+        x, y = tree.tensors(data[0]), tree.tensors(data[1])
+        n = len(y)
+        kept = math.ceil(self.held_out * n)
+        if not 0 < kept < n:
+            raise ValueError(f"{n} examples are too few to hold some of them out: give validation=...")
+        order = torch.randperm(n, generator=generator("cpu", seed, "held out"))
+        return (_rows(x, order[kept:]), y[order[kept:]]), (_rows(x, order[:kept]), y[order[:kept]])
+
+    def _train_head(
+        self,
+        network: Network,
+        layer: str,
+        data: Any,
+        held: _Held,
+        head: nn.Module,
+        history: list[dict[str, float]],
+        bar: Progress,
+        seed: int,
+    ) -> None:
+        """The head on features that are as they are, or new in every epoch where the network drops some of them."""
+        device, best, known = held.phi.device, _Best(), None
+        optimizer = torch.optim.Adam(head.parameters(), lr=self.learning_rate, fused=True)
+        shuffler = generator(device, seed, "order")
+        for epoch in range(self.epochs):
+            if known is None:
+                phi, target, random = self._gathered(network, layer, data, derive(seed, "masks", epoch))
+                known = None if random else (phi, target)
+            else:
+                phi, target = known
+            order = torch.randperm(len(phi), generator=shuffler, device=device)
+            total = torch.zeros((), device=device)
+            for rows in order.split(self.batch_size):
+                loss = F.mse_loss(torch.sigmoid(head(phi[rows]).squeeze(-1)), target[rows])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += loss.detach() * len(rows)
+            row = {"epoch": epoch, "loss": float(total) / len(phi), **held.judge(head)}
+            history.append(row)
+            best.see(row, head)
+            bar.update(epoch + 1, row)
+        best.restore(head)
+
+    def _gathered(self, network: Network, layer: str, data: Any, seed: int) -> tuple[Tensor, Tensor, bool]:
+        """Features [n, d] and targets [n] of all labelled positions, and whether they are random."""
+        dropout = Dropout.find(network.model.network, None, 0.0)
+        random, parts = False, []
+        for x, y in examples(network.model, data, size=ROWS):
+            masks = Masks(dropout, {**network.buffers, **network.params})
+            with torch.no_grad(), forked(derive(seed, len(parts))):
+                if self.dropout:
+                    with masks:
+                        phi, f = network.features(x, layer)
+                else:
+                    phi, f = network.features(x, layer)
+            random |= masks.dropped
+            target, _, kept = _truth(network, f, y, self.target)
+            parts.append((phi[kept], target[kept]))
+        if not parts:
+            raise ValueError("there is no data: the loader gave no batch")
+        phi, target = (torch.cat(each) for each in zip(*parts, strict=True))
+        if len(phi) > POSITIONS:
+            some = torch.randint(len(phi), (POSITIONS,), generator=generator(phi.device, seed, "some"), device=phi.device)
+            phi, target = phi[some], target[some]
+        return phi, target, random
+
+    def _tune(
+        self,
+        network: Network,
+        layer: str,
+        data: Any,
+        held: _Held,
+        head: nn.Module,
+        history: list[dict[str, float]],
+        bar: Progress,
+        seed: int,
+    ) -> Params:
+        """A copy of the network's weights, tuned with the head: the best of all epochs, or as it was."""
+        weights = {**network.buffers, **network.params}
+        names = [name for name, leaf in network.model.network.named_parameters() if leaf.is_floating_point()]
+        encoder = {name: weights[name].detach().clone().requires_grad_() for name in names}
+        copy = Network(network.model, encoder, network.buffers)
+        best, saved = _Best(), tree.clone(encoder)
+        best.see({"epoch": -1, **held.judge(head)}, head)
+        leaves = [*encoder.values(), *head.parameters()]
+        optimizer = torch.optim.Adam(leaves, lr=self.tune_rate, fused=True)
+        for epoch in range(self.tune_epochs):
+            total, count = 0.0, 0
+            for x, y in _shuffled(network.model, data, self.batch_size, derive(seed, "tune", epoch)):
+                with torch.no_grad():
+                    target, _, kept = _truth(network, network(x), y, self.target)
+                if not bool(kept.any()):
+                    continue
+                phi, _ = copy.features(x, layer)
+                loss = F.mse_loss(torch.sigmoid(head(phi[kept]).squeeze(-1)), target[kept])
+                optimizer.zero_grad()
+                loss.backward(inputs=leaves)
+                optimizer.step()
+                total, count = total + loss.detach() * int(kept.sum()), count + int(kept.sum())
+            row = {"epoch": self.epochs + epoch, "loss": float(total) / max(1, count)}
+            row |= _Held.features(copy, layer, held.data, held).judge(head)
+            history.append(row)
+            if best.see(row, head):
+                saved = tree.clone(encoder)
+            bar.update(self.epochs + epoch + 1, row)
+        best.restore(head)
+        return saved
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Held-out data as the head sees them."""
+
+    data: Any
+    phi: Tensor  # [n, d]
+    target: Tensor  # [n]
+    wrong: Tensor  # [n]
+
+    @staticmethod
+    def of(network: Network, layer: str, data: Any, settings: ConfidNet) -> _Held:
+        parts = []
+        for x, y in examples(network.model, data, size=ROWS):
+            with torch.no_grad():
+                phi, f = network.features(x, layer)
+                network.model.likelihood.check(f, y)
+                target, wrong, kept = _truth(network, f, y, settings.target)
+            parts.append((phi[kept], target[kept], wrong[kept]))
+        return _Held(data, *(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    @staticmethod
+    def features(copy: Network, layer: str, data: Any, held: _Held) -> _Held:
+        """The same with the features of a copy of the network; targets and errors remain the network's."""
+        parts = []
+        for x, y in examples(copy.model, data, size=ROWS):
+            with torch.no_grad():
+                phi, f = copy.features(x, layer)
+            likelihood = copy.model.likelihood
+            assert isinstance(likelihood, Classes)
+            parts.append(phi[likelihood.target(y, f) != likelihood.ignore_index])
+        return _Held(data, torch.cat(parts), held.target, held.wrong)
+
+    def judge(self, head: nn.Module) -> dict[str, float]:
+        """Average precision of the errors by the head (nan if there are none, or nothing else), and its loss."""
+        with torch.no_grad():
+            z = torch.cat([head(part).squeeze(-1) for part in self.phi.split(2**16)])
+        return {
+            "aupr_error": float(aupr_error(torch.sigmoid(-z.double()), self.wrong)),
+            "held_out_loss": float(F.mse_loss(torch.sigmoid(z), self.target)),
+        }
+
+
+class _Best:
+    """The head of the best epoch."""
+
+    def __init__(self):
+        self.value, self.state = -math.inf, None
+
+    def see(self, row: dict[str, float], head: nn.Module) -> bool:
+        value = -row["held_out_loss"] if math.isnan(row["aupr_error"]) else row["aupr_error"]
+        if value > self.value:
+            self.value, self.state = value, {name: leaf.detach().clone() for name, leaf in head.state_dict().items()}
+            return True
+        return False
+
+    def restore(self, head: nn.Module) -> None:
+        if self.state is not None:
+            head.load_state_dict(self.state)
+
+
+def _truth(network: Network, f: Tensor, y: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """What is to be learned, whether the network errs, and whether there is a label at all: [B, *D] each."""
+    likelihood = network.model.likelihood
+    assert isinstance(likelihood, Classes)
+    y = likelihood.target(y, f)
+    kept = y != likelihood.ignore_index
+    probs = likelihood.mean(f.detach(), own(network.params))
+    true = probs.gather(-1, torch.where(kept, y, 0).unsqueeze(-1)).squeeze(-1)
+    largest, top = probs.max(-1)
+    return true / largest if kind == "ratio" else true, top != y, kept
+
+
+def _mlp(inputs: int, hidden: tuple[int, ...]) -> nn.Sequential:
+    widths = (inputs, *hidden)
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+
+def _rows(value: Any, rows: Tensor) -> Any:
+    return tree.apply_leaves(lambda leaf: leaf[rows.to(leaf.device)], value)
+
+
+def _shuffled(model: Model, data: Any, size: int, seed: int) -> Iterator[tuple[Any, Any]]:
+    """Batches in another order; a loader keeps its own idea of that."""
+    if isinstance(data, tuple) and len(data) == 2:
+        x, y = tree.tensors(data[0]), tree.tensors(data[1])
+        order = torch.randperm(len(y), generator=generator("cpu", seed))
+        for rows in order.split(size):
+            yield from examples(model, (_rows(x, rows), y[rows.to(y.device)]), size=size)
+        return
+    yield from examples(model, data, size=size, seed=seed)
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """What `ConfidNet` has learned: a score of failure for inputs, larger is less certain. `predict` is the network that it judges."""
+
+    model: Model
+    params: Params
+    buffers: Buffers
+    encoder: Params  # the copy of the network's weights that the features come from
+    head: nn.Module
+    layer: str
+    history: tuple[dict[str, float], ...] = ()  # every epoch: loss, and loss and AUPR-error on held-out data
+
+    def __call__(self, x: Any) -> Tensor:
+        """One minus the learned confidence, [B, *D]."""
+        copy = Network(self.model, self.encoder, self.buffers)
+        with torch.no_grad():
+            phi, _ = copy.features(copy.ready(x), self.layer)
+            return torch.sigmoid(-self.head(phi).squeeze(-1).double())  # not 1 - sigmoid, which ties all that are certain
+
+    def predict(self, x: Any) -> LatentMixture:
+        """The predictive of the network itself, which is as it was."""
+        return Network(self.model, self.params, self.buffers).predict(x)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write head and encoder, and the network that they were made for, to one file, whole or not at all."""
+        parts = {"params": self.params, "buffers": self.buffers, "encoder": self.encoder, "head": self.head.state_dict()}
+        tensors = {f"{part}/{name}": leaf for part, leaves in parts.items() for name, leaf in leaves.items()}
+        shapes = {name: list(p.shape) for name, p in self.model.network.named_parameters()}
+        hidden = [layer.out_features for layer in self.head.modules() if isinstance(layer, nn.Linear)][:-1]
+        meta = {"kind": "confidence", "parameters": shapes, "layer": self.layer, "hidden": hidden, "history": self.history}
+        store.write(path, tensors, meta)
+
+    @staticmethod
+    def load(path: str | os.PathLike, model: Model | nn.Module) -> Confidence:
+        """Read what `save` wrote; the network must have the architecture it was made for, its weights do not matter."""
+        model = posterior_of(model).model
+        tensors, meta = store.read(path)
+        if meta.get("kind") != "confidence":
+            raise store.FileError(f"{path}: written by dubito, but not a confidence of ConfidNet")
+        if meta["parameters"] != {name: list(p.shape) for name, p in model.network.named_parameters()}:
+            raise store.FileError(
+                f"{path}: made for another network; its parameters have other names or shapes than those of this one"
+            )
+        tensors = tree.move(tensors, model.device)
+
+        def part(name: str) -> Params:
+            return {key.split("/", 1)[1]: leaf for key, leaf in tensors.items() if key.startswith(f"{name}/")}
+
+        state = part("head")
+        with forked(0):
+            head = _mlp(state["0.weight"].shape[1], tuple(meta["hidden"])).to(state["0.weight"])
+        head.load_state_dict(state)
+        parts = part("params"), part("buffers"), part("encoder")
+        return Confidence(model, *parts, head.eval().requires_grad_(False), meta["layer"], tuple(meta["history"]))

@@ -1,0 +1,217 @@
+r"""A posterior as plain networks, for what needs more of a network than its outputs: features, or gradients at the input.
+
+A posterior with a centre (a point, a Gaussian, dropout) is one network there, without noise. Draws and members of ensembles are
+one network each, and what is computed from them is averaged. Features are the input of a layer, which a hook looks at while the
+network runs; afterwards the network has no hook more than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito import tree
+from dubito.batches import batches
+from dubito.likelihoods import Categorical, own
+from dubito.model import Model, mode
+from dubito.posteriors import Mixture, Point, Posterior, Samples, Stored
+from dubito.posteriors.posterior import inputs_of
+from dubito.posteriors.stored import BUFFER
+from dubito.predictive import LatentMixture
+from dubito.randomness import forked, generator, lent
+from dubito.tree import Buffers, Params
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SIZE = 500  # inputs at a time, where nobody cuts them into batches
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network at one setting of its weights, in eval mode; `weight` is its share among several."""
+
+    model: Model
+    params: Params
+    buffers: Buffers
+    weight: float = 1.0
+
+    def __call__(self, x: Any) -> Tensor:
+        """f with C last, [B, *D, C]; gradients pass."""
+        with mode(self.model.network, False):
+            return self.model.call(self.params, x, self.buffers)[0]
+
+    def features(self, x: Any, layer: str) -> tuple[Tensor, Tensor]:
+        """The input of a layer, [B, *D, d], and f, [B, *D, C]; gradients pass.
+
+        Positions that the output does not have (those of a convolution, of the words of a text) are averaged over.
+        """
+        module, seen = self.model.network.get_submodule(layer), []
+        hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(_first(args, kwargs)), with_kwargs=True)
+        try:
+            f = self(x)
+        finally:
+            hook.remove()
+        if not seen:
+            raise ValueError(f"the layer {layer!r} is not called when the network runs: name another one")
+        phi = seen[-1].movedim(1, -1) if isinstance(module, CONVOLUTIONS) else seen[-1]
+        phi = phi.float() if phi.dtype.itemsize < 4 else phi  # distances and heads need more than half precision
+        if phi.shape[:-1] == f.shape[:-1]:
+            return phi, f
+        if f.ndim == 2 and len(phi) == len(f):
+            return phi.flatten(1, -2).mean(1), f
+        if phi.ndim == 2 and len(phi) == f.shape[:-1].numel():
+            return phi.reshape(*f.shape[:-1], -1), f
+        raise ValueError(
+            f"the input of the layer {layer!r} is {list(phi.shape)} for an output {list(f.shape)} (channels last): name a layer whose "
+            "input has the positions of the output"
+        )
+
+    def predict(self, x: Any) -> LatentMixture:
+        """The predictive of this network alone."""
+        with torch.no_grad():
+            return LatentMixture(self.model.likelihood, self(self.ready(x)).unsqueeze(0), params=own(self.params))
+
+    def ready(self, x: Any) -> Any:
+        """Inputs as tensors on the network's device."""
+        return tree.move(tree.tensors(x, next(self.model.network.parameters()).dtype), self.model.device)
+
+
+def _first(args: tuple, kwargs: dict) -> Tensor:
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def last_linear(network: Network, x: Any) -> str:
+    """The name of the linear layer that runs last.
+
+    >>> import dubito
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> last_linear(networks(posterior_of(net))[0], torch.zeros(1, 2))
+    '2'
+    """
+    names: list[Any] = []
+    hooks = []
+    try:
+        for name, module in network.model.network.named_modules():
+            if isinstance(module, nn.Linear):
+                hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: names.append(name)))
+        with torch.no_grad():
+            network(network.ready(x))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not names:
+        found = [name for name, module in network.model.network.named_modules() if isinstance(module, CONVOLUTIONS)]
+        raise ValueError(
+            "the network calls no nn.Linear, whose input could serve as features: name a layer with layer=..."
+            + (f", such as {found[-1]!r}" if found else "")
+        )
+    return names[-1]
+
+
+def posterior_of(given: Posterior | Model | nn.Module) -> Posterior:
+    """A posterior as it is; a model, or a classifier that returns logits, as a point at its present weights.
+
+    >>> posterior_of(nn.Linear(2, 3)).predict(torch.zeros(1, 2)).mean.shape
+    torch.Size([1, 3])
+    """
+    if isinstance(given, Posterior):
+        return given
+    model = Model(given, Categorical()) if isinstance(given, nn.Module) else given
+    if not isinstance(model, Model):
+        raise TypeError(f"a posterior, a dubito.Model or a classifier (torch.nn.Module) is needed; got a {type(given).__name__}")
+    weights = dict(model.network.named_parameters())  # all: a network that is frozen is no less a network
+    learned = tree.move(model.likelihood.parameters(None), model.device)
+    return Point(model, tree.clone({**weights, **learned}), tree.clone(dict(model.network.named_buffers())))
+
+
+def networks(posterior: Posterior, *, draws: int = 10) -> tuple[Network, ...]:
+    """The networks that stand for a posterior, with weights that sum to 1: the one at its centre, or at most about `draws`.
+
+    Draws of a sampler are taken evenly spaced, all of an ensemble if there are no more of them.
+    """
+    model, own_centre = posterior.model, getattr(posterior, "params", None)
+    if isinstance(posterior, Mixture):
+        each = max(1, draws // len(posterior.members))
+        parts = [(share, networks(one, draws=each)) for share, one in zip(posterior.weights, posterior.members, strict=True)]
+        return tuple(replace(one, weight=share * one.weight) for share, found in parts for one in found)
+    if isinstance(posterior, Samples):
+        which = _spaced(len(posterior), draws if posterior.weights is None else len(posterior))
+        shares = [1 / len(which)] * len(which) if posterior.weights is None else posterior.weights.tolist()
+        stacked = [(tree.select(posterior.params, i), tree.select(posterior.own_buffers, i)) for i in which]
+        return tuple(
+            Network(model, params, {**posterior.buffers, **mine}, share)
+            for (params, mine), share in zip(stacked, shares, strict=True)
+        )
+    if isinstance(posterior, Stored):
+        leaves = posterior.select(torch.tensor(_spaced(len(posterior), draws)))
+        found = [tree.select(leaves, i) for i in range(tree.count(leaves))]
+        return tuple(
+            Network(
+                model,
+                {name: leaf for name, leaf in one.items() if not name.startswith(BUFFER)},
+                {**posterior.buffers, **{n.removeprefix(BUFFER): leaf for n, leaf in one.items() if n.startswith(BUFFER)}},
+                1 / len(found),
+            )
+            for one in found
+        )
+    buffers: Buffers = getattr(posterior, "buffers", None) or model.buffers()
+    if own_centre is not None:
+        return (Network(model, own_centre, buffers),)
+    drawn = posterior.sample(draws, generator(model.device, 0, "networks"))
+    return tuple(Network(model, tree.select(drawn, i), buffers, 1 / draws) for i in range(draws))
+
+
+def only_network(posterior: Posterior, name: str) -> Network:
+    """The one network of a posterior that has a centre."""
+    found = list(networks(posterior, draws=2))
+    if len(found) != 1:
+        raise ValueError(
+            f"{name} works on the features of one network, and this {type(posterior).__name__} posterior is several: give it one of "
+            "them, as posteriors.Point(model, params, buffers)"
+        )
+    return found[0]
+
+
+def _spaced(n: int, draws: int) -> list[int]:
+    return list(range(n)) if n <= draws else torch.linspace(0, n - 1, draws).round().long().tolist()
+
+
+def average_over(found: Sequence[Network], score: Callable[[Network, int], Tensor]) -> Tensor:
+    """A score of each network and its number, averaged by their weights."""
+    total = found[0].weight * score(found[0], 0)
+    for i, one in enumerate(found[1:], 1):
+        total = total + one.weight * score(one, i)
+    return total
+
+
+def examples(model: Model, data: Any, *, size: int = SIZE, seed: int = 0) -> Iterator[tuple[Any, Any]]:
+    """(x, y) of every batch, on the model's device, in the order of the data; y is None where a batch has none.
+
+    `data` is what `fit` takes, or inputs alone.
+    """
+    if isinstance(data, Tensor):
+        data = list(data.split(size))
+    with lent(data), forked(seed):  # a DataLoader draws from the global generator, even unshuffled
+        for batch in batches(model, data, n_data=1, size=size, shuffle=False):
+            x, y = inputs_of(model, tree.tensors(batch, next(model.network.parameters()).dtype))
+            yield x, y
+
+
+def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *, size: int = SIZE) -> Tensor:
+    """A score of all that a loader gives, or of inputs that are too many for one batch: [N], on the CPU.
+
+    >>> score_loader(lambda x: x.sum(-1), torch.ones(1200, 3)).shape
+    torch.Size([1200])
+    """
+    parts = []
+    with lent(data), forked():
+        for batch in data.split(size) if isinstance(data, Tensor) else data:
+            known = getattr(score, "model", None)
+            x = inputs_of(known, batch)[0] if isinstance(known, Model) else batch[0] if isinstance(batch, list | tuple) else batch
+            parts.append(score(x).cpu())
+    if not parts:
+        raise ValueError("there is no data: the loader gave no batch")
+    return torch.cat(parts)

@@ -1,0 +1,31 @@
+"""The unfamiliar: scores that are large where an input is unlike the data, from any posterior, chosen without a glance at such inputs.
+
+A detector is a frozen dataclass of settings; `fit(posterior, data)` gives a score, a function of inputs x -> [B], larger is less
+familiar. `DETECTORS` has them by name, `detection` tells how well scores keep two sets of inputs apart.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from dubito.apps.ood.detection import Detection as Detection
+from dubito.apps.ood.detection import detection as detection
+from dubito.apps.ood.detector import Detector as Detector
+from dubito.apps.ood.energy import Energy as Energy
+from dubito.apps.ood.mahalanobis import Mahalanobis as Mahalanobis
+from dubito.apps.ood.max_logit import MaxLogit as MaxLogit
+from dubito.apps.ood.measured import Measured as Measured
+from dubito.apps.ood.neighbours import Neighbours as Neighbours
+from dubito.apps.ood.odin import ODIN as ODIN
+
+DETECTORS: dict[str, Callable[..., Detector]] = {
+    "msp": partial(Measured, "one_minus_max"),
+    "max_logit": MaxLogit,
+    "energy": Energy,
+    "odin": ODIN,
+    "mahalanobis": Mahalanobis,
+    "relative_mahalanobis": partial(Mahalanobis, relative=True),
+    "neighbours": Neighbours,
+    "predictive_entropy": partial(Measured, "predictive_entropy"),
+    "mutual_information": partial(Measured, "mutual_information"),
+    "epistemic_variance": partial(Measured, "epistemic_variance"),
+}

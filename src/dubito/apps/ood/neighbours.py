@@ -1,0 +1,105 @@
+"""The distance to the nearest familiar inputs in the space of features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dubito.apps.network import Network, average_over, examples, last_linear, networks, posterior_of
+from dubito.apps.ood.detector import Given, required
+from dubito.model import Model
+from dubito.randomness import generator
+
+PAIRS = 2**24  # distances that are held in memory at once
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    r"""The distance of features to the k-th nearest of familiar inputs (Sun et al. 2022), all scaled to length 1 if `normalised`.
+
+    Features are the input of `layer`, by default that of the last linear layer to run. Labels are not used. `most` keeps a random part
+    of the data, which are held in memory. Each of several networks has neighbours of its own, and the distances are averaged.
+
+    >>> x = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
+    >>> score = Neighbours(k=2).fit(torch.nn.Linear(2, 2), (x, torch.zeros(3, dtype=torch.long)))
+    >>> score(torch.tensor([[5.0, 0.0], [-1.0, 0.0]]))                # two lie in its direction; none in the other one's
+    tensor([0., 2.])
+    """
+
+    k: int = 50
+    normalised: bool = True
+    most: int | None = None
+    layer: str | None = None
+    draws: int = 10  # networks at most, where the posterior is draws
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.k < 1 or (self.most is not None and self.most < self.k):
+            raise ValueError(f"there are k >= 1 neighbours, and `most` is no less; got k={self.k}, most={self.most}")
+
+    def fit(self, posterior: Given, data: Any = None) -> NeighboursScore:
+        posterior = posterior_of(posterior)
+        required(data, "Neighbours", "best those it was trained on")
+        found, layer = networks(posterior, draws=self.draws), self.layer
+        parts: list[list[Tensor]] = [[] for _ in found]
+        for x, _ in examples(posterior.model, data):
+            layer = last_linear(found[0], x) if layer is None else layer
+            for one, own in zip(found, parts, strict=True):
+                with torch.no_grad():
+                    phi = one.features(x, layer)[0]
+                    own.append(self.scaled(phi.reshape(-1, phi.shape[-1])))
+        if layer is None:
+            raise ValueError("there is no data: the loader gave no batch")
+        banks = tuple(torch.cat(own) for own in parts)
+        n = len(banks[0])
+        if n < self.k:
+            raise ValueError(f"{n} familiar inputs have no {self.k}-th nearest: give more of them, or a smaller k")
+        if self.most is not None and self.most < n:
+            rows = torch.randperm(n, generator=generator("cpu", self.seed, "neighbours"))[: self.most].to(banks[0].device)
+            banks = tuple(bank[rows] for bank in banks)
+        return NeighboursScore(posterior.model, found, layer, banks, self)
+
+    def scaled(self, phi: Tensor) -> Tensor:
+        return F.normalize(phi, dim=-1) if self.normalised else phi
+
+
+@dataclass(frozen=True)
+class NeighboursScore:
+    """The distance of inputs to their k-th neighbour, [B, *D]."""
+
+    model: Model
+    networks: tuple[Network, ...]
+    layer: str
+    banks: tuple[Tensor, ...]  # [N, d] for each network
+    settings: Neighbours
+
+    def __call__(self, x: Any) -> Tensor:
+        x = self.networks[0].ready(x)
+
+        def distance(one: Network, i: int) -> Tensor:
+            phi = self.settings.scaled(one.features(x, self.layer)[0])
+            return kth_distance(phi.reshape(-1, phi.shape[-1]), self.banks[i], self.settings.k).reshape(phi.shape[:-1])
+
+        with torch.no_grad():
+            return average_over(self.networks, distance)
+
+
+def kth_distance(points: Tensor, bank: Tensor, k: int) -> Tensor:
+    """The distance of points [B, d] to their k-th nearest of a bank [N, d], in bounded memory: [B].
+
+    Who is nearest is found by products of matrices; that distance is then computed without their cancellation.
+
+    >>> kth_distance(torch.tensor([[0.0]]), torch.tensor([[3.0], [1.0], [-2.0]]), 2)
+    tensor([2.])
+    """
+    squares = bank.square().sum(-1)
+    parts = []
+    for part in points.split(max(1, PAIRS // len(bank))):
+        nearest = torch.topk(squares - 2 * part @ bank.mT, k, dim=-1, largest=False).indices
+        found = torch.linalg.vector_norm(part.unsqueeze(1) - bank[nearest[:, -1:]], dim=-1)
+        parts.append(found.squeeze(1))
+    return torch.cat(parts) if parts else points.new_zeros(0)

@@ -1,0 +1,284 @@
+"""Scores of failure, what they are worth, a confidence that is learned, and answers that are held back."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dubito
+from apps.networks import build
+from dubito.apps import failure
+from dubito.apps.failure import Confidence, ConfidNet, Selective
+from dubito.data import digits
+from dubito.posteriors import Point
+from dubito.predictive import LatentMixture
+from dubito.store import FileError
+
+
+def predictive(n: int = 400, draws: int = 5, classes: int = 4) -> tuple[LatentMixture, Tensor]:
+    p = LatentMixture(dubito.Categorical(), 2 * torch.randn(draws, n, classes))
+    return p, torch.multinomial(p.mean, 1).squeeze(1)
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def test_scores_by_name():
+    p, _ = predictive()
+    found = failure.scores(p)
+    torch.testing.assert_close(found["mcp"], 1 - p.mean.amax(-1))
+    torch.testing.assert_close(found["entropy"], -(p.mean * p.mean.log()).sum(-1))
+    assert set(found) == {"mcp", "entropy", "mutual_information", "variation_ratio"}
+    with pytest.raises(ValueError, match="there is no score 'trust'"):
+        failure.scores(p, ["trust"])
+
+
+def test_the_oracle():
+    p, y = predictive()
+    tcp, wrong = failure.one_minus_true(p, y), failure.errors(p, y)
+    torch.testing.assert_close(tcp, 1 - p.mean[torch.arange(len(y)), y])
+    assert not wrong[tcp < 0.5].any()
+    assert wrong[tcp > 1 - 1 / 4].all()
+
+
+def test_positions_without_a_label_do_not_count():
+    likelihood = dubito.Categorical(dim=1, ignore_index=9)
+    p = LatentMixture(likelihood, torch.randn(1, 3, 4, 5, 2))
+    y = torch.randint(2, (3, 4, 5))
+    y[0] = 9
+    assert not failure.errors(p, y)[0].any()
+    assert failure.one_minus_true(p, y)[0].isnan().all()
+    part = LatentMixture(likelihood, p.means[:, 1:])
+    assert failure.failures(p, y, oracle=True) == failure.failures(part, y[1:], oracle=True)
+
+
+def test_figures_against_scikit_learn():
+    from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+
+    p, y = predictive()
+    score, wrong = failure.scores(p, ["mcp"])["mcp"], failure.errors(p, y)
+    found = failure.failures(p, y, names=["mcp"], oracle=True)
+    s, e = score.numpy(), wrong.numpy()
+    fpr, tpr, _ = roc_curve(~e, -s, drop_intermediate=False)
+    expected = [fpr[np.argmax(tpr >= 0.95)], average_precision_score(e, s), average_precision_score(~e, -s), roc_auc_score(e, s)]
+    np.testing.assert_allclose(found["mcp"][:4], expected, rtol=1e-6)
+    assert found["tcp"].auroc > found["mcp"].auroc
+    assert found["tcp"].excess_aurc < found["mcp"].excess_aurc
+
+
+def test_others_must_fit():
+    p, y = predictive()
+    with pytest.raises(ValueError, match="the score 'mine' is"):
+        failure.failures(p, y, others={"mine": torch.zeros(3)})
+    with pytest.raises(ValueError, match="for one of several classes"):
+        failure.errors(LatentMixture(dubito.Gaussian(scale=1.0), torch.zeros(1, 3, 1)), torch.zeros(3))
+
+
+# --- selective prediction ---------------------------------------------------------------------------------------------
+
+
+def logistic(n: int) -> tuple[Tensor, Tensor]:
+    x = 6 * torch.rand(n, 1) - 3
+    return x, torch.bernoulli(torch.sigmoid(2 * x[:, 0])).long()
+
+
+def logistic_network() -> nn.Module:
+    network = nn.Linear(1, 2)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[-1.0], [1.0]]))
+        network.bias.zero_()
+    return network
+
+
+@pytest.mark.parametrize("score", ["mcp", lambda x: -x[:, 0].abs()])
+def test_the_wanted_risk_is_kept_on_new_data(score):
+    network = logistic_network()
+    selector = Selective(0.05, score, confidence=0.95).fit(network, logistic(4000))
+    x, y = logistic(20000)
+    answer = selector(x)
+    risk = float((answer.prediction != y)[answer.accepted].double().mean())
+    assert risk <= 0.05
+    assert selector.bound <= 0.05
+    assert 0.4 < float(answer.accepted.double().mean()) < 0.9
+    torch.testing.assert_close(answer.accepted, selector.accept(answer.score))
+    plain = Selective(0.05, score).fit(network, logistic(4000))
+    assert plain.threshold > selector.threshold
+    assert plain.risk <= 0.05
+
+
+def test_a_risk_that_cannot_be_had():
+    selector = Selective(0.0, confidence=0.99).fit(logistic_network(), logistic(200))
+    assert not selector(logistic(50)[0]).accepted.any()
+
+
+def test_bad_settings_of_selection():
+    with pytest.raises(ValueError, match="held-out batches"):
+        Selective(0.1).fit(logistic_network(), logistic(9)[0])
+    with pytest.raises(ValueError, match="risk is the share"):
+        Selective(1.5)
+    with pytest.raises(ValueError, match="there is no score"):
+        Selective(0.1, "trust")
+
+
+# --- ConfidNet --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A small network that drops and normalises, on digits."""
+    data = digits(seed=0)
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
+    )  # fmt: skip
+    model = dubito.Model(network, dubito.Categorical(), dubito.priors.Normal(scale=0.5))
+    posterior = dubito.fit(model, dubito.MAP(epochs=12, learning_rate=0.01), (data.x_train[:600], data.y_train[:600]))
+    return posterior, data
+
+
+def state(network: nn.Module) -> dict:
+    return copy.deepcopy(network.state_dict())
+
+
+def test_confidnet_learns_where_the_network_errs():
+    """Labels that are wrong for one half of the inputs: the network says the same of both, its features tell which they are."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(n: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(n, 4, generator=g)
+        clean = (x[:, 0] > 0).long()
+        flip = (torch.rand(n, generator=g) < 0.45) & (x[:, 1] > 0)
+        return x, torch.where(flip, 1 - clean, clean)
+
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with torch.no_grad():
+        network[0].weight.copy_(torch.eye(4))
+        network[0].bias.zero_()
+        network[2].weight.copy_(torch.tensor([[-3.0, 0, 0, 0], [3.0, 0, 0, 0]]))
+        network[2].bias.zero_()
+    before, rng = state(network), torch.get_rng_state()
+    fitted = ConfidNet((32, 32), epochs=12, learning_rate=3e-3, tune_epochs=1, tune_rate=1e-4).fit(
+        network, draw(3000), validation=draw(1000), progress=False
+    )
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(torch.equal(leaf, before[name]) for name, leaf in network.state_dict().items())
+    assert all(leaf.grad is None and leaf.requires_grad for leaf in network.parameters())
+    assert not any(m._forward_pre_hooks for m in network.modules())
+    x, y = draw(2000)
+    p = fitted.predict(x)
+    torch.testing.assert_close(p.f_mean, network(x).detach())
+    found = failure.failures(p, y, names=["mcp"], others={"confidnet": fitted(x)})
+    assert found["mcp"].auroc < 0.65
+    assert found["confidnet"].auroc > 0.75
+    assert found["confidnet"].aupr_error > found["mcp"].aupr_error + 0.05
+    # what it learned is the probability of the true class: E[TCP | x1 > 0] = .45 (1 - p) + .55 p
+    certain, confidence = p.mean.amax(-1), 1 - fitted(x)
+    for there, expected in ((x[:, 1] > 0.5, 0.45 + 0.1 * certain), (x[:, 1] < -0.5, certain)):
+        assert abs(float((confidence - expected)[there].mean())) < 0.06
+
+
+def test_the_best_epoch_is_kept(trained):
+    posterior, data = trained
+    settings = ConfidNet((16,), epochs=6, learning_rate=0.02, tune_epochs=2, tune_rate=0.01)
+    fitted = settings.fit(posterior, (data.x_train[:600], data.y_train[:600]), validation=(data.x_test, data.y_test))
+    found = failure.failures(fitted.predict(data.x_test), data.y_test, names=[], others={"c": fitted(data.x_test)})["c"]
+    assert len(fitted.history) == 8
+    assert found.aupr_error == pytest.approx(max(row["aupr_error"] for row in fitted.history), abs=1e-6)
+
+
+def test_the_same_seed_gives_the_same_bits_and_a_file(trained, tmp_path):
+    posterior, data = trained
+    x, y = data.x_train[:600], data.y_train[:600]
+    settings, held = ConfidNet((16,), epochs=2, tune_epochs=1), (data.x_test, data.y_test)
+    module = posterior.model.network.train()
+    one = settings.fit(posterior, (x, y), validation=held, seed=3)
+    assert all(m.training for m in module.modules())
+    torch.rand(1)
+    two = settings.fit(posterior, (x, y), validation=held, seed=3)
+    assert torch.equal(one(data.x_test), two(data.x_test))
+    assert not torch.equal(one(data.x_test), settings.fit(posterior, (x, y), validation=held, seed=4)(data.x_test))
+    one.save(tmp_path / "confidence.safetensors")
+    same = Confidence.load(tmp_path / "confidence.safetensors", posterior.model)
+    assert torch.equal(same(data.x_test), one(data.x_test))
+    assert torch.equal(same.predict(data.x_test).mean, one.predict(data.x_test).mean)
+    assert same.history == one.history
+    with pytest.raises(FileError, match="made for another network"):
+        Confidence.load(tmp_path / "confidence.safetensors", nn.Linear(3, 2))
+
+
+def test_dropout_is_on_for_the_head_and_off_for_the_score(trained):
+    posterior, data = trained
+    x, y = data.x_train[:200], data.y_train[:200]
+    from dubito.apps.network import networks
+
+    one = networks(posterior)[0]
+    phi, target, random = ConfidNet()._gathered(one, "5", (x, y), seed=0)
+    still, sure, fixed = ConfidNet(dropout=False)._gathered(one, "5", (x, y), seed=0)
+    assert random
+    assert not fixed
+    dropped = (phi == 0) & (still != 0)
+    assert 0.1 < float(dropped.double().sum() / (still != 0).double().sum()) < 0.3
+    assert float(target.mean()) < float(sure.mean())
+    fitted = ConfidNet((8,), epochs=1, tune_epochs=0).fit(posterior, (x, y))
+    assert torch.equal(fitted(x), fitted(x))
+
+
+def test_the_ratio_target():
+    network = nn.Linear(2, 3)
+    x, y = torch.randn(20, 2), torch.randint(3, (20,))
+    from dubito.apps.failure.confidnet import _truth
+    from dubito.apps.network import networks, posterior_of
+
+    one = networks(posterior_of(network))[0]
+    probs = network(x).softmax(-1).detach()
+    ratio, wrong, _ = _truth(one, one(x), y, "ratio")
+    torch.testing.assert_close(ratio, probs.gather(1, y[:, None])[:, 0] / probs.amax(-1))
+    assert torch.equal(wrong, ratio < 1)
+
+
+def test_confidnet_on_dense_outputs():
+    network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    model = dubito.Model(network, dubito.Categorical(dim=1))
+    x, y = torch.randn(6, 2, 5, 7), torch.randint(3, (6, 5, 7))
+    y[:, 0] = -100
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2, shuffle=True)
+    rng = torch.get_rng_state()
+    fitted = ConfidNet((8,), epochs=2, tune_epochs=1, layer="2").fit(model, loader, validation=(x, y))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert fitted(x).shape == (6, 5, 7)
+
+
+def test_a_network_without_errors_is_judged_by_the_loss():
+    network = logistic_network()
+    x = torch.tensor([[-3.0], [3.0]] * 20)
+    fitted = ConfidNet((4,), epochs=2, tune_epochs=0).fit(network, (x, (x[:, 0] > 0).long()))
+    assert all(math.isnan(row["aupr_error"]) for row in fitted.history)
+    assert ((fitted(x) > 0) & (fitted(x) < 1)).all()
+
+
+def test_what_confidnet_cannot_do(trained):
+    posterior, data = trained
+    loader = [(data.x_train[:10], data.y_train[:10])]
+    with pytest.raises(ValueError, match="give validation=..."):
+        ConfidNet().fit(posterior, loader)
+    with pytest.raises(ValueError, match="has no layer 'head'"):
+        ConfidNet(layer="head").fit(posterior, loader, validation=loader)
+    with pytest.raises(ValueError, match="learns from labelled data"):
+        ConfidNet().fit(posterior, loader, validation=[data.x_train[:10]])
+    model = dubito.Model(nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
+    with pytest.raises(ValueError, match="ConfidNet is for classifiers"):
+        ConfidNet().fit(Point(model, model.parameters(), {}), (torch.zeros(3, 1), torch.zeros(3, 1)))
+    with pytest.raises(ValueError, match="at least one epoch"):
+        ConfidNet(epochs=0)
+
+
+def test_any_network():
+    network, x = build("resnet")
+    fitted = ConfidNet((8,), epochs=1, tune_epochs=1).fit(network, (x, torch.arange(5) % 4), validation=(x, torch.arange(5) % 4))
+    assert fitted.layer == "head"
+    assert fitted(x).shape == (5,)
