@@ -12,6 +12,7 @@ from dubito.export import as_module as as_module
 from dubito.fit import fit as fit
 from dubito.io import load as load
 from dubito.io import save as save
+from dubito.judge import judge as judge
 from dubito.likelihoods import Bernoulli as Bernoulli
 from dubito.likelihoods import Categorical as Categorical
 from dubito.likelihoods import Gaussian as Gaussian

@@ -1,4 +1,4 @@
-"""The command line: `dubito demo`, `fit`, `predict`, `evaluate` and `diagnose`.
+"""The command line: `dubito demo`, `fit`, `predict`, `evaluate`, `diagnose` and `compare`.
 
 Input that cannot be used ends in one line on standard error and exit code 2. A traceback is a bug of ours.
 """
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dubito
+from dubito.commands.compare import compare
 from dubito.commands.demo import demo
 from dubito.commands.diagnose import diagnose
 from dubito.commands.evaluate import evaluate
@@ -32,12 +33,14 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "predict": predict,
     "evaluate": evaluate,
     "diagnose": diagnose,
+    "compare": compare,
 }
 
 EXAMPLES = """\
 dubito fit ensemble houses.csv --target price --out houses
 dubito predict houses new.csv --out predictions.csv
-dubito evaluate houses test.csv"""
+dubito evaluate houses test.csv
+dubito compare --data houses.csv --target price --methods map ensemble laplace"""
 
 FIT_EXAMPLES = """\
 dubito fit map houses.csv --target price --out houses --epochs 200

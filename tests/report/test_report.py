@@ -2,6 +2,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 
@@ -13,11 +14,12 @@ from rich.console import Console
 
 from dubito import Categorical, Gaussian, metrics
 from dubito.predictive import LatentMixture
-from dubito.report import Column, Figure, Picture, Report, Section, Table, check_writable
+from dubito.report import Column, Figure, Picture, Report, Section, Snippet, Table, check_writable
 from dubito.report.calibration import bins, coverage, reliability
 from dubito.report.canvas import picture
+from dubito.report.comparison import Line, lines
 from dubito.report.histogram import histograms
-from dubito.report.images import card, scatter
+from dubito.report.images import Guess, card, scatter, strip
 from dubito.report.regression import Curve, band, poster
 
 NASTY = "<script>alert('1')</script> & \"quoted\""
@@ -48,7 +50,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if "style" not in self.open:
+        if "style" not in self.open and "script" not in self.open:
             self.words.append(data)
 
 
@@ -225,3 +227,63 @@ def test_the_poster_is_a_picture_of_the_width_asked_for(tmp_path):
     path = poster({"a": {"ReLU": curve, "tanh": curve}}, tmp_path / "new" / "p.png", ylim=(-2, 2), width=900)
     with Image.open(path) as image:
         assert image.width == 900
+
+
+def compared() -> Report:
+    columns = (Column("method"), Column("NLL", better="lower", meaning="nats"), Column("n", digits=0))
+    rows = (("a ± b", 0.3, 3), (NASTY, 0.1, 2), ("c", math.nan, None))
+    errors = ((None, 0.02, None), (None, 0.01, None), (None, None, None))
+    scores = Table("Scores", columns, rows, errors=errors, alike=frozenset({(0, 1)}), sortable=True)
+    line = picture(lambda figure: figure.subplots().plot([0, 1], [1, 0]) and None, (3, 2), alt="line")
+    snippets = (Snippet("command", f"run {NASTY}", label=NASTY), Snippet("more", "{}", folded=True))
+    figure = Figure("f", (replace(line, label=NASTY),))
+    return Report("t", (Section("s", tables=(scores,), figures=(figure,), snippets=snippets),))
+
+
+def test_standard_errors_and_what_is_like_the_best_are_shown():
+    made = compared()
+    table = next(made.tables)
+    assert [table.text(i, 1) for i in range(3)] == ["0.300 ± 0.020", "0.100 ± 0.010", "–"]
+    assert made.data["sections"][0]["tables"][0]["standard_errors"][0] == {"method": None, "NLL": 0.02, "n": None}
+    assert made.data["sections"][0]["tables"][0]["not_told_from_the_best"] == [["NLL"], [], []]
+    assert made.data["sections"][0]["snippets"]["command"] == f"run {NASTY}"
+    out = StringIO()
+    made.print(Console(file=out, width=100))
+    assert "0.300 ± 0.020~" in out.getvalue()
+    assert "0.100 ± 0.010*" in out.getvalue()
+    with pytest.raises(ValueError, match="not one for every cell"):
+        replace(table, errors=((None,),))
+
+
+def test_a_table_with_errors_too_wide_for_the_terminal_is_shown_in_parts():
+    columns = (Column("method"), *(Column(f"score{j}") for j in range(6)))
+    wide = Table("Wide", columns, (("a", *[0.5] * 6),), errors=((None, *[0.1] * 6),))
+    out = StringIO()
+    Report("t", (Section("s", tables=(wide,)),)).print(Console(file=out, width=60))
+    text = out.getvalue()
+    assert text.count("0.500 ± 0.100") == 6
+    assert text.count("method") > 1
+    assert all(len(line.rstrip()) <= 60 for line in text.splitlines())
+
+
+def test_a_sortable_page_has_one_script_of_its_own_and_escapes_the_rest():
+    text = compared().html()
+    page = Page(text)
+    assert page.tags.count("script") == 1
+    assert "<script>alert" not in text
+    assert text.count('class="filter"') == 1
+    assert 'data-value="0.3"' in text
+    assert 'class="alike" data-value="0.3"' in text
+    assert re.search(r'<svg data-label="&lt;script', text)
+    assert page.words.count(f"run {NASTY}") == 1
+    assert "Content-Security-Policy" in report().html()
+
+
+def test_pictures_of_guesses_and_of_several_methods():
+    grey, colour = torch.rand(8, 8), torch.rand(3, 8, 8)
+    drawn = strip([Guess(grey, "a very long name of a class", "b", 0.5), Guess(colour, "b", "b", 1.0)], title="mistakes")
+    assert drawn.alt == "mistakes: a very long name of a class (0.50), truly b; b (1.00)."
+    assert ElementTree.fromstring(str(drawn.image)).tag.endswith("svg")
+    three = torch.tensor([0.0, 3.0, 5.0])
+    many = {f"method {i} with a name that is far too long": Line(three, three * i, 0.1 * three) for i in range(8)}
+    assert "method 7" in lines("Shift", many, xlabel="severity", ylabel="NLL", ticks=(0.0, 3.0, 5.0)).alt

@@ -12,16 +12,7 @@ from torch import Tensor
 from dubito.metrics import METRICS
 from dubito.predictive import Predictive
 
-MEANINGS = {
-    "accuracy": "share of rows whose most probable class is right",
-    "nll": "negative log likelihood of a row; lower is better",
-    "brier": "squared error of probabilities; lower is better",
-    "ece": "gap between confidence and accuracy; 0 is calibrated",
-    "rmse": "root mean squared error, in the target's units",
-    "crps": "distance to the target, in its units; lower is better",
-    "coverage": "share inside the 90 % interval; 0.9 is calibrated",
-    "width": "mean width of the 90 % interval, in the target's units",
-}
+MEANINGS = {name: metric.meaning for name, metric in METRICS.items()}
 
 
 def scores(p: Predictive, y: Tensor) -> dict[str, float]:

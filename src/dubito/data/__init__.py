@@ -5,6 +5,8 @@ DUBITO_DATA, or by the argument `root`; each reader's docstring says where the f
 """
 
 from dubito.data.cifar10 import cifar10 as cifar10
+from dubito.data.cifar10h import cifar10h as cifar10h
+from dubito.data.cifar10h import label_entropy as label_entropy
 from dubito.data.digits import digits as digits
 from dubito.data.examples import Examples as Examples
 from dubito.data.examples import Split as Split

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,48 @@ from torch import Tensor
 
 from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, grid, picture
 from dubito.report.report import Picture
+
+NAME = 14  # letters of a class that fit under a small image
+
+
+class Guess(NamedTuple):
+    """An image [H, W], [1, H, W] or [3, H, W] in [0, 1], and what is said of it."""
+
+    image: Tensor
+    said: str  # the class it is taken for
+    truth: str
+    confidence: float
+
+
+def strip(guesses: Sequence[Guess], *, title: str) -> Picture:
+    """Images side by side, each over what it is taken for, with which confidence, and, where that is wrong, what it is.
+
+    >>> strip([Guess(torch.rand(8, 8), "seven", "one", 0.9)], title="a mistake").alt
+    'a mistake: seven (0.90), truly one.'
+    """
+
+    places = max(4, len(guesses))
+
+    def draw(figure: Any) -> None:
+        # one pair of axes for all images: as many as there are images would take ten times as long to lay out
+        axes = figure.subplots()
+        axes.axis("off")
+        axes.set_title(title)
+        for i, guess in enumerate(guesses):
+            left, wrong = 1.12 * i, guess.said != guess.truth
+            _image(axes, guess.image, extent=(left, left + 1, 0, 1))
+            axes.plot([left, left + 1, left + 1, left, left], [0, 0, 1, 1, 0], color=SOFT, linewidth=0.8)
+            words = f"{_short(guess.said)}  {guess.confidence:.2f}" + (f"\ntruly {_short(guess.truth)}" if wrong else "")
+            colour = VERMILION if wrong else INK
+            axes.text(left + 0.5, -0.07, words, ha="center", va="top", fontsize=8.5, color=colour, linespacing=1.35)
+        axes.set(xlim=(-0.02, 1.12 * places - 0.1), ylim=(-0.42, 1.02), aspect="equal")
+
+    told = [f"{g.said} ({g.confidence:.2f})" + (f", truly {g.truth}" if g.said != g.truth else "") for g in guesses]
+    return picture(draw, (1.12 * places, 1.85), alt=f"{title}: {'; '.join(told) or 'none'}.")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME else name[: NAME - 1] + "…"
 
 
 def card(image: Tensor, mean: Tensor, probs: Tensor, *, title: str, subtitle: str, truth: int) -> Picture:
@@ -65,7 +108,9 @@ def scatter(image: Tensor, f: Tensor, probs: Tensor, *, title: str, subtitle: st
     return picture(draw, (3.6, 4.4), alt=alt)
 
 
-def _image(axes: Any, image: Tensor) -> None:
-    axes.imshow(image.numpy(), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1)
+def _image(axes: Any, image: Tensor, extent: tuple[float, float, float, float] | None = None) -> None:
+    """Grey [H, W] or [1, H, W], dark on light, or in colour [3, H, W]."""
+    colours = image.movedim(0, -1).clamp(0, 1) if image.ndim == 3 and len(image) == 3 else image.reshape(image.shape[-2:])
+    axes.imshow(colours.numpy(), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1, extent=extent)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(True)

@@ -44,18 +44,31 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Value, ...], ...]
     caption: str = field(default="", kw_only=True)
+    errors: tuple[tuple[float | None, ...], ...] = field(
+        default=(), kw_only=True
+    )  # the standard error of every cell that has one
+    alike: frozenset[tuple[int, int]] = field(default=frozenset(), kw_only=True)  # (row, column): not told apart from the best
+    sortable: bool = field(default=False, kw_only=True)  # by a click on a header; and a box to type in filters the rows
 
     def __post_init__(self):
         wrong = [row for row in self.rows if len(row) != len(self.columns)]
         if wrong:
             raise ValueError(f"the table {self.title!r} has {len(self.columns)} columns, but a row with {len(wrong[0])} cells")
+        if self.errors and [len(row) for row in self.errors] != [len(row) for row in self.rows]:
+            raise ValueError(
+                f"the table {self.title!r} has standard errors, but not one for every cell: give None where there is none"
+            )
 
     def text(self, row: int, column: int) -> str:
-        """A cell as it is shown."""
+        """A cell as it is shown, with its standard error where it has one."""
         value = self.rows[row][column]
         if isinstance(value, str):
             return value
-        return "–" if value is None or not math.isfinite(value) else f"{value:.{self.columns[column].digits}f}"
+        if value is None or not math.isfinite(value):
+            return "–"
+        error = self.errors[row][column] if self.errors else None
+        digits = self.columns[column].digits
+        return f"{value:.{digits}f}" + ("" if error is None or not math.isfinite(error) else f" ± {error:.{digits}f}")
 
     @property
     def best(self) -> set[tuple[int, int]]:
@@ -78,6 +91,7 @@ class Picture:
     image: str | bytes = field(repr=False)
     alt: str
     width: int
+    label: str = field(default="", kw_only=True)  # the row of a sortable table it belongs to: hidden when the row is
 
 
 @dataclass(frozen=True)
@@ -91,11 +105,22 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Snippet:
+    """Text to be copied, such as a command; `folded` shows its title only, until it is asked for."""
+
+    title: str
+    text: str
+    folded: bool = field(default=False, kw_only=True)
+    label: str = field(default="", kw_only=True)  # as of a picture
+
+
+@dataclass(frozen=True)
 class Section:
     title: str
     text: str = ""
     tables: tuple[Table, ...] = field(default=(), kw_only=True)
     figures: tuple[Figure, ...] = field(default=(), kw_only=True)
+    snippets: tuple[Snippet, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -129,6 +154,7 @@ class Report:
                     "text": section.text,
                     "tables": [_table(table) for table in section.tables],
                     "figures": [{"title": figure.title, "caption": figure.caption} for figure in section.figures],
+                    **({"snippets": {s.title: s.text for s in section.snippets}} if section.snippets else {}),
                 }
                 for section in self.sections
             ],
@@ -187,5 +213,12 @@ def _refused(path: Path, error: OSError) -> OSError:
 
 def _table(table: Table) -> dict[str, Any]:
     names = [column.name for column in table.columns]
-    rows = [[None if isinstance(v, float) and not math.isfinite(v) else v for v in row] for row in table.rows]
-    return {"title": table.title, "caption": table.caption, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+
+    def named(rows: tuple[tuple[Value, ...], ...]) -> list[dict[str, Value]]:
+        finite = [[None if isinstance(v, float) and not math.isfinite(v) else v for v in row] for row in rows]
+        return [dict(zip(names, row, strict=True)) for row in finite]
+
+    more: dict[str, Any] = {"standard_errors": named(table.errors)} if table.errors else {}
+    if table.alike:
+        more["not_told_from_the_best"] = [[names[j] for k, j in sorted(table.alike) if k == i] for i in range(len(table.rows))]
+    return {"title": table.title, "caption": table.caption, "rows": named(table.rows), **more}

@@ -11,26 +11,52 @@ from dubito.report.report import Report, Table
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the tables; the best of a column is bold and green, or has a star where there are no colours (in a file, a pipe)."""
+    """Print the tables; the best of a column is bold and green, or has a star where there are no colours (in a file, a pipe).
+
+    What is not told apart from the best is green but not bold, or has a tilde.
+    """
     console = console or Console()
     for table in report.tables:
-        console.print(_rich(table, plain=not console.is_terminal))
+        for part in _fitting(table, console.width):
+            console.print(_rich(table, part, plain=not console.is_terminal))
         if table.caption:
             console.print(Text(table.caption, style="dim"))
         console.print()
 
 
-def _rich(table: Table, *, plain: bool) -> RichTable:
+def _fitting(table: Table, width: int) -> list[tuple[int, ...]]:
+    """The columns; where they do not fit side by side and hold means and errors, in parts that each begin with the first."""
+    if not table.errors or len(table.columns) < 3:
+        return [tuple(range(len(table.columns)))]
+
+    def size(j: int) -> int:  # three spaces between columns, and a mark
+        longest = max(map(len, table.columns[j].name.split()), default=1)
+        return 4 + max([longest, *(len(table.text(i, j)) for i in range(len(table.rows)))])
+
+    parts, room = [[0]], width - size(0)
+    for j in range(1, len(table.columns)):
+        if size(j) > room and len(parts[-1]) > 1:
+            parts.append([0])
+            room = width - size(0)
+        parts[-1].append(j)
+        room -= size(j)
+    return [tuple(part) for part in parts]
+
+
+def _rich(table: Table, columns: tuple[int, ...], *, plain: bool) -> RichTable:
     look = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "pad_edge": False}
-    shown = RichTable(title=Text(table.title), **look)
-    words = [all(isinstance(row[j], str) for row in table.rows) for j in range(len(table.columns))]
-    for column, word in zip(table.columns, words, strict=True):
-        longest = max(map(len, column.name.split()), default=1)  # headers wrap between words only
-        shown.add_column(Text(column.name), justify="left" if word else "right", no_wrap=word, min_width=longest)
+    shown = RichTable(title=Text(table.title) if columns[-1] == len(columns) - 1 else None, **look)
+    words = [all(isinstance(row[j], str) for row in table.rows) for j in columns]
+    for j, word in zip(columns, words, strict=True):
+        longest = max(map(len, table.columns[j].name.split()), default=1)  # headers wrap between words only
+        kind = {"justify": "left" if word else "right", "no_wrap": word or bool(table.errors)}
+        shown.add_column(Text(table.columns[j].name), min_width=longest, **kind)
     best = table.best
     for i in range(len(table.rows)):
-        marks = ["bold green" if (i, j) in best else "" for j in range(len(table.columns))]
-        stars = ["" if word or not plain else "*" if mark else " " for mark, word in zip(marks, words, strict=True)]
-        cells = [Text(table.text(i, j) + stars[j], style=mark) for j, mark in enumerate(marks)]
+        places = [(i, j) for j in columns]
+        marks = ["bold green" if place in best else "green" if place in table.alike else "" for place in places]
+        signs = {"bold green": "*", "green": "~", "": " "}
+        stars = ["" if word or not plain else signs[mark] for mark, word in zip(marks, words, strict=True)]
+        cells = [Text(table.text(i, j) + star, style=mark) for (_, j), star, mark in zip(places, stars, marks, strict=True)]
         shown.add_row(*cells)
     return shown
