@@ -5,16 +5,18 @@ The two laws, of a network's outputs X and of the process' Y at random inputs, a
 
 .. math:: D^2 = 2\, E\lVert X - Y \rVert - E\lVert X - X' \rVert - E\lVert Y - Y' \rVert,
 
-which is 0 only if they are one (Székely & Rizzo 2013). Tran et al. (2022) minimise the 1-Wasserstein distance, by a critic network that
-is trained within every step. The energy distance needs no critic and no inner loop, and its gradient from a finite number of draws is
-unbiased, which that of a Wasserstein distance is not (Bellemare et al. 2017).
+which is 0 only if they are one (Székely & Rizzo 2013), or by their 1-Wasserstein distance, as Tran et al. (2022) do: the least mean
+distance at which draws of one can be paired with draws of the other. They approach it by a critic network that is trained within every
+step; between as many draws of each it is an assignment, which is solved exactly. The energy distance is the default: its gradient from
+a finite number of draws is unbiased, and that of a Wasserstein distance is not (Bellemare et al. 2017).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from dubito.priors.student_t import StudentT
 
 
 class Matched(NamedTuple):
-    """The prior whose functions are like those of the process, and the energy distances on the way."""
+    """The prior whose functions are like those of the process, and the distances on the way."""
 
     prior: Prior
     distances: Tensor  # [steps]
@@ -46,6 +48,7 @@ def matching(
     points: int = 16,
     box: float = 0.3,
     learning_rate: float = 0.05,
+    distance: Literal["energy", "wasserstein"] = "energy",
     seed: int = 0,
 ) -> Matched:
     """Set the scale of every parameter's prior so that functions drawn from it are like draws of `process`.
@@ -67,6 +70,8 @@ def matching(
         raise ValueError(f"the scales of a Normal, a Laplace or a StudentT can be matched; got a {type(base).__name__}")
     if inputs.ndim != 2 or steps < 1 or draws < 2 or points < 1 or not 0 <= box <= 1:
         raise ValueError("inputs are [N, d], steps and points at least 1, draws at least 2 and box a share between 0 and 1")
+    if distance not in DISTANCES:
+        raise ValueError(f"distance is one of {', '.join(DISTANCES)}; got {distance!r}")
     device = next(iter(like.values())).device
     generator, inputs = randomness.generator(device, seed, "matching"), inputs.to(device)
     low, high = inputs.min(0).values, inputs.max(0).values
@@ -82,11 +87,11 @@ def matching(
         drawn = {name: leaf * logs[name].exp().to(leaf) for name, leaf in unit.items()}
         f = vmap(lambda one, x=x: model.call(one, x, buffers)[0], randomness="different")(drawn)  # [S, points, C]
         wanted = process.sample(x, draws * f.shape[-1], generator).reshape(f.shape[-1], draws, points).movedim(0, 2)
-        distance = energy_distance(f.flatten(1), wanted.flatten(1).to(f))
+        apart = DISTANCES[distance](f.flatten(1), wanted.flatten(1).to(f))
         optimizer.zero_grad()
-        distance.backward()
+        apart.backward()
         optimizer.step()
-        distances.append(distance.detach())
+        distances.append(apart.detach())
     return Matched(_scaled(base, {name: float(log.detach().exp()) for name, log in logs.items()}), torch.stack(distances))
 
 
@@ -98,6 +103,24 @@ def energy_distance(x: Tensor, y: Tensor) -> Tensor:
     """
     within = [torch.cdist(z, z).sum() / (len(z) * (len(z) - 1)) for z in (x, y)]
     return 2 * torch.cdist(x, y).mean() - within[0] - within[1]
+
+
+def wasserstein_distance(x: Tensor, y: Tensor) -> Tensor:
+    r"""The 1-Wasserstein distance of draws x [S, D] from as many draws y [S, D]: :math:`\min_\pi \frac1S \sum_s |x_s - y_{\pi(s)}|`.
+
+    >>> wasserstein_distance(torch.tensor([[0.0], [5.0]]), torch.tensor([[6.0], [0.0]]))
+    tensor(0.5000)
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    if x.shape != y.shape:
+        raise ValueError(f"draws are paired: give as many of both; got {list(x.shape)} and {list(y.shape)}")
+    apart = torch.cdist(x, y)
+    rows, columns = linear_sum_assignment(apart.detach().double().cpu().numpy())
+    return apart[torch.from_numpy(rows).to(x.device), torch.from_numpy(columns).to(x.device)].mean()
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"energy": energy_distance, "wasserstein": wasserstein_distance}
 
 
 def _scaled(base: Normal | Laplace | StudentT, factors: dict[str, float]) -> Prior:
