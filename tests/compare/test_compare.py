@@ -1,33 +1,39 @@
 """The grid: cells that are made once, kept whole, taken up again, and counted right."""
 
+import io
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from scipy.stats import pearsonr, spearmanr, ttest_rel
 
 from dubito import data, fit, metrics
-from dubito.compare import Cell, Entry, Grid, entry, of_table, problem
+from dubito.apps import failure, ood
+from dubito.compare import Cell, Entry, Grid, Part, entry, judging, of_table, problem
 from dubito.compare import grid as grid_module
 from dubito.compare.cell import Key
 from dubito.compare.entry import places, typed
 from dubito.compare.judging import judged, people, ranks
-from dubito.compare.problem import Problem, resized
+from dubito.compare.problem import Problem, perceptron, resized
 from dubito.compare.stacked import Task, _inner, _train, fits, suits
-from dubito.compare.summary import Mean, described, scores, table, told_apart
+from dubito.compare.summary import Mean, described, scores, table, told_apart, words
 from dubito.likelihoods import PREFIX
 from dubito.methods import IVON, MAP, Ensemble, Laplace, MCDropout
 from dubito.methods.mc_dropout import dropout_precision
+from dubito.posteriors import Point
+from dubito.report import Column, Report, Section, Table
 
 
 @pytest.fixture(scope="module")
 def digits() -> Problem:
     given = problem("digits").limited(120, 80)
-    return replace(given, training=given.training._replace(epochs=3))
+    return replace(given, training=given.training._replace(epochs=3), build=perceptron((16, 16)), hidden=(16, 16))
 
 
 def small(given: Problem, folder: Path, *specs: str, seeds: tuple[int, ...] = (0, 1)) -> Grid:
@@ -170,6 +176,11 @@ def test_damaged_and_foreign_cells_are_made_again(tmp_path):
     path.write_text(path.read_text()[:-20])
     assert Cell.read(tmp_path, key) is None
     Cell(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
+    path.write_text(path.read_text().replace('"nll": 1.0', '"nll": {}'))
+    assert Cell.read(tmp_path, key) is None
+    path.write_text(json.dumps({**json.loads(path.read_text()), "scores": None}))
+    assert Cell.read(tmp_path, key) is None
+    Cell(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
     path.with_suffix(".safetensors").unlink()
     assert Cell.read(tmp_path, key) is None
 
@@ -179,6 +190,10 @@ def test_a_grid_that_makes_no_sense_is_refused(digits, tmp_path):
         small(digits, tmp_path, "map", "map")
     with pytest.raises(ValueError, match="nothing to compare"):
         small(digits, tmp_path)
+    with pytest.raises(ValueError, match="counts once"):
+        small(digits, tmp_path, "map", seeds=(0, 0))
+    with pytest.raises(ValueError, match="did you mean 'energy'"):
+        replace(small(digits, tmp_path, "map"), detectors=("enrgy",))
     with pytest.raises(ValueError, match="2 splits"):
         small(replace(digits, splits=2), tmp_path, "map", seeds=(0, 1, 2))
 
@@ -203,6 +218,52 @@ def test_scores_are_those_of_the_metrics(digits):
     assert found.shift["contrast"]["0"]["nll"] == pytest.approx(found.scores["nll"])
     assert found.scores["shifted nll"] == found.shift["contrast"]["5"]["nll"]
     torch.testing.assert_close(found.arrays["total"], found.arrays["aleatoric"] + found.arrays["epistemic"])
+
+
+def test_detectors_and_confidence_learn_from_the_training_part_alone(digits, monkeypatch):
+    monkeypatch.setattr(judging, "ConfidNet", partial(failure.ConfidNet, (8,), epochs=2, tune_epochs=0))
+    part = digits.part(0)._replace(unfamiliar={"noise": torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))})
+    asked = {"detectors": ("mahalanobis", "msp"), "confidence": ("entropy", "confidnet")}
+    train = (part.x_train, part.y_train)
+    point, several = (
+        fit((made := entry(spec, digits)).model(digits, (1, 8, 8)), made.method, train, progress=False)
+        for spec in ("map", "ensemble,size=2,epochs=1")
+    )
+    found = judged(point, digits, part, seed=0, **asked).scores
+    score = ood.Mahalanobis().fit(point, train)
+    expected = ood.detection(score(part.x_test), score(part.unfamiliar["noise"]))
+    assert found["noise auroc mahalanobis"] == pytest.approx(expected.auroc)
+    assert found["noise fpr95 mahalanobis"] == pytest.approx(expected.fpr95)
+    p = point.predict(part.x_test)
+    assert found["errors auroc by entropy"] == pytest.approx(failure.failures(p, part.y_test, names=["entropy"])["entropy"].auroc)
+    learned = failure.ConfidNet((8,), epochs=2, tune_epochs=0).fit(point, train, seed=0, progress=False)
+    wrong = failure.errors(p, part.y_test)
+    assert found["errors aurc by confidnet"] == pytest.approx(failure.failure(learned(part.x_test), wrong).aurc)
+    assert math.isnan(judged(several, digits, part, seed=0, confidence=("confidnet",)).scores["errors auroc by confidnet"])
+    main = [score.key for score in scores([Cell(Key("a", 0, {}), found)], "classification")[0]]
+    assert {"noise auroc mahalanobis", "errors auroc by confidnet"} <= set(main)
+    assert "noise auroc epistemic" not in main
+
+
+def test_what_is_not_finite_is_a_failure_and_no_better_mean(digits):
+    model = entry("map", digits).model(digits, (1, 8, 8))
+    lost = Point(model, {name: leaf * math.nan for name, leaf in model.parameters().items()}, {})
+    with pytest.raises(FloatingPointError, match="not finite"):
+        judged(lost, digits, digits.part(0), seed=0)
+
+
+def test_nothing_of_a_table_is_cut_off_on_a_narrow_terminal():
+    given = [cell("Ensemble of 5 MC dropout", seed, 0.9 + 0.01 * seed) for seed in range(2)]
+    more = {f"{name} auroc total": 0.123456 for name in ("fashion-mnist", "kmnist", "notmnist", "cifar10")}
+    given = [replace(one, scores={**one.scores, **more}) for one in given]
+    why = Table("What failed", (Column("method"), Column("reason")), (("MAP", "the reason is so long that it is wrapped " * 3),))
+    for cells in (given, given[:1]):
+        main, _ = scores(cells, "classification")
+        file = io.StringIO()
+        Report("t", (Section("s", tables=(table("t", cells, main, seeds=len(cells)), why)),)).print(Console(file=file, width=60))
+        assert "…" not in file.getvalue()
+        assert file.getvalue().count("0.1235") == 4
+        assert file.getvalue().count("wrapped") == 3
 
 
 def test_correlation_with_people_is_that_of_scipy():
@@ -242,7 +303,9 @@ def test_the_table_has_means_errors_the_best_and_what_is_like_it():
     assert made.rows[0][1] == pytest.approx(0.91)
     assert made.errors[0][1] == pytest.approx(np.std([0.90, 0.92, 0.91], ddof=1) / 3**0.5)
     assert {place for place in made.best if place[1] < 3} == {(1, 1), (1, 2)}
-    assert made.alike == {(0, 1), (0, 2)}  # c is worse, and of d and e too little is known
+    assert made.alike == {(0, 1), (0, 2), (3, 1), (3, 2)}  # c is worse; of d too little is known to tell, and of e nothing
+    assert "d (1 of 3), e (0 of 3)" in words(cells, 3, splits=False)
+    assert "Not all" not in words(cells[:9], 3, splits=False)
     assert [made.text(4, j) for j in range(3)] == ["e", "–", "–"]
     assert "±" not in made.text(3, 1)
     assert table("t", cells[::3], main, seeds=1).errors == ()
@@ -254,7 +317,22 @@ def test_means_leave_out_what_is_not_known():
 
 
 @pytest.mark.parametrize(
-    "key", ["accuracy", "errors fpr95", "human pearson", "shifted nll", "kmnist auroc total", "kmnist fpr95", "seconds"]
+    "key",
+    [
+        "accuracy",
+        "errors fpr95",
+        "errors aurc by confidnet",
+        "human pearson",
+        "shifted nll",
+        "kmnist auroc total",
+        "kmnist auroc relative_mahalanobis",
+        "kmnist fpr95",
+        "kmnist fpr95 energy",
+        "errors auroc total",  # of a file that is called errors, and so on
+        "shifted auroc total",
+        "human fpr95",
+        "seconds",
+    ],
 )
 def test_every_score_has_a_name_a_direction_and_a_meaning(key):
     found = described(key)
@@ -288,6 +366,13 @@ def test_limits_and_sizes(digits):
     part = digits.part(3)
     assert (len(part.x_train), len(part.x_test)) == (120, 80)
     assert digits.part(3).checksum == part.checksum
+    # rows come sorted by their class in many a file
+    ordered = of_table("t.csv", data.Table(torch.randn(90, 2), torch.arange(90) // 30, ("a", "b"), ("y",), ("0", "1", "2")))
+    few = replace(ordered, people=torch.arange(18.0)).limited(None, 9)
+    assert len(few.part(0).y_test.unique()) == 3
+    assert torch.equal(few.people, torch.arange(18.0)[(ordered.part(0).x_test[:, None] == few.part(0).x_test).all(-1).any(1)])
+    with pytest.raises(ValueError, match="is a table, and kmnist is none"):
+        problem("uci:yacht", unfamiliar=("kmnist",))
     assert resized(torch.rand(2, 1, 28, 28), (3, 32, 32)).shape == (2, 3, 32, 32)
     with pytest.raises(ValueError, match="no data set is called 'mnits'"):
         problem("mnits")
@@ -365,6 +450,21 @@ def test_splits_and_grid_points_are_fitted_together_and_the_test_part_chooses_no
         torch.testing.assert_close(again[seed].posterior.params, found[seed].posterior.params)
     inner = _inner(parts[0], 0)
     assert (len(inner.x_train), len(inner.x_test)) == (39, 9)
+
+
+def test_a_split_that_runs_away_takes_no_other_along(splits, tmp_path):
+    """And a point of the grid that does is not chosen."""
+
+    def part(seed: int) -> Part:
+        own = splits.part(seed)
+        return own._replace(y_train=own.y_train * math.inf) if seed == 1 else own
+
+    lost = replace(splits, part=part)
+    made = entry("map", lost)
+    grid = Grid(lost, (made,), (0, 1, 2), tmp_path)
+    outcome = grid.run(progress=False)
+    assert [cell.error is None for cell in outcome.cells] == [True, False, True]
+    assert "no longer finite" in outcome.cells[1].error
 
 
 def test_the_grid_of_a_uci_set_is_filled_by_stacks(data_root, tmp_path):

@@ -187,13 +187,17 @@ def test_an_interrupt_leaves_a_report_of_what_there_is(tmp_path, monkeypatch, ca
     args = ["compare", *QUICK, "--seeds", "2", "--methods", "map", "--out", str(tmp_path / "out")]
     np.savez(tmp_path / "t.npz", x=np.random.default_rng(0).normal(size=(30, 2)), y=np.arange(30) % 2)
     args += ["--data", str(tmp_path / "t.npz"), "--target", "y", "--kind", "classification"]
+    drawn = sys.modules["dubito.compare.page"]  # pictures take a while, and are not what this is about
+    monkeypatch.setattr(drawn, "_calibration", lambda *args, **more: Section("Calibration"))
+    monkeypatch.setattr(drawn, "_success", lambda *args, **more: Section("Successes"))
     assert main(args) == 130
     assert "The run was interrupted" in json.loads((tmp_path / "out" / "report.json").read_text())["summary"]
     monkeypatch.setattr(grid_module, "fit", real)
-    monkeypatch.setattr("dubito.compare.page", lambda *args, **more: Report("t", (Section("s"),)))  # pictures take a while
     capsys.readouterr()
     assert main(args) == 0
     assert "1 of 2 cells are there already" in capsys.readouterr().out
+    assert main([*args, "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("The report: ")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +212,11 @@ def test_an_interrupt_leaves_a_report_of_what_there_is(tmp_path, monkeypatch, ca
         (["--epochs", "0"], "--epochs is positive"),
         (["--hidden", "4", "--network", "a:b"], "leave out --hidden"),
         (["--severities", "6", "--corruptions", "fog"], "from 1 to 5"),
+        (["--detectors", "energy"], "name some with --unfamiliar"),
+        (["--confidence", "entropi"], "did you mean 'entropy'"),
+        (["--data", "uci:yacht", "--unfamiliar", "kmnist"], "give an NPZ file of such inputs"),
+        (["--unfamiliar", "a/x.npz", "b/x.npz"], "two sets called x"),
+        (["--network", "torch.nn:LazyLinear"], "running it on [2, 1, 8, 8] inputs failed"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_a_line(args, words, tmp_path, monkeypatch, capsys):

@@ -8,10 +8,13 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -23,7 +26,7 @@ from dubito.commands.fitted import usable
 from dubito.commands.flags import parse, together
 from dubito.commands.network import Network
 from dubito.commands.refusal import Refusal, refusing
-from dubito.data import table
+from dubito.data import table, uci
 
 METHODS = ("map", "mc_dropout", "ensemble", "laplace", "swag", "ivon")
 PAGE = "report.html"
@@ -45,6 +48,10 @@ class What:
     """Corruptions of test images under which scores are followed, such as gaussian_noise fog; common is all fifteen."""
     severities: Annotated[tuple[int, ...], arg(metavar="1-5 ...")] = (1, 3, 5)
     """How severe these are."""
+    detectors: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    """Further scores of the unfamiliar, fitted on the training data: energy, odin, mahalanobis, neighbours, ..."""
+    confidence: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    """Further scores to find errors by: entropy, mutual_information, variation_ratio, confidnet (which is trained), ..."""
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: reports/compare-NAME)")] = None
     """The folder of cells and of the report; what is in it with the same settings is not done again."""
 
@@ -55,6 +62,8 @@ class What:
             raise ValueError("name at least one method: --methods map ensemble")
         if any(not 1 <= severity <= 5 for severity in self.severities) or not self.severities:
             raise ValueError(f"severities go from 1 to 5; got --severities {' '.join(map(str, self.severities))}")
+        if self.detectors and not self.unfamiliar:
+            raise ValueError("--detectors tell the unfamiliar: name some with --unfamiliar")
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,8 @@ def compare(args: Sequence[str]) -> None:
             folder,
             corruptions=corruptions,
             severities=tuple(sorted(set(what.severities))),
+            detectors=tuple(dict.fromkeys(name.replace("-", "_") for name in what.detectors)),
+            confidence=tuple(dict.fromkeys(name.replace("-", "_") for name in what.confidence)),
             device=None if device.type == "cpu" else device,
             code=_code(training.network),
         )
@@ -161,8 +172,13 @@ def _problem(what: What, own: Table, training: Training) -> Any:
     from dubito.compare import of_table, problem
 
     path = Path(what.data)
+    stems = [Path(name).stem for name in what.unfamiliar]
+    twice = [stem for stem in stems if stems.count(stem) > 1]
+    if twice:
+        raise Refusal(f"--unfamiliar has two sets called {twice[0]}: give one file another name, or leave it out")
     if path.suffix.lower() in (".csv", ".npz"):
-        found, _ = read(Data(path, own.target, Path(), kind=own.kind, held_out=own.held_out))
+        with redirect_stdout(None) if training.quiet else nullcontext():  # it says on screen what it found
+            found, _ = read(Data(path, own.target, Path(), kind=own.kind, held_out=own.held_out))
         strange: dict[str, Tensor] = {
             Path(name).stem: table(name, (), features=found.features or None).x for name in what.unfamiliar
         }
@@ -187,18 +203,40 @@ def _problem(what: What, own: Table, training: Training) -> Any:
         network = Network(network=training.network) if training.network else Network(hidden=training.hidden or ())
         given = replace(given, build=network.build, hidden=training.hidden)
         with randomness.forked(0):  # which refuses early what cannot be built, and imports it, so that its source can be read
-            network.build(tuple(given.part(0).x_train.shape[1:]), len(given.outputs))
+            _try(network.build, given, training.network or "")
     return given
+
+
+def _try(build: Any, given: Any, name: str) -> None:
+    """Refuse early a network that cannot be built, or does not run on these inputs."""
+    x, outputs = given.part(0).x_train[:2], len(given.outputs)
+    network = build(tuple(x.shape[1:]), outputs).eval()
+    with torch.no_grad():
+        try:
+            found = network(x)
+        except Exception as error:
+            words = " ".join(str(error).split())
+            raise Refusal(
+                f"--network {name}: running it on {list(x.shape)} inputs failed: {type(error).__name__}: {words}"
+            ) from error
+    if not isinstance(found, Tensor) or tuple(found.shape) != (len(x), outputs):
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise Refusal(f"--network {name}: of {list(x.shape)} inputs it makes {shape}, where {[len(x), outputs]} is needed")
 
 
 def _with_files(given: Any, files: Sequence[str]) -> Any:
     """The same problem with further unfamiliar inputs, of NPZ files."""
+    from dubito.compare.problem import standardized
+
     strange = {Path(name).stem: table(name, ()).x for name in files}
     shape = tuple(given.part(0).x_test.shape[1:])
     for name, x in strange.items():
         if tuple(x.shape[1:]) != shape:
             raise Refusal(f"{name}: an input has the shape {list(x.shape[1:])}, where {list(shape)} is needed")
     inner = given.part
+    if given.name.startswith("uci:"):  # whose inputs are standardised, so these must be as well
+        raw = given.name.removeprefix("uci:")
+        return replace(given, part=lru_cache(maxsize=32)(lambda seed: standardized(uci(raw, seed), strange)))
     return replace(given, part=lambda seed: (part := inner(seed))._replace(unfamiliar={**part.unfamiliar, **strange}))
 
 

@@ -94,7 +94,7 @@ class Cell:
             scores = {name: math.nan if value is None else float(value) for name, value in content["scores"].items()}
             seconds = math.nan if content["seconds"] is None else float(content["seconds"])
             more = {name: content[name] for name in ("choice", "shift", "versions")}
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole: it is made again
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or not whole: it is made again
             return None
         return Cell(key, scores, seconds, arrays=arrays, **more)
 

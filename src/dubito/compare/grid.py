@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dubito import randomness, store
 from dubito.compare import stacked
 from dubito.compare.cell import Cell, Key, versions
 from dubito.compare.entry import Entry
-from dubito.compare.judging import SEVERITIES, judged
+from dubito.compare.judging import SEVERITIES, check, judged
 from dubito.compare.problem import Part, Problem
 from dubito.demo.recipes import one_thread
 from dubito.fit import Event, Method, fit
@@ -27,6 +28,7 @@ from dubito.progress import Progress
 
 SMALL = 100_000  # weights up to which one thread is faster than several
 UNIT = 1000  # steps of the bar in a cell
+RAN_AWAY = "FloatingPointError: the weights are no longer finite: lower learning_rate, or set clip"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Grid:
     folder: Path
     corruptions: tuple[str, ...] = field(default=(), kw_only=True)
     severities: tuple[int, ...] = field(default=SEVERITIES, kw_only=True)
+    detectors: tuple[str, ...] = field(default=(), kw_only=True)  # of `dubito.apps.ood`, beside the kinds of uncertainty
+    confidence: tuple[str, ...] = field(default=(), kw_only=True)  # of `dubito.apps.failure`, and "confidnet"
     device: torch.device | str | None = field(default=None, kw_only=True)
     code: str = field(default="", kw_only=True)  # a hash of the user's own network's source: when that changes, so do the cells
 
@@ -61,6 +65,9 @@ class Grid:
         twice = {label for label in labels if labels.count(label) > 1}
         if twice:
             raise ValueError(f"{sorted(twice)[0]} is named twice: give the two other options, or leave one out")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"a seed counts once, and some are there twice: {self.seeds}")
+        check(self.detectors, self.confidence, classes=self.problem.kind == "classification")
         splits = self.problem.splits
         if splits is not None and max(self.seeds) >= splits:
             raise ValueError(
@@ -69,20 +76,15 @@ class Grid:
 
     def run(self, *, say: Callable[[str], object] = str, progress: bool | None = None) -> Outcome:
         """Make what is missing."""
-        parts: dict[int, Part] = {}
-        checksums: dict[int, str] = {}
-
-        def part(seed: int) -> Part:
-            if seed not in parts:
-                parts[seed] = self.problem.part(seed)
-            return parts[seed]
-
-        def checksum(seed: int) -> str:
-            known = next((s for s, p in parts.items() if p is part(seed) and s in checksums), seed)
-            checksums[seed] = checksums.get(known) or part(seed).checksum
-            return checksums[seed]
-
-        keys = {(e, s): self._key(self.entries[e], s, part(s), checksum(s)) for e in range(len(self.entries)) for s in self.seeds}
+        part = lru_cache(maxsize=1)(self.problem.part)  # one seed's data at a time: those of all seeds may not fit into memory
+        found_keys: dict[tuple[int, int], Key] = {}
+        last: tuple[Part, str] | None = None
+        for s in self.seeds:
+            if last is None or last[0] is not part(s):  # image sets have one part for all seeds
+                last = part(s), part(s).checksum
+            found_keys |= {(e, s): self._key(entry, s, *last) for e, entry in enumerate(self.entries)}
+        del last
+        keys = {(e, s): found_keys[e, s] for e in range(len(self.entries)) for s in self.seeds}
         found = {place: cell for place, key in keys.items() if (cell := Cell.read(self.folder, key)) is not None}
         if found:
             say(f"{len(found)} of {len(keys)} cells are there already")
@@ -125,6 +127,12 @@ class Grid:
             "corruptions": list(self.corruptions),
             "severities": list(self.severities) if self.corruptions else [],
         }
+        if self.problem.people is not None:
+            settings["people"] = True
+        if self.detectors:
+            settings["detectors"] = list(self.detectors)
+        if self.confidence:
+            settings["confidence"] = list(self.confidence)
         return Key(entry.label, seed, settings)
 
     def _cells(
@@ -159,8 +167,8 @@ class Grid:
 
         made, error = _attempt(attempt)
         for seed in seeds:
-            if made is None:
-                yield seed, Cell(keys[seed], error=error, versions=versions())
+            if made is None or seed not in made:  # the others may have come through
+                yield seed, Cell(keys[seed], error=error or RAN_AWAY, versions=versions())
             else:
                 yield seed, self._judged(keys[seed], part(seed), *made[seed])
 
@@ -208,7 +216,8 @@ class Grid:
         return posterior, time.monotonic() - begin
 
     def _judged(self, key: Key, part: Part, posterior: Posterior, choice: Any, seconds: float) -> Cell:
-        asked = {"seed": key.seed, "corruptions": self.corruptions, "severities": self.severities}
+        asked: dict[str, Any] = {"seed": key.seed, "corruptions": self.corruptions, "severities": self.severities}
+        asked |= {"detectors": self.detectors, "confidence": self.confidence}
         found, error = _attempt(lambda: judged(posterior, self.problem, part, **asked))
         if found is None:
             return Cell(key, seconds=seconds, error=error, versions=versions())

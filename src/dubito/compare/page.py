@@ -78,13 +78,14 @@ def _pooled(cells: Sequence[Cell]) -> dict[str, Tensor]:
 
 
 def _scores(grid: Grid, outcome: Outcome) -> Section:
-    problem, cells, seeds = grid.problem, outcome.cells, len(grid.seeds)
+    problem, cells, seeds, now = grid.problem, outcome.cells, len(grid.seeds), versions()
     main, more = scores(cells, problem.kind)
     part = problem.part(grid.seeds[0])
     rows = f"{len(part.x_train)} examples to train on and {len(part.x_test)} to test on"
-    how = (
-        "a split is the number of a published one" if problem.splits else "a seed decides the start and the course of a training"
-    )
+    seed = grid.seeds[0]
+    one = problem.splits is not None or torch.equal(problem.part(seed + 1).x_test, part.x_test)  # one test part for all seeds
+    how = "a seed decides the start and the course of a training" + ("" if one else ", and which examples are held out")
+    how = "a split is the number of a published one" if problem.splits else how
     tables = [
         table(f"{problem.name}: scores", cells, main, seeds=seeds, caption=words(cells, seeds, splits=problem.splits is not None))
     ]
@@ -96,8 +97,14 @@ def _scores(grid: Grid, outcome: Outcome) -> Section:
         caption = "The other cells of these methods count without them. The same command tries them again."
         tables.append(Table("What failed", (Column("method"), Column("seed"), Column("reason")), reasons, caption=caption))
     missing = len(grid.entries) * seeds - len(cells)
+    other = sum(any(cell.versions.get(name) != now.get(name) for name in ("dubito", "torch")) for cell in cells)
+    old = (
+        f" {other} of the cells were made with other versions of dubito or torch than are here now: the JSON below has them."
+        if other
+        else ""
+    )
     left = f" {missing} of {len(grid.entries) * seeds} cells are still missing." if missing else ""
-    return Section("Scores", f"{rows}; {how}.{left} Click on a header to sort by it.", tables=tuple(tables))
+    return Section("Scores", f"{rows}; {how}.{left}{old} Click on a header to sort by it.", tables=tuple(tables))
 
 
 def _calibration(pooled: Mapping[str, Mapping[str, Tensor]], *, classes: bool) -> Section:

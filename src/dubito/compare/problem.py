@@ -76,23 +76,34 @@ class Problem:
         return self.splits is not None and self.hidden is not None
 
     def limited(self, train: int | None, test: int | None) -> Problem:
-        """The same with at most so many examples: of a seed's training part at random, of the test part the first."""
+        """The same with at most so many examples, drawn at random, since rows often come sorted by their class: of the training part
+        by the seed, of the test part (and of what is unfamiliar) the same with all seeds."""
         if train is None and test is None:
             return self
 
         def part(seed: int) -> Part:
             whole = self.part(seed)
-            rows = torch.randperm(len(whole.x_train), generator=randomness.generator("cpu", seed, "limit"))[:train].sort().values
-            few = {name: x[:test] for name, x in whole.unfamiliar.items()}
+            learn, rows = some(len(whole.x_train), train, seed), some(len(whole.x_test), test)
             return whole._replace(
-                x_train=whole.x_train[rows],
-                y_train=whole.y_train[rows],
-                x_test=whole.x_test[:test],
-                y_test=whole.y_test[:test],
-                unfamiliar=few,
+                x_train=whole.x_train[learn],
+                y_train=whole.y_train[learn],
+                x_test=whole.x_test[rows],
+                y_test=whole.y_test[rows],
+                unfamiliar={name: x[some(len(x), test)] for name, x in whole.unfamiliar.items()},
             )
 
-        return replace(self, part=part, people=None if self.people is None else self.people[:test])
+        return replace(self, part=part, people=None if self.people is None else self.people[some(len(self.people), test)])
+
+
+def some(n: int, most: int | None, seed: int = 0) -> Tensor | slice:
+    """Which of n rows are taken, in their order: all, or `most` of them at random.
+
+    >>> some(3, 5), len(some(10, 4))
+    (slice(None, None, None), 4)
+    """
+    if most is None or most >= n:
+        return slice(None)
+    return torch.randperm(n, generator=randomness.generator("cpu", seed, "limit"))[:most].sort().values
 
 
 def problem(name: str, *, unfamiliar: tuple[str, ...] = ()) -> Problem:
@@ -105,6 +116,10 @@ def problem(name: str, *, unfamiliar: tuple[str, ...] = ()) -> Problem:
     ('classification', torch.Size([899, 1, 8, 8]), 10)
     """
     if name.startswith("uci:"):
+        if unfamiliar:
+            raise ValueError(
+                f"{name} is a table, and {unfamiliar[0]} is none with its inputs: give an NPZ file of such inputs, or none"
+            )
         return _uci(name)
     if name not in KNOWN:
         raise ValueError(f"no data set is called {name!r}; there are {', '.join(KNOWN)}, and CSV and NPZ files of your own")

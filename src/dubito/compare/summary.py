@@ -102,10 +102,12 @@ def told_apart(one: Mapping[int, float], two: Mapping[int, float]) -> bool | Non
 def scores(cells: Sequence[Cell], kind: str) -> tuple[list[Score], list[Score]]:
     """The scores of the main table, and all others that the cells have."""
     there = list(dict.fromkeys(key for cell in cells for key in cell.scores))
-    unfamiliar = [key for key in there if " auroc total" in key]
+    asked = [key for key in there if key.startswith("errors auroc by ")]
+    told = [key for key in there if " auroc " in key and key not in asked]
+    unfamiliar = [key for key in told if not key.endswith((" aleatoric", " epistemic"))]
     people = [key for key in there if key == "human spearman"]
     shifted = [key for key in there if key in ("shifted accuracy", "shifted nll")]
-    main = [key for key in (*MAIN[kind], *unfamiliar, *people, *shifted) if key in there]
+    main = [key for key in (*MAIN[kind], *asked, *unfamiliar, *people, *shifted) if key in there]
     return [described(key) for key in [*main, SECONDS]], [described(key) for key in there if key not in main]
 
 
@@ -122,37 +124,37 @@ def described(key: str) -> Score:
     if key == SECONDS:
         return Score(key, "seconds", "lower", meaning="time to fit, with the training of the network it goes on from")
     first, _, rest = key.partition(" ")
-    if first == "errors":
-        decision = metrics.DECISIONS[rest]
-        return Score(
-            key,
-            f"{NAMES.get(rest, rest)} errors",
-            decision.better,
-            meaning=f"{decision.meaning}; by 1 - the largest probability",
-        )
-    if first == "human":
+    figure, _, way = rest.partition(" by ")
+    if first == "errors" and figure in metrics.DECISIONS:  # a file of unfamiliar inputs may have any name, this one too
+        decision, by = metrics.DECISIONS[figure], way.replace("_", " ") or "1 - the largest probability"
+        name = f"{NAMES.get(figure, figure)} errors{way and ', ' + by}"
+        return Score(key, name, decision.better, meaning=f"{decision.meaning}; by {by}")
+    if first == "human" and rest in ("spearman", "pearson"):
         meaning = "correlation of the predicted aleatoric entropy with the entropy of people's answers (CIFAR-10H)"
         return Score(key, f"{rest.capitalize()} people", "higher", meaning=meaning)
-    if first == "shifted":
+    if first == "shifted" and rest in metrics.METRICS:
         inner = described(rest)
         return replace(
             inner, key=key, name=f"{inner.name} shifted", meaning=f"{inner.meaning}; mean over the corruptions, most severe"
         )
     if " auroc " in key:
         name, _, measure = key.partition(" auroc ")
-        by = "" if measure == "total" else f" {measure}"
-        meaning = f"how often an input of {name} has more {measure} uncertainty than a test input"
+        kind = measure in ("total", "aleatoric", "epistemic")
+        by = "" if measure == "total" else f" {measure}" if kind else f", {measure.replace('_', ' ')}"
+        more = f"more {measure} uncertainty" if kind else f"a higher score of {measure.replace('_', ' ')}"
+        meaning = f"how often an input of {name} has {more} than a test input"
         return Score(key, f"AUROC {name}{by}", "higher", meaning=meaning)
-    if key.endswith(" fpr95"):
-        name = key.removesuffix(" fpr95")
-        return Score(
-            key, f"FPR95 {name}", "lower", meaning=f"share of {name} taken for familiar where 95 % of the test inputs are"
-        )
+    if key.endswith(" fpr95") or " fpr95 " in key:
+        name, _, measure = key.partition(" fpr95")
+        by = f", {measure.strip().replace('_', ' ')}" if measure else ""
+        meaning = f"share of {name} taken for familiar where 95 % of the test inputs are"
+        return Score(key, f"FPR95 {name}{by}", "lower", meaning=meaning)
     return Score(key, name, None)
 
 
 def table(title: str, cells: Sequence[Cell], wanted: Sequence[Score], *, seeds: int, caption: str = "") -> Table:
-    """A row for every method. Bold is the best mean; `alike` are the cells that are not told apart from it."""
+    """A row for every method. Bold is the best mean; `alike` are the cells that are not told apart from it, also because the two have
+    fewer than two seeds in common."""
     rows = by_method(cells)
     found = {label: {score.key: values(own, score.key) for score in wanted} for label, own in rows.items()}
     means = {label: {key: Mean.of(list(by.values())) for key, by in own.items()} for label, own in found.items()}
@@ -169,7 +171,8 @@ def table(title: str, cells: Sequence[Cell], wanted: Sequence[Score], *, seeds: 
         if best and score.key != SECONDS:
             leader = _leader(list(rows), means, score)
             for i, label in enumerate(rows):
-                if i not in best and told_apart(found[label][score.key], found[leader][score.key]) is False:
+                known = seeds > 1 and means[label][score.key].n
+                if known and i not in best and not told_apart(found[label][score.key], found[leader][score.key]):
                     alike.add((i, j))
     return replace(made, alike=frozenset(alike))
 
@@ -194,8 +197,12 @@ def words(cells: Sequence[Cell], seeds: int, *, splits: bool) -> str:
     if seeds < 2:
         return f"One {what[:-1]}: there are no standard errors, and small differences are chance. Bold is the best of a column."
     each = what[:-1]
+    done = {label: sum(cell.error is None for cell in own) for label, own in by_method(cells).items()}
+    unequal = len(set(done.values())) > 1
+    few = ", ".join(f"{label} ({n} of {seeds})" for label, n in done.items() if unequal and n < seeds)
+    fewer = f" Not all {what} count for {few}: means over different {what} are not alike." if few else ""
     return (
         f"Mean ± standard error over {seeds} {what}. Bold is the best mean of a column; a pale cell (~ in print) is not told apart "
         f"from it: the {100 * LEVEL:.0f} % interval of the difference, {each} by {each}, holds 0. Of many comparisons one in twenty "
-        "errs by chance."
+        f"errs by chance.{fewer}"
     )

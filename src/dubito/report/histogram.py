@@ -30,7 +30,7 @@ def histograms(panels: Mapping[str, Mapping[str, Tensor]], *, xlabel: str, upper
             for i, share in enumerate(shares[title].values()):
                 axes.stairs(share.numpy(), edges, fill=True, color=CYCLE[i % len(CYCLE)], alpha=0.35, linewidth=0)
                 axes.stairs(share.numpy(), edges, color=CYCLE[i % len(CYCLE)], linewidth=1.5)
-            axes.set(title=title, xlabel=xlabel, ylabel="share of the images in %", xlim=(0, upper), ylim=(0, top))
+            axes.set(title=title, xlabel=xlabel, ylabel="share of the inputs in %", xlim=(0, upper), ylim=(0, top))
             grid(axes, "y")
 
         means = ", ".join(f"{name} {float(values.mean()):.2f}" for name, values in panels[title].items())

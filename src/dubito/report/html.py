@@ -50,6 +50,7 @@ tbody th { font-weight: 500; }
 .error { display: block; color: var(--soft); font-weight: 400; font-size: .85em; line-height: 1.3; }
 .sortable th, .sortable td { padding: .4rem .6rem; }
 .sortable tbody .word { min-width: 9rem; max-width: 18rem; white-space: normal; overflow-wrap: break-word; }
+.sortable th.word { position: sticky; left: 0; background: var(--page); }
 .sortable thead button { all: unset; cursor: pointer; }
 .sortable thead button:hover { text-decoration: underline; }
 .sortable thead button:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
@@ -80,7 +81,7 @@ footer { margin-top: 3rem; padding-top: 1.2rem; padding-bottom: 2.5rem; font-siz
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0; padding-top: 1.2rem; border-top: 1px solid var(--line); }
 dt { font-weight: 600; }
 dd { margin: 0; overflow-wrap: anywhere; }
-@media (max-width: 40rem) { table { font-size: .88rem; } th, td { padding: .4rem .5rem; } }
+@media (max-width: 40rem) { table { font-size: .88rem; } th, td { padding: .4rem .5rem; } .sortable tbody .word { min-width: 6.5rem; max-width: 9rem; } }
 @media print { h2 { break-after: avoid; } figure { break-inside: avoid; } nav, .filter, .copy { display: none; } }
 """.strip()  # noqa: E501 (a rule a line)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -25,13 +27,12 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _fitting(table: Table, width: int) -> list[tuple[int, ...]]:
-    """The columns; where they do not fit side by side and hold means and errors, in parts that each begin with the first."""
-    if not table.errors or len(table.columns) < 3:
+    """The columns; where numbers do not fit side by side, in parts that each begin with the first. Words are wrapped instead."""
+    if len(table.columns) < 3 or any(_words(table, j) for j in range(1, len(table.columns))):
         return [tuple(range(len(table.columns)))]
 
     def size(j: int) -> int:  # three spaces between columns, and a mark
-        longest = max(map(len, table.columns[j].name.split()), default=1)
-        return 4 + max([longest, *(len(table.text(i, j)) for i in range(len(table.rows)))])
+        return 4 + _width(table, j)
 
     parts, room = [[0]], width - size(0)
     for j in range(1, len(table.columns)):
@@ -43,14 +44,24 @@ def _fitting(table: Table, width: int) -> list[tuple[int, ...]]:
     return [tuple(part) for part in parts]
 
 
+def _words(table: Table, j: int) -> bool:
+    return all(isinstance(row[j], str) for row in table.rows)
+
+
+def _width(table: Table, j: int) -> int:
+    """Of the longest cell, and of the longest word in the header, which is wrapped between words."""
+    return max([1, *map(len, table.columns[j].name.split()), *(len(table.text(i, j)) for i in range(len(table.rows)))])
+
+
 def _rich(table: Table, columns: tuple[int, ...], *, plain: bool) -> RichTable:
     look = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "pad_edge": False}
     shown = RichTable(title=Text(table.title) if columns[-1] == len(columns) - 1 else None, **look)
-    words = [all(isinstance(row[j], str) for row in table.rows) for j in columns]
+    words = [_words(table, j) for j in columns]
     for j, word in zip(columns, words, strict=True):
-        longest = max(map(len, table.columns[j].name.split()), default=1)  # headers wrap between words only
-        kind = {"justify": "left" if word else "right", "no_wrap": word or bool(table.errors)}
-        shown.add_column(Text(table.columns[j].name), min_width=longest, **kind)
+        # numbers and names are never cut; headers are broken here, since what is not wrapped is not wrapped in the header either
+        long = word and j > 0 and j == max(columns)
+        header = textwrap.fill(table.columns[j].name, _width(table, j), break_long_words=False)
+        shown.add_column(Text(header), justify="left" if word else "right", no_wrap=not long, overflow="fold")
     best = table.best
     for i in range(len(table.rows)):
         places = [(i, j) for j in columns]

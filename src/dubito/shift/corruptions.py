@@ -43,14 +43,16 @@ EXTRA: dict[str, Corruption] = {  # held out in the paper, to choose by
     "saturate": digital.saturate,
 }
 CORRUPTIONS: dict[str, Corruption] = {**COMMON, **EXTRA}
+ROUNDED = ("motion_blur", "pixelate")  # made of bytes by ImageMagick and Pillow, which round to the nearest level
 
 
 def corrupt(images: Tensor, name: str, *, severity: int = 3, seed: int = 0) -> Tensor:
     """Images as they are after a common corruption, one of `CORRUPTIONS`, with the constants of CIFAR-10-C for `severity` 1 to 5.
 
     Images are real numbers in [0, 1], [B, C, H, W], or bytes, [B, H, W, C]; what comes back is the same in type, layout and device.
-    Bytes are cut to whole levels, as those of CIFAR-10-C are; real numbers are not rounded. The same seed gives the same images, on
-    every device, and the same random numbers at every severity, so that severities differ in nothing else.
+    Bytes are cut to whole levels, as those of CIFAR-10-C are, or rounded where its programs do; real numbers are not rounded. The same
+    seed gives the same images, on every device, and the same random numbers at every severity, so that severities differ in nothing
+    else.
 
     >>> x = torch.full((2, 3, 32, 32), 0.5)
     >>> corrupt(x, "contrast", severity=5).shape, corrupt(x, "fog").dtype
@@ -66,8 +68,11 @@ def corrupt(images: Tensor, name: str, *, severity: int = 3, seed: int = 0) -> T
             for i, part in enumerate(x.detach().contiguous().split(number))
         ]
         done = torch.cat(parts)
-        # a level that is whole but for rounding stays what it is
-        return (255 * done + 1e-3).floor().to(torch.uint8).movedim(1, -1).contiguous() if whole else done.to(images.dtype)
+        if not whole:
+            return done.to(images.dtype)
+        # cut off, where a level that is whole but for rounding stays what it is
+        levels = (255 * done + (0.5 if name in ROUNDED else 0.0) + 1e-3).floor()
+        return levels.to(torch.uint8).movedim(1, -1).contiguous()
 
 
 def check(images: Tensor, name: str, severity: int) -> None:
