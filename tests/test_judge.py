@@ -281,3 +281,27 @@ def test_memory_is_bounded_by_the_batch():
     held = sum(t.untyped_storage().nbytes() for parts in judged._kept.values() for t in parts)
     assert held == 20 * 500 * (4 + 4 + 1 + 1)
     assert np.isclose(judged.compute()["nll"], float(METRICS["nll"].function(p, y)))
+
+
+def test_the_words_say_which_interval():
+    p, y = CASES["regression"]()
+    text = str(fed(p, y, metrics=["coverage", "width"], level=0.95))
+    assert "share inside the 95 % interval; 0.95 is calibrated" in text
+    assert "mean width of the 95 % interval" in text
+    assert "90" not in text.split("coverage", 1)[1]
+
+
+def test_predictions_that_are_nan_are_told_at_once():
+    p, y = LatentMixture(Categorical(), torch.full((2, 5, 3), math.nan)), integers(3, 5)
+    with pytest.raises(ValueError, match="predictions are NaN, and one_minus_max cannot rank them"):
+        Judge().update(p, y)
+    found = fed(p, y, metrics=["nll", "ece", "mce", "brier"])
+    assert all(map(math.isnan, found.values.values()))
+    with pytest.raises(TypeError, match="y is a list"):
+        judge(lambda x: p, (torch.zeros(5, 2), [0, 1, 2, 0, 1]))
+
+
+def test_a_truth_whose_probability_is_no_float_any_more():
+    p = LatentMixture(Categorical(), torch.tensor([[[0.0, 300.0]], [[0.0, 250.0]]]))
+    y = torch.tensor([0])
+    assert fed(p, y, metrics=["nll"])["nll"] == pytest.approx(250 + math.log(2))

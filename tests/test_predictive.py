@@ -531,3 +531,39 @@ def test_random_nodes_leave_the_global_generator_alone():
     first = p.mean
     assert torch.equal(first, replace(p).mean)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("level", [1e-6, 0.05, 0.5, 0.9, 0.999])
+def test_quantiles_of_rugged_mixtures(dtype, level, monkeypatch):
+    """Components far apart and of very different widths: the cdf is steep here and flat there. Bisection in float64 is the judge."""
+    monkeypatch.setattr("dubito.predictive.CACHE", 700)  # several blocks
+    g = torch.Generator().manual_seed(0)
+    apart = torch.tensor([0.0, 0.1, 1.0, 10.0, 300.0], dtype=DOUBLE).repeat_interleave(40)
+    means = (apart * torch.randn(7, 200, generator=g, dtype=DOUBLE)).to(dtype)
+    scales = (2 * torch.randn(7, 200, generator=g, dtype=DOUBLE)).exp().to(dtype)
+    weights = torch.tensor([0.0, 0.07, 0.11, 0.29, 0.24, 0.16, 0.13], dtype=dtype)
+    f = torch.stack([means, 2 * scales.log()], -1)
+    p = LatentMixture(HeteroscedasticGaussian(), f, weights=weights)
+    q = p.quantile(level).squeeze(-1)
+    assert q.dtype == dtype
+    m, s = (t.squeeze(-1).double() for t in (p.marginals[0].mean, p.marginals[0].stddev))
+    w, upper = weights.double(), level > 0.5
+    low, high = (m - 20 * s).amin(0), (m + 20 * s).amax(0)
+    for _ in range(100):
+        middle = (low + high) / 2
+        tail = 0.5 * w @ torch.erfc(((middle - m) if upper else (m - middle)) / s * math.sqrt(0.5))
+        left = tail > 1 - level if upper else tail < level
+        low, high = torch.where(left, middle, low), torch.where(left, high, middle)
+    # as near as the number itself or the cdf, whichever is the coarser, can be told
+    eps = torch.finfo(dtype).eps
+    density = w @ (torch.exp(-(((low - m) / s) ** 2) / 2) / s) / math.sqrt(2 * math.pi)
+    assert ((q.double() - low).abs() <= 8 * eps * (low.abs() + s.amin(0) + min(level, 1 - level) / density)).all()
+
+
+def test_quantiles_of_equal_components_of_nothing_and_of_nan():
+    p = LatentMixture(Gaussian(scale=2.0), torch.full((4, 3, 1), 5.0))
+    torch.testing.assert_close(p.quantile(0.8), torch.full((3, 1), float(norm.ppf(0.8, 5, 2))))
+    assert LatentMixture(Gaussian(scale=2.0), torch.zeros(4, 0, 1)).quantile(0.3).shape == (0, 1)
+    q = LatentMixture(Gaussian(scale=2.0), torch.tensor([[[0.0], [math.nan]], [[0.0], [1.0]]])).quantile(0.5)
+    assert q.isnan().flatten().tolist() == [False, True]

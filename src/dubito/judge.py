@@ -78,6 +78,7 @@ class Judgement:
     values: Mapping[str, float]
     n: int  # examples, or labelled positions of dense outputs
     decisions: Mapping[str, Decision]  # by score
+    level: float = 0.9  # of intervals
     reliability: Reliability | None = field(repr=False, default=None)
     quantiles: QuantileCalibration | None = field(repr=False, default=None)
     pit: Tensor | None = field(repr=False, default=None)
@@ -95,9 +96,9 @@ class Judgement:
         """Name, value and meaning, a line each; other scores than the first have tables of their own."""
         others = list(self.decisions.items())[1:]
         first = f" by {next(iter(self.decisions))}" if self.decisions else ""
-        parts = [f"{self.n:,} examples{first}", *_lines(self.values)]
+        parts = [f"{self.n:,} examples{first}", *_lines(self.values, self.level)]
         for score, found in others:
-            parts += [f"by {score}", *_lines(found.values)]
+            parts += [f"by {score}", *_lines(found.values, self.level)]
         return "\n".join(parts)
 
     def __str__(self) -> str:
@@ -226,7 +227,13 @@ class Judge:
 
     def _keep_scores(self, p: Predictive, ready: Mapping[str, Tensor], keep: Tensor) -> None:
         for name in self.scores or ():
-            self._keep(**{f"score {name}": ready[name] if name in ready else MEASURES[name](p)[keep]})
+            score = ready[name] if name in ready else MEASURES[name](p)[keep]
+            if bool(score.isnan().any()):
+                raise ValueError(
+                    f"predictions are NaN, and {name} cannot rank them: look for inputs or weights that are not finite, or leave out "
+                    f"{', '.join(DECISIONS)}"
+                )
+            self._keep(**{f"score {name}": score})
 
     def _update_numbers(self, p: Predictive, given: Tensor, y: Tensor) -> None:
         keep = labelled(p, y)
@@ -272,7 +279,7 @@ class Judge:
             for name in self.scores or ():
                 decisions[name] = self._decide(kept[f"score {name}"], kept["errors"], best)
             values |= next(iter(decisions.values())).values if decisions else {}
-        return Judgement(values, self.n, decisions, **more)
+        return Judgement(values, self.n, decisions, self.level, **more)
 
     def _of_classes(self, kept: dict[str, Tensor], sums: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
         values = {
@@ -461,6 +468,8 @@ def _batches(posterior: Posterior | None, data: Any, size: int) -> Iterable[Any]
         if len(counts) != 1 or counts == {0}:
             raise ValueError(f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
         return Arrays(x, y, size, shuffle=False)
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Tensor | np.ndarray):
+        raise TypeError(f"data as a tuple is (x, y), with y a tensor or an array; y is a {type(data[1]).__name__}")
     if isinstance(data, Dataset):
         return DataLoader(data, batch_size=size)
     if not isinstance(data, Iterable) or isinstance(data, Tensor):
@@ -485,7 +494,11 @@ def _plain(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def _lines(values: Mapping[str, float]) -> list[str]:
+def _lines(values: Mapping[str, float], level: float) -> list[str]:
+    meanings = MEANINGS | {
+        "coverage": f"share inside the {100 * level:.6g} % interval; {level:.6g} is calibrated",
+        "width": f"mean width of the {100 * level:.6g} % interval, in the target's units",
+    }
     shown = {name: f"{value:.4g}" for name, value in values.items()}
     name_width, width = (max(map(len, words), default=0) for words in (shown, shown.values()))
-    return [f"  {name:<{name_width}}  {text:>{width}}  {MEANINGS.get(name, '')}".rstrip() for name, text in shown.items()]
+    return [f"  {name:<{name_width}}  {text:>{width}}  {meanings.get(name, '')}".rstrip() for name, text in shown.items()]

@@ -11,16 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution, Independent, Normal
 
 from dubito import tree
 from dubito.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, nodes
 from dubito.randomness import forked, fresh, generator
 from dubito.tree import Params
 
+CACHE = 2**16  # numbers that quantiles work on at a time, so that they stay in the cache
 LINKS = ("nodes", "mc", "pairwise", "probit", "bridge")
 
 
@@ -279,11 +281,14 @@ class LatentMixture(Predictive):
         return average(marginal.cdf(y.expand(self.marginals[0].batch_shape)), weights)
 
     def quantile(self, level: float) -> Tensor:
-        """The level-quantile of every output of a regression, [B, *D, C], by bisection on the mixture's exact cdf."""
+        """The level-quantile of every output of a regression, [B, *D, C]: a root of the mixture's exact cdf."""
         if not 0 < level < 1:
             raise ValueError(f"a quantile's level lies between 0 and 1; got {level}")
-        marginal, _ = self.marginals
-        width = 2 + math.sqrt(2) * abs(float(torch.erfinv(torch.tensor(2 * level - 1, dtype=torch.float64))))
+        marginal, weights = self.marginals
+        if isinstance(marginal, Normal):
+            mean, scale = (t.expand(marginal.batch_shape) for t in (marginal.loc, marginal.scale))
+            return _normal_quantile(mean, scale, weights, level)
+        width = 2 + abs(NormalDist().inv_cdf(level))
         low = (marginal.mean - width * marginal.stddev).amin(0)
         high = (marginal.mean + width * marginal.stddev).amax(0)
         for _ in range(60 if low.dtype == torch.float64 else 30):
@@ -299,7 +304,7 @@ class LatentMixture(Predictive):
             raise ValueError(f"intervals and quantiles are for regression; {type(self.likelihood).__name__} has classes")
         exact, weights = self._resolved._exact, self._resolved._weights
         if isinstance(exact, torch.distributions.MultivariateNormal):
-            return torch.distributions.Normal(exact.mean, exact.stddev, validate_args=False), weights
+            return Normal(exact.mean, exact.stddev, validate_args=False), weights
         assert isinstance(exact, Independent)
         return exact.base_dist, weights
 
@@ -335,6 +340,49 @@ class LatentMixture(Predictive):
             params=self.likelihood.of(name, self.params or {}),
             root=None,
         )
+
+
+def _normal_quantile(mean: Tensor, scale: Tensor, weights: Tensor, level: float) -> Tensor:
+    """The level-quantile of mixtures of Normals, [...], whose components are [S, ...]."""
+    shape, weights = mean.shape[1:], weights.to(mean.dtype)
+    # the upper half is the lower one of the mirror image: small probabilities keep all their digits
+    sign = 1 if level <= 0.5 else -1
+    columns = max(1, CACHE // len(mean)) if mean.device.type == "cpu" else max(1, mean[0].numel())
+    parts = zip((sign * mean).flatten(1).split(columns, 1), scale.flatten(1).split(columns, 1), strict=True)
+    found = [_lower_quantile(m.contiguous(), s.contiguous(), weights, min(level, 1 - level)) for m, s in parts]
+    return sign * torch.cat(found).reshape(shape)
+
+
+def _lower_quantile(mean: Tensor, scale: Tensor, weights: Tensor, level: float) -> Tensor:
+    """The same for [S, n] and a level of at most 1/2: Newton's method on ln F, and bisection where that goes astray.
+
+    Every component's own quantile is a bound of the mixture's on one side or the other, so that the least and the largest of them
+    enclose it.
+    """
+    ends = mean + NormalDist().inv_cdf(level) * scale
+    low, high, result = ends.amin(0), ends.amax(0), torch.empty_like(mean[0])
+    at, x, least = torch.arange(len(result), device=mean.device), (weights @ ends).clamp(low, high), scale.amin(0)
+    eps, before = torch.finfo(mean.dtype).eps, high - low
+    for _ in range(200):  # many times what it takes: bisection alone needs as many as a number has bits
+        z = (x - mean) / scale
+        below = 0.5 * (weights @ torch.erfc(z * -math.sqrt(0.5)))
+        density = weights @ (torch.exp(-0.5 * z * z) / scale) / math.sqrt(2 * math.pi)
+        step = (below / level).log() * below / density
+        low, high = torch.where(below < level, x, low), torch.where(below < level, high, x)
+        # the next step would be about the square of this one, in units of the narrowest component: less than can be told
+        close = (step.abs() <= 0.1 * eps**0.5 * least + 2 * eps * x.abs()) | (below == level)
+        # other steps have to stay between the ends and to halve, or bisection does it
+        newton = close | ((x - step > low) & (x - step < high) & (step.abs() <= before / 2))
+        before = torch.where(newton, step.abs(), (high - low) / 2)
+        x = torch.where(newton, (x - step.nan_to_num(0.0)).clamp(low, high), (low + high) / 2)
+        left = (~close & (high - low > 2 * eps * x.abs())).nonzero().squeeze(1)  # what is NaN stays so
+        result[at] = x
+        if not len(left):
+            break
+        if 2 * len(left) <= len(at):
+            at, x, low, high, before, least = (t[left] for t in (at, x, low, high, before, least))
+            mean, scale = mean[:, left], scale[:, left]
+    return result
 
 
 def _times(root: Tensor, unit: Tensor) -> Tensor:

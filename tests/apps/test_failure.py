@@ -14,6 +14,7 @@ import dubito
 from apps.networks import build
 from dubito.apps import failure
 from dubito.apps.failure import Confidence, ConfidNet, Selective
+from dubito.apps.network import networks, posterior_of
 from dubito.data import digits
 from dubito.posteriors import Point
 from dubito.predictive import LatentMixture
@@ -214,8 +215,6 @@ def test_the_same_seed_gives_the_same_bits_and_a_file(trained, tmp_path):
 def test_dropout_is_on_for_the_head_and_off_for_the_score(trained):
     posterior, data = trained
     x, y = data.x_train[:200], data.y_train[:200]
-    from dubito.apps.network import networks
-
     one = networks(posterior)[0]
     phi, target, random = ConfidNet()._gathered(one, "5", (x, y), seed=0)
     still, sure, fixed = ConfidNet(dropout=False)._gathered(one, "5", (x, y), seed=0)
@@ -232,7 +231,6 @@ def test_the_ratio_target():
     network = nn.Linear(2, 3)
     x, y = torch.randn(20, 2), torch.randint(3, (20,))
     from dubito.apps.failure.confidnet import _truth
-    from dubito.apps.network import networks, posterior_of
 
     one = networks(posterior_of(network))[0]
     probs = network(x).softmax(-1).detach()
@@ -282,3 +280,124 @@ def test_any_network():
     fitted = ConfidNet((8,), epochs=1, tune_epochs=1).fit(network, (x, torch.arange(5) % 4), validation=(x, torch.arange(5) % 4))
     assert fitted.layer == "head"
     assert fitted(x).shape == (5,)
+
+
+class Restless:
+    """Batches in another order every time, by a generator that nobody else knows of."""
+
+    def __init__(self, x: Tensor, y: Tensor):
+        self.x, self.y, self.source = x, y, torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self):
+        order = torch.randperm(len(self.y), generator=self.source)
+        yield self.x[order], self.y[order]
+
+
+def test_held_out_data_may_come_in_any_order(trained):
+    """Features of the tuned encoder and errors of the network belong to the same inputs."""
+    posterior, data = trained
+    settings = ConfidNet((16,), epochs=2, learning_rate=0.02, tune_epochs=1, tune_rate=1e-6)
+    train = data.x_train[:300], data.y_train[:300]
+    still = settings.fit(posterior, train, validation=(data.x_test, data.y_test))
+    restless = settings.fit(posterior, train, validation=Restless(data.x_test, data.y_test))
+    for one, two in zip(still.history, restless.history, strict=True):
+        assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_dense_features_are_a_random_part(monkeypatch):
+    monkeypatch.setattr("dubito.apps.failure.confidnet.POSITIONS", 40)
+    network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    model = dubito.Model(network, dubito.Categorical(dim=1))
+    x, y = torch.randn(6, 2, 5, 7), torch.randint(3, (6, 5, 7))
+    one = networks(posterior_of(model))[0]
+    phi, target, _ = ConfidNet()._gathered(one, "2", [(x[:3], y[:3]), (x[3:], y[3:])], seed=0)
+    assert phi.shape == (40, 4)
+    assert target.shape == (40,)
+    fitted = ConfidNet((8,), epochs=1, tune_epochs=1, layer="2").fit(model, (x, y), validation=(x, y))
+    assert len(fitted.history) == 2
+
+
+def test_a_data_set_is_shuffled_for_the_encoder():
+    from dubito.apps.failure.confidnet import _shuffled
+
+    model = dubito.Model(nn.Linear(1, 2), dubito.Categorical())
+    x, y = torch.arange(50.0).unsqueeze(-1), torch.arange(50) % 2
+    data = torch.utils.data.TensorDataset(x, y)
+    for given in (data, (x, y)):
+        one, two, same = (torch.cat([x for x, _ in _shuffled(model, given, 8, seed)]).squeeze() for seed in (0, 1, 0))
+        assert torch.equal(one, same)
+        assert not torch.equal(one, two)
+        assert torch.equal(one.sort().values, x.squeeze())
+
+
+def test_labels_that_are_all_missing_and_rates_that_are_too_large(trained):
+    posterior, data = trained
+    x, y = data.x_train[:50], data.y_train[:50]
+    none = torch.full_like(y, -100)
+    with pytest.raises(ValueError, match="no target of the validation data is a label"):
+        ConfidNet().fit(posterior, (x, y), validation=(x, none))
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        ConfidNet().fit(posterior, (x, none), validation=(x, y))
+    with pytest.raises(ValueError, match="lower learning_rate"):
+        ConfidNet((4,), epochs=1, learning_rate=math.inf).fit(posterior, (x, y), validation=(x, y))
+
+
+def test_selection_refuses_nonsense_before_it_reads_data():
+    with pytest.raises(ValueError, match="confidence is a probability between 0 and 1, such as 0.95; got 95"):
+        Selective(0.1, confidence=95)
+    with pytest.raises(ValueError, match=r"the score is \[9, 1\] for predictions \[9\]"):
+        Selective(0.1, lambda x: x).fit(logistic_network(), logistic(9))
+
+
+@pytest.mark.parametrize(("figures", "chosen"), [((0.1, 0.9, 0.3, 0.9, 0.5, 0.2), 1), ((0.1, 0.4, 0.3, 0.4, 0.8, 0.2), 4)])
+def test_head_and_encoder_are_those_of_the_best_epoch(figures, chosen, monkeypatch, tmp_path):
+    """Three epochs of the head, a look at the best of them, and two epochs with the encoder, of which the figures are made up."""
+    from dubito.apps.failure import confidnet
+
+    heads, features, coming = [], [], iter(figures)
+
+    def judge(self, head):
+        heads.append(copy.deepcopy(head.state_dict()))
+        features.append(self.phi)
+        return {"aupr_error": next(coming), "held_out_loss": 0.0}
+
+    monkeypatch.setattr(confidnet._Held, "judge", judge)
+    network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+    x, y = torch.randn(40, 3), torch.arange(40) % 4
+    settings = ConfidNet((6,), epochs=3, learning_rate=0.1, tune_epochs=2, tune_rate=0.05)
+    fitted = settings.fit(network, (x, y), validation=(x, y))
+    assert all(torch.equal(leaf, heads[chosen][name]) for name, leaf in fitted.head.state_dict().items())
+    assert all(torch.equal(leaf, heads[3][name]) for name, leaf in heads[1].items())  # tuning starts at the best head
+    phi = torch.tanh(x @ fitted.encoder["0.weight"].T + fitted.encoder["0.bias"])
+    torch.testing.assert_close(phi, features[chosen])
+    assert torch.equal(fitted.encoder["0.weight"], network[0].weight) == (chosen == 1)
+    fitted.save(tmp_path / "confidence.safetensors")
+    same = Confidence.load(tmp_path / "confidence.safetensors", network)
+    torch.testing.assert_close(same.predict(x).f_mean, network(x).detach())
+    assert torch.equal(same(x), fitted(x))
+
+
+def test_what_is_learned_is_always_the_probability_of_the_network_as_it_was(monkeypatch):
+    from dubito.apps.failure import confidnet
+
+    seen, truth = [], confidnet._truth
+    monkeypatch.setattr(confidnet, "_truth", lambda network, f, *rest: seen.append(f) or truth(network, f, *rest))
+    network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+    x, y = torch.randn(20, 3), torch.arange(20) % 4
+    ConfidNet((6,), epochs=1, tune_epochs=3, tune_rate=0.3).fit(network, (x, y), validation=(x, y))
+    assert len(seen) == 1 + 1 + 3 + 3  # held out, the head, and every epoch of tuning with a look at what is held out
+    expected = network(x).detach()
+    for f in seen:
+        torch.testing.assert_close(f[f[:, 0].argsort()], expected[expected[:, 0].argsort()])
+
+
+def test_nothing_is_learned_from_what_is_held_out():
+    x = torch.arange(50.0).unsqueeze(-1)
+    (x_train, y_train), (x_held, y_held) = ConfidNet(held_out=0.2)._split((x, torch.arange(50)), seed=0)
+    assert len(x_held) == 10
+    assert torch.equal(torch.cat([y_train, y_held]).sort().values, torch.arange(50))
+    assert torch.equal(x_train.squeeze().long(), y_train)
+    assert torch.equal(x_held.squeeze().long(), y_held)

@@ -9,7 +9,9 @@ from torch import nn
 import dubito
 from apps.networks import build
 from dubito import store
+from dubito.apps import failure, ood
 from dubito.apps.network import Network, examples, last_linear, networks, only_network, posterior_of, score_loader
+from dubito.apps.reservoir import Reservoir
 from dubito.posteriors import Drawn, Gaussian, Mixture, Point, Samples, Stored
 from dubito.predict.dropout import Dropout
 
@@ -158,3 +160,60 @@ def test_examples_of_loaders_arrays_and_inputs_alone():
         assert found[0][1] is None or torch.equal(torch.cat([batch[1] for batch in found]), y)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(score_loader(lambda x: x.sum(-1), loader), x.sum(-1))
+
+
+def test_weights_of_draws():
+    model = dubito.Model(nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=1.0))
+    stacked, x = {"weight": torch.arange(50.0).reshape(-1, 1, 1)}, torch.ones(1, 1)
+    weights = torch.zeros(50)
+    weights[7], weights[30] = 0.25, 0.75
+    found = networks(Samples(model, stacked, {}, weights=weights))
+    assert [(float(one(x)), one.weight) for one in found] == [(7, 0.25), (30, 0.75)]
+    slope = torch.arange(50.0) / torch.arange(50.0).sum()
+    found = networks(Samples(model, stacked, {}, weights=slope), draws=20)
+    assert len(found) <= 20
+    assert sum(one.weight for one in found) == pytest.approx(1)
+    mean = sum(one.weight * float(one(x)) for one in found)
+    assert mean == pytest.approx(float(slope @ torch.arange(50.0)), rel=0.03)
+    some = Point(model, {"weight": torch.ones(1, 1)}, {})
+    assert len(networks(Mixture(model, (some, some), (1.0, 0.0)))) == 1
+
+
+def test_a_layer_that_is_not_there():
+    with pytest.raises(ValueError, match="has no layer 'head'; it has \\['0', '1'\\]"):
+        point(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).features(torch.zeros(1, 2), "head")
+
+
+def test_generators_are_given_back_where_something_is_raised(monkeypatch):
+    network, (x, y) = nn.Linear(3, 4), (torch.randn(9, 3), torch.arange(9) % 4)
+
+    def fails(*_):
+        raise RuntimeError("no")
+
+    def head(score):
+        return failure.Selective(0.1, score).fit(network, (x, y))
+
+    monkeypatch.setattr(ood.mahalanobis._Sums, "add", fails)
+    monkeypatch.setattr(ood.odin.ODINScore, "direction", fails)
+    monkeypatch.setattr(Reservoir, "add", fails)
+    settings = failure.ConfidNet((4,), epochs=1)
+    for attempt in (
+        lambda: head(fails),
+        lambda: ood.Mahalanobis().fit(network, (x, y)),
+        lambda: ood.Neighbours().fit(network, (x, y)),
+        lambda: ood.ODIN().fit(network, (x, y)),
+        lambda: settings.fit(network, (x, y)),
+    ):
+        before = torch.get_rng_state()
+        with pytest.raises(RuntimeError, match="no") as caught:
+            attempt()
+        assert torch.equal(before, torch.get_rng_state())
+        del caught  # the traceback keeps the frames, and so a generator that nobody has closed
+
+
+def test_loaders_of_scores():
+    x, y = torch.randn(7, 3), torch.arange(7)
+    data = torch.utils.data.TensorDataset(x, y)
+    assert torch.equal(score_loader(lambda x: x.sum(-1), data, size=3), x.sum(-1))
+    with pytest.raises(TypeError, match="give inputs alone"):
+        score_loader(lambda x: x.sum(-1), (x, y))

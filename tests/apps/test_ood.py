@@ -268,3 +268,33 @@ def test_digits_that_were_not_learned_are_unfamiliar():
     for name in ("msp", "max_logit", "energy", "odin", "mahalanobis", "neighbours"):
         score = DETECTORS[name](**({"k": 10} if name == "neighbours" else {})).fit(posterior, train)
         assert detection(score(familiar), score(others)).auroc > 0.85, name
+
+
+def test_draws_without_weight_do_not_count():
+    posterior, (x, y) = forms()["samples"], data()
+    two = Samples(posterior.model, dubito.tree.select(posterior.params, slice(0, 2)), posterior.buffers)
+    same = Samples(posterior.model, posterior.params, posterior.buffers, weights=torch.tensor([0.5, 0.5, 0.0]))
+    for name in ("odin", "mahalanobis", "energy"):
+        torch.testing.assert_close(DETECTORS[name]().fit(same, (x, y))(x), DETECTORS[name]().fit(two, (x, y))(x))
+
+
+def test_nothing_to_learn_from():
+    with pytest.raises(ValueError, match="no data to choose the step by"):
+        ODIN().fit(nn.Linear(3, 4), [])
+    x = torch.randn(60, 3)
+    x[5] = torch.nan
+    for detector in (Mahalanobis(), Neighbours(k=3)):
+        with pytest.raises(ValueError, match="features are not finite"):
+            detector.fit(nn.Linear(3, 4), (x, torch.arange(60) % 4))
+
+
+def test_scores_of_different_types_keep_their_digits():
+    assert detection(torch.tensor([0, 1]), torch.tensor([0.5, 1.5])).auroc == 0.75
+    familiar, others = torch.tensor([1.0, 2.0]), torch.tensor([2.0 + 1e-12, 3.0], dtype=torch.float64)
+    assert detection(familiar, others).auroc == 1
+
+
+def test_neighbours_far_from_the_origin():
+    bank, points = torch.randn(80, 4) + 3000, torch.randn(20, 4) + 3000
+    expected = torch.cdist(points.double(), bank.double()).sort(-1).values[:, 2]
+    torch.testing.assert_close(kth_distance(points, bank, 3).double(), expected, rtol=1e-3, atol=1e-3)

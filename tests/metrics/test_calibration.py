@@ -134,3 +134,14 @@ def test_without_examples_and_with_nonsense():
         ece(p, y, bins=0)
     with pytest.raises(ValueError, match="lies between 0 and 1; got 90"):
         reliability(p, y, level=90)
+
+
+def test_a_prediction_that_is_nan_is_not_passed_over():
+    p, y = given()
+    means = p.means.clone()
+    means[:, 7] = math.nan
+    broken = LatentMixture(p.likelihood, means)
+    for by in ("width", "mass"):
+        assert ece(broken, y, by=by).isnan()
+        assert mce(broken, y, by=by).isnan()
+        assert classwise_ece(broken, y, by=by).isnan()

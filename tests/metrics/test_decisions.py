@@ -18,6 +18,7 @@ from dubito.metrics import (
     fpr_at_tpr,
     threshold,
 )
+from dubito.metrics.decisions import Ranking
 
 
 def given(n=300, ties=False, seed=0):
@@ -139,3 +140,24 @@ def test_thresholds_refuse_nonsense():
         threshold(scores, errors, risk=0.1, confidence=95)
     with pytest.raises(ValueError, match="300 scores for 2 errors"):
         threshold(scores, errors[:2], risk=0.1)
+
+
+def test_scores_that_are_flags_or_whole_numbers():
+    scores, errors = given(ties=True)
+    flags = scores > 0
+    for metric in (auroc, fpr95, aupr_error, aupr_success, aurc):
+        assert metric(flags, errors) == metric(flags.float(), errors)
+        assert metric(scores.long() + 100, errors) == metric(scores.float(), errors)
+    assert auroc(scores.bfloat16(), errors) == auroc(scores.float(), errors)  # and not three digits of it
+    scores, errors = torch.arange(2000) // 40, torch.arange(2000) >= 1500
+    found = threshold(scores, errors, risk=0.05, confidence=0.9)
+    assert float((scores <= found.value).double().mean()) == found.coverage
+    assert float((scores.float() <= found.value).double().mean()) == found.coverage
+
+
+def test_one_huge_loss_does_not_hide_the_others():
+    scores, errors = torch.arange(4.0), torch.tensor([1.0, 1e30, 1.0, 1.0])
+    found = threshold(torch.tensor([0.0, 9.0, 1.0, 2.0]), errors, risk=2.0)
+    assert found.risk == 1.0
+    losses = Ranking.of(scores, errors).losses
+    assert losses.tolist() == pytest.approx([1.0, 1e30, 1.0, 1.0])

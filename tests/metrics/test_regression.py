@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian
-from dubito.metrics import interval_score, pit, quantile_calibration, quantile_error, sharpness
+from dubito.metrics import coverage, interval_score, pit, quantile_calibration, quantile_error, sharpness, width
 from dubito.predictive import LatentMixture, StudentT
 
 DOUBLE = torch.float64
@@ -88,3 +88,15 @@ def test_sharpness_is_the_spread_of_draws():
     draws = p.sample(40_000, torch.Generator().manual_seed(0))
     assert float(sharpness(p)) == pytest.approx(math.sqrt(float(draws.var(0).mean())), rel=0.02)
     assert sharpness(p, torch.zeros(3, 2)) == sharpness(p)
+
+
+def test_the_level_of_an_interval_is_checked():
+    p, y = mixture(), torch.zeros(40, 2)
+    for metric in (coverage, width, interval_score):
+        with pytest.raises(ValueError, match="an interval lies between 0 and 1; got 90"):
+            metric(p, y, level=90)
+
+
+def test_a_target_at_a_quantile_counts_as_below_it():
+    p = LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 3, 1))
+    assert quantile_calibration(p, torch.tensor([0.0, 0.0, 1.0]), levels=[0.5]).observed.tolist() == pytest.approx([2 / 3])

@@ -7,12 +7,13 @@ network runs; afterwards the network has no hook more than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from dubito import tree
 from dubito.batches import batches
@@ -48,7 +49,10 @@ class Network:
 
         Positions that the output does not have (those of a convolution, of the words of a text) are averaged over.
         """
-        module, seen = self.model.network.get_submodule(layer), []
+        modules, seen = dict(self.model.network.named_modules(remove_duplicate=False)), []
+        if layer not in modules:
+            raise ValueError(f"the network has no layer {layer!r}; it has {[name for name in modules if name]}")
+        module = modules[layer]
         hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(_first(args, kwargs)), with_kwargs=True)
         try:
             f = self(x)
@@ -130,16 +134,20 @@ def posterior_of(given: Posterior | Model | nn.Module) -> Posterior:
 def networks(posterior: Posterior, *, draws: int = 10) -> tuple[Network, ...]:
     """The networks that stand for a posterior, with weights that sum to 1: the one at its centre, or at most about `draws`.
 
-    Draws of a sampler are taken evenly spaced, all of an ensemble if there are no more of them.
+    Draws of a sampler are taken evenly spaced, all of an ensemble if there are no more of them. Of draws with weights those without
+    any are left out.
     """
     model, own_centre = posterior.model, getattr(posterior, "params", None)
     if isinstance(posterior, Mixture):
         each = max(1, draws // len(posterior.members))
-        parts = [(share, networks(one, draws=each)) for share, one in zip(posterior.weights, posterior.members, strict=True)]
+        members = [(share, one) for share, one in zip(posterior.weights, posterior.members, strict=True) if share > 0]
+        parts = [(share, networks(one, draws=each)) for share, one in members]
         return tuple(replace(one, weight=share * one.weight) for share, found in parts for one in found)
     if isinstance(posterior, Samples):
-        which = _spaced(len(posterior), draws if posterior.weights is None else len(posterior))
-        shares = [1 / len(which)] * len(which) if posterior.weights is None else posterior.weights.tolist()
+        which = _spaced(len(posterior), draws)
+        shares = [1 / len(which)] * len(which)
+        if posterior.weights is not None:
+            which, shares = _weighted(posterior.weights, draws)
         stacked = [(tree.select(posterior.params, i), tree.select(posterior.own_buffers, i)) for i in which]
         return tuple(
             Network(model, params, {**posterior.buffers, **mine}, share)
@@ -179,6 +187,17 @@ def _spaced(n: int, draws: int) -> list[int]:
     return list(range(n)) if n <= draws else torch.linspace(0, n - 1, draws).round().long().tolist()
 
 
+def _weighted(weights: Tensor, draws: int) -> tuple[list[int], list[float]]:
+    """Draws that count, and their shares: all of them, or those at evenly spaced points of the sum of their weights."""
+    weights = weights.double().cpu() / weights.double().sum().cpu()
+    which = weights.nonzero().squeeze(1)
+    if len(which) <= draws:
+        return which.tolist(), weights[which].tolist()
+    points = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
+    found, count = torch.searchsorted(weights.cumsum(0), points).clamp(max=int(which[-1])).unique(return_counts=True)
+    return found.tolist(), (count.double() / draws).tolist()
+
+
 def average_over(found: Sequence[Network], score: Callable[[Network, int], Tensor]) -> Tensor:
     """A score of each network and its number, averaged by their weights."""
     total = found[0].weight * score(found[0], 0)
@@ -187,10 +206,11 @@ def average_over(found: Sequence[Network], score: Callable[[Network, int], Tenso
     return total
 
 
-def examples(model: Model, data: Any, *, size: int = SIZE, seed: int = 0) -> Iterator[tuple[Any, Any]]:
+def examples(model: Model, data: Any, *, size: int = SIZE, seed: int = 0) -> Generator[tuple[Any, Any]]:
     """(x, y) of every batch, on the model's device, in the order of the data; y is None where a batch has none.
 
-    `data` is what `fit` takes, or inputs alone.
+    `data` is what `fit` takes, or inputs alone. The global generators are borrowed until the last batch: go through them inside
+    `contextlib.closing`, by which they are given back also where something is raised on the way.
     """
     if isinstance(data, Tensor):
         data = list(data.split(size))
@@ -206,6 +226,10 @@ def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *
     >>> score_loader(lambda x: x.sum(-1), torch.ones(1200, 3)).shape
     torch.Size([1200])
     """
+    if isinstance(data, tuple):
+        raise TypeError("give inputs alone, score_loader(score, x), or a loader: of a tuple nobody knows what is what")
+    if isinstance(data, Dataset):
+        data = DataLoader(data, batch_size=size)
     parts = []
     with lent(data), forked():
         for batch in data.split(size) if isinstance(data, Tensor) else data:

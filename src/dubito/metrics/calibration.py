@@ -34,13 +34,17 @@ class Reliability:
     @property
     def ece(self) -> Tensor:
         """The gaps between confidence and accuracy, weighted by the counts; nan without predictions."""
-        return (self.count * (self.accuracy - self.confidence).abs()).nansum() / self.count.sum()
+        return (self.count * self._gaps).sum() / self.count.sum()
 
     @property
     def mce(self) -> Tensor:
         """The largest gap; nan without predictions."""
-        gaps = (self.accuracy - self.confidence).abs()
-        return gaps.nan_to_num(-1.0).amax() if bool(self.count.sum()) else gaps.new_tensor(math.nan)
+        return self._gaps.amax() if bool(self.count.sum()) else self.count.new_tensor(math.nan)
+
+    @property
+    def _gaps(self) -> Tensor:
+        """0 in a bin without predictions; a confidence that is nan is no such bin."""
+        return torch.where(self.count > 0, (self.accuracy - self.confidence).abs(), 0.0)
 
     def cpu(self) -> Reliability:
         parts = (self.edges, self.count, self.confidence, self.accuracy, self.lower, self.upper)

@@ -30,11 +30,11 @@ class Ranking(NamedTuple):
     def of(scores: Tensor, errors: Tensor) -> Ranking:
         scores, errors = scores.detach().flatten(), errors.detach().flatten().to(scores.device, torch.float64)
         if scores.isnan().any():
-            raise ValueError("the scores hold NaN, which cannot be ranked")
-        ordered, order = scores.sort()
-        values, size = torch.unique_consecutive(ordered, return_counts=True)
-        sums = torch.cat([errors.new_zeros(1), errors[order].cumsum(0)])
-        return Ranking(values, size, sums[size.cumsum(0)].diff(prepend=errors.new_zeros(1)))
+            raise ValueError("the scores hold NaN, which cannot be ranked: look for inputs or weights that are not finite")
+        ordered, order = (scores.byte() if scores.dtype == torch.bool else scores).sort()
+        values, group, size = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
+        # group by group: of differences of a running sum one huge loss would leave nothing to those after it
+        return Ranking(values, size, errors.new_zeros(len(values)).index_add(0, group, errors[order]))
 
     @property
     def n(self) -> int:
@@ -43,7 +43,7 @@ class Ranking(NamedTuple):
     @property
     def reversed(self) -> Ranking:
         """The same for the negated scores and the opposite truth."""
-        return Ranking(-self.values.flip(0), self.size.flip(0), (self.size - self.losses).flip(0))
+        return Ranking(-self.values.double().flip(0), self.size.flip(0), (self.size - self.losses).flip(0))
 
     @property
     def risk(self) -> Tensor:
@@ -245,7 +245,8 @@ def _guaranteed(ranking: Ranking, count: Tensor, lost: Tensor, risk: float, delt
         return answer._replace(value=math.inf)
     # anything below the order statistic itself, which is more than the largest score seen below it
     limit = ranking.values[int(groups[last]) + 1]
-    limit = limit if limit.is_floating_point() else limit.double()
+    if not limit.is_floating_point():  # compared with whole numbers, a fraction below one would round to it
+        return answer._replace(value=float(limit) - 1)
     return answer._replace(value=float(torch.nextafter(limit, limit.new_tensor(-math.inf))))
 
 
@@ -264,7 +265,8 @@ def _matching(scores: Tensor | Predictive, errors: Tensor) -> Tensor:
 
 
 def _dtype(scores: Tensor) -> torch.dtype:
-    return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
+    """Of results: that of the scores, but not half precision, which has three digits."""
+    return torch.promote_types(scores.dtype, torch.float32) if scores.is_floating_point() else torch.get_default_dtype()
 
 
 def _detection(scores: Tensor, is_positive: Tensor, function: Callable[[Ranking], Tensor]) -> Tensor:

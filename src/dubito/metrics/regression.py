@@ -67,7 +67,7 @@ def coverage(p: Predictive, y: Tensor, *, level: float = 0.9) -> Tensor:
     tensor(0.5000)
     """
     y = targets(p, y, "coverage", classes=False)
-    lower, upper = p.interval(level)
+    lower, upper = _interval(p, level)
     return ((lower <= y) & (y <= upper)).to(y.dtype).mean()
 
 
@@ -79,7 +79,7 @@ def width(p: Predictive, y: Tensor | None = None, *, level: float = 0.9) -> Tens
     tensor(3.2897)
     """
     suits(p, "width", classes=False)
-    lower, upper = p.interval(level)
+    lower, upper = _interval(p, level)
     return (upper - lower).mean()
 
 
@@ -96,7 +96,7 @@ def interval_score(p: Predictive, y: Tensor, *, level: float = 0.9) -> Tensor:
     tensor(13.2897)
     """
     y = targets(p, y, "interval_score", classes=False)
-    return _interval_score(y, *p.interval(level), level).mean()
+    return _interval_score(y, *_interval(p, level), level).mean()
 
 
 def sharpness(p: Predictive, y: Tensor | None = None) -> Tensor:
@@ -180,6 +180,12 @@ def _quantile_calibration(p: Predictive, y: Tensor, levels: Sequence[float], nam
     values = _pit(p, y, name).flatten().double()
     below = torch.searchsorted(values.sort().values, at, right=True)
     return QuantileCalibration(at, below.double() / len(values) if len(values) else torch.full_like(at, math.nan), len(values))
+
+
+def _interval(p: Predictive, level: float) -> tuple[Tensor, Tensor]:
+    if not 0 < level < 1:
+        raise ValueError(f"the level of an interval lies between 0 and 1; got {level}")
+    return p.interval(level)
 
 
 def _interval_score(y: Tensor, lower: Tensor, upper: Tensor, level: float) -> Tensor:

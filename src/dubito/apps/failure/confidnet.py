@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,9 +17,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dubito import store, tree
 from dubito.apps.network import Network, examples, last_linear, only_network, posterior_of
+from dubito.apps.reservoir import Reservoir
 from dubito.likelihoods import Classes, own
 from dubito.metrics import aupr_error
 from dubito.model import Model
@@ -100,13 +103,14 @@ class ConfidNet:
             raise ValueError(f"ConfidNet is for classifiers; {type(model.likelihood).__name__} predicts no class")
         if validation is None:
             data, validation = self._split(data, seed)
-        first = next(iter(examples(model, validation)), None)
+        with closing(examples(model, validation)) as batches:
+            first = next(batches, None)
         if first is None or first[1] is None:
             raise ValueError("ConfidNet learns from labelled data: give batches of (x, y), at least one")
         layer = last_linear(network, first[0]) if self.layer is None else self.layer
         if layer not in dict(model.network.named_modules()):
             raise ValueError(f"the network has no layer {layer!r}; it has {[n for n, _ in model.network.named_modules() if n]}")
-        held = _Held.of(network, layer, validation, self)
+        held = _Held.of(network, network, layer, validation, self)
         with forked(derive(seed, "confidnet")):  # layers are initialised from the global generator
             head = _mlp(held.phi.shape[-1], self.hidden).to(held.phi)
         history: list[dict[str, float]] = []
@@ -163,29 +167,30 @@ class ConfidNet:
             history.append(row)
             best.see(row, head)
             bar.update(epoch + 1, row)
+        if best.state is None:
+            raise ValueError("the loss is NaN after every epoch: lower learning_rate, or look for features that are not finite")
         best.restore(head)
 
     def _gathered(self, network: Network, layer: str, data: Any, seed: int) -> tuple[Tensor, Tensor, bool]:
         """Features [n, d] and targets [n] of all labelled positions, and whether they are random."""
         dropout = Dropout.find(network.model.network, None, 0.0)
-        random, parts = False, []
-        for x, y in examples(network.model, data, size=ROWS):
-            masks = Masks(dropout, {**network.buffers, **network.params})
-            with torch.no_grad(), forked(derive(seed, len(parts))):
-                if self.dropout:
-                    with masks:
+        random, some = False, Reservoir(POSITIONS, seed=seed)
+        with closing(examples(network.model, data, size=ROWS, seed=seed)) as batches:
+            for i, (x, y) in enumerate(batches):
+                masks = Masks(dropout, {**network.buffers, **network.params})
+                with torch.no_grad(), forked(derive(seed, i)):
+                    if self.dropout:
+                        with masks:
+                            phi, f = network.features(x, layer)
+                    else:
                         phi, f = network.features(x, layer)
-                else:
-                    phi, f = network.features(x, layer)
-            random |= masks.dropped
-            target, _, kept = _truth(network, f, y, self.target)
-            parts.append((phi[kept], target[kept]))
-        if not parts:
-            raise ValueError("there is no data: the loader gave no batch")
-        phi, target = (torch.cat(each) for each in zip(*parts, strict=True))
-        if len(phi) > POSITIONS:
-            some = torch.randint(len(phi), (POSITIONS,), generator=generator(phi.device, seed, "some"), device=phi.device)
-            phi, target = phi[some], target[some]
+                random |= masks.dropped
+                network.model.likelihood.check(f, y)
+                target, _, kept = _truth(network, f, y, self.target)
+                some.add(phi[kept], target[kept])
+        if not some.count:
+            raise ValueError("there is nothing to learn from: the loader gave no batch, or none with a label")
+        phi, target = some.rows()
         return phi, target, random
 
     def _tune(
@@ -210,19 +215,20 @@ class ConfidNet:
         optimizer = torch.optim.Adam(leaves, lr=self.tune_rate, fused=True)
         for epoch in range(self.tune_epochs):
             total, count = 0.0, 0
-            for x, y in _shuffled(network.model, data, self.batch_size, derive(seed, "tune", epoch)):
-                with torch.no_grad():
-                    target, _, kept = _truth(network, network(x), y, self.target)
-                if not bool(kept.any()):
-                    continue
-                phi, _ = copy.features(x, layer)
-                loss = F.mse_loss(torch.sigmoid(head(phi[kept]).squeeze(-1)), target[kept])
-                optimizer.zero_grad()
-                loss.backward(inputs=leaves)
-                optimizer.step()
-                total, count = total + loss.detach() * int(kept.sum()), count + int(kept.sum())
+            with closing(_shuffled(network.model, data, self.batch_size, derive(seed, "tune", epoch))) as batches:
+                for x, y in batches:
+                    with torch.no_grad():
+                        target, _, kept = _truth(network, network(x), y, self.target)
+                    if not bool(kept.any()):
+                        continue
+                    phi, _ = copy.features(x, layer)
+                    loss = F.mse_loss(torch.sigmoid(head(phi[kept]).squeeze(-1)), target[kept])
+                    optimizer.zero_grad()
+                    loss.backward(inputs=leaves)
+                    optimizer.step()
+                    total, count = total + loss.detach() * int(kept.sum()), count + int(kept.sum())
             row = {"epoch": self.epochs + epoch, "loss": float(total) / max(1, count)}
-            row |= _Held.features(copy, layer, held.data, held).judge(head)
+            row |= _Held.of(network, copy, layer, held.data, self).judge(head)
             history.append(row)
             if best.see(row, head):
                 saved = tree.clone(encoder)
@@ -241,32 +247,27 @@ class _Held:
     wrong: Tensor  # [n]
 
     @staticmethod
-    def of(network: Network, layer: str, data: Any, settings: ConfidNet) -> _Held:
-        parts = []
-        for x, y in examples(network.model, data, size=ROWS):
-            with torch.no_grad():
-                phi, f = network.features(x, layer)
-                network.model.likelihood.check(f, y)
-                target, wrong, kept = _truth(network, f, y, settings.target)
-            parts.append((phi[kept], target[kept], wrong[kept]))
-        return _Held(data, *(torch.cat(each) for each in zip(*parts, strict=True)))
-
-    @staticmethod
-    def features(copy: Network, layer: str, data: Any, held: _Held) -> _Held:
-        """The same with the features of a copy of the network; targets and errors remain the network's."""
-        parts = []
-        for x, y in examples(copy.model, data, size=ROWS):
-            with torch.no_grad():
-                phi, f = copy.features(x, layer)
-            likelihood = copy.model.likelihood
-            assert isinstance(likelihood, Classes)
-            parts.append(phi[likelihood.target(y, f) != likelihood.ignore_index])
-        return _Held(data, torch.cat(parts), held.target, held.wrong)
+    def of(network: Network, encoder: Network, layer: str, data: Any, settings: ConfidNet) -> _Held:
+        """Features of an encoder, and targets and errors of the network: both of the same batch, whatever order a loader gives."""
+        some = Reservoir(POSITIONS)
+        with closing(examples(network.model, data, size=ROWS)) as batches:
+            for x, y in batches:
+                with torch.no_grad():
+                    phi, f = encoder.features(x, layer)
+                    f = f if encoder is network else network(x)
+                    network.model.likelihood.check(f, y)
+                    target, wrong, kept = _truth(network, f, y, settings.target)
+                some.add(phi[kept], target[kept], wrong[kept])
+        if not some.count:
+            raise ValueError("no target of the validation data is a label: give some that are, or leave out `validation`")
+        return _Held(data, *some.rows())
 
     def judge(self, head: nn.Module) -> dict[str, float]:
         """Average precision of the errors by the head (nan if there are none, or nothing else), and its loss."""
         with torch.no_grad():
             z = torch.cat([head(part).squeeze(-1) for part in self.phi.split(2**16)])
+        if bool(z.isnan().any()):  # such a head is never the best
+            return {"aupr_error": math.nan, "held_out_loss": math.nan}
         return {
             "aupr_error": float(aupr_error(torch.sigmoid(-z.double()), self.wrong)),
             "held_out_loss": float(F.mse_loss(torch.sigmoid(z), self.target)),
@@ -313,7 +314,7 @@ def _rows(value: Any, rows: Tensor) -> Any:
     return tree.apply_leaves(lambda leaf: leaf[rows.to(leaf.device)], value)
 
 
-def _shuffled(model: Model, data: Any, size: int, seed: int) -> Iterator[tuple[Any, Any]]:
+def _shuffled(model: Model, data: Any, size: int, seed: int) -> Generator[tuple[Any, Any]]:
     """Batches in another order; a loader keeps its own idea of that."""
     if isinstance(data, tuple) and len(data) == 2:
         x, y = tree.tensors(data[0]), tree.tensors(data[1])
@@ -321,6 +322,8 @@ def _shuffled(model: Model, data: Any, size: int, seed: int) -> Iterator[tuple[A
         for rows in order.split(size):
             yield from examples(model, (_rows(x, rows), y[rows.to(y.device)]), size=size)
         return
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=size, shuffle=True)
     yield from examples(model, data, size=size, seed=seed)
 
 

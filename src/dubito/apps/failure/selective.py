@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +57,8 @@ class Selective:
     def __post_init__(self):
         if not 0 <= self.risk < 1:
             raise ValueError(f"risk is the share of accepted answers that may be wrong, from 0 to below 1; got {self.risk}")
+        if self.confidence is not None and not 0 < self.confidence < 1:
+            raise ValueError(f"confidence is a probability between 0 and 1, such as 0.95; got {self.confidence}")
         if isinstance(self.score, str) and self.score not in SCORES:
             raise ValueError(f"there is no score {self.score!r}; there are {', '.join(SCORES)}")
 
@@ -63,13 +66,14 @@ class Selective:
         """A threshold from held-out data, which is neither what the model was trained on nor what it will be judged by."""
         posterior = posterior_of(posterior)
         found, wrong = [], []
-        for x, y in examples(posterior.model, data):
-            if y is None:
-                raise ValueError("a risk is known where the answers are: give held-out batches of (x, y)")
-            p = posterior.predict(x)
-            kept = labelled(p, y)
-            found.append(_score(self.score, p, x)[kept].cpu())
-            wrong.append(errors(p, y)[kept].cpu())
+        with closing(examples(posterior.model, data)) as batches:
+            for x, y in batches:
+                if y is None:
+                    raise ValueError("a risk is known where the answers are: give held-out batches of (x, y)")
+                p = posterior.predict(x)
+                kept = labelled(p, y)
+                found.append(_score(self.score, p, x)[kept].cpu())
+                wrong.append(errors(p, y)[kept].cpu())
         if not found:
             raise ValueError("there is no data: the loader gave no batch")
         return self.choose(posterior, torch.cat(found), torch.cat(wrong))
@@ -102,4 +106,9 @@ class Selector:
 
 
 def _score(score: Score, p: Any, x: Any) -> Tensor:
-    return SCORES[score](p) if isinstance(score, str) else score(x)
+    if isinstance(score, str):
+        return SCORES[score](p)
+    found, wanted = score(x), p.mean.shape[:-1]
+    if found.shape != wanted:
+        raise ValueError(f"the score is {list(found.shape)} for predictions {list(wanted)}: it gives one number for each")
+    return found.to(p.mean.device)

@@ -26,7 +26,7 @@ def detection(familiar: Tensor, unfamiliar: Tensor) -> Detection:
     >>> detection(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.35, 0.9]))
     Detection(auroc=0.875, aupr_out=0.8333..., aupr_in=0.95, fpr95=0.5)
     """
-    score = torch.cat([familiar.detach().flatten(), unfamiliar.detach().flatten().to(familiar)]).double()
+    score = torch.cat([scores.detach().flatten().to(familiar.device, torch.float64) for scores in (familiar, unfamiliar)])
     unknown = torch.arange(len(score), device=score.device) >= familiar.numel()
     return Detection(
         float(metrics.auroc(score, unknown)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +54,13 @@ class Mahalanobis:
             raise ValueError("relative distances compare classes with all data; without classes there is nothing to compare")
         found, layer = networks(posterior, draws=self.draws), self.layer
         sums = [_Sums() for _ in found]
-        for x, y in examples(posterior.model, data):
-            layer = last_linear(found[0], x) if layer is None else layer
-            for one, own in zip(found, sums, strict=True):
-                with torch.no_grad():
-                    phi, f = one.features(x, layer)
-                own.add(phi, _labels(posterior.model, f, y))
+        with closing(examples(posterior.model, data)) as batches:
+            for x, y in batches:
+                layer = last_linear(found[0], x) if layer is None else layer
+                for one, own in zip(found, sums, strict=True):
+                    with torch.no_grad():
+                        phi, f = one.features(x, layer)
+                    own.add(phi, _labels(posterior.model, f, y))
         if layer is None:
             raise ValueError("there is no data: the loader gave no batch")
         clusters = tuple(own.clusters(self.shrinkage, relative=self.relative) for own in sums)
@@ -121,6 +123,8 @@ def _whitening(covariance: Tensor, n: Tensor, shrinkage: float | None) -> Tensor
     """W with W^T W the inverse of the shrunk covariance."""
     d = len(covariance)
     scale = covariance.trace() / d
+    if not bool(scale.isfinite()):
+        raise ValueError("the features are not finite for all of the data: look for inputs or weights that are not")
     if not float(scale) > 0:
         raise ValueError("the features do not vary at all: name another layer")
     if shrinkage is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from dubito.apps.network import Network, average_over, examples, last_linear, networks, posterior_of
 from dubito.apps.ood.detector import Given, required
+from dubito.apps.reservoir import Reservoir
 from dubito.model import Model
-from dubito.randomness import generator
 
 PAIRS = 2**24  # distances that are held in memory at once
 
@@ -45,22 +46,20 @@ class Neighbours:
         posterior = posterior_of(posterior)
         required(data, "Neighbours", "best those it was trained on")
         found, layer = networks(posterior, draws=self.draws), self.layer
-        parts: list[list[Tensor]] = [[] for _ in found]
-        for x, _ in examples(posterior.model, data):
-            layer = last_linear(found[0], x) if layer is None else layer
-            for one, own in zip(found, parts, strict=True):
+        kept = Reservoir(self.most, seed=self.seed)
+        with closing(examples(posterior.model, data)) as batches:
+            for x, _ in batches:
+                layer = name = last_linear(found[0], x) if layer is None else layer
                 with torch.no_grad():
-                    phi = one.features(x, layer)[0]
-                    own.append(self.scaled(phi.reshape(-1, phi.shape[-1])))
-        if layer is None:
+                    phis = [one.features(x, name)[0].flatten(0, -2) for one in found]
+                    kept.add(*(self.scaled(phi) for phi in phis))
+        if layer is None or not kept.count:
             raise ValueError("there is no data: the loader gave no batch")
-        banks = tuple(torch.cat(own) for own in parts)
-        n = len(banks[0])
-        if n < self.k:
-            raise ValueError(f"{n} familiar inputs have no {self.k}-th nearest: give more of them, or a smaller k")
-        if self.most is not None and self.most < n:
-            rows = torch.randperm(n, generator=generator("cpu", self.seed, "neighbours"))[: self.most].to(banks[0].device)
-            banks = tuple(bank[rows] for bank in banks)
+        if kept.count < self.k:
+            raise ValueError(f"{kept.count} familiar inputs have no {self.k}-th nearest: give more of them, or a smaller k")
+        banks = kept.rows()
+        if not all(bool(bank.isfinite().all()) for bank in banks):
+            raise ValueError("the features are not finite for all of the data: look for inputs or weights that are not")
         return NeighboursScore(posterior.model, found, layer, banks, self)
 
     def scaled(self, phi: Tensor) -> Tensor:
@@ -91,11 +90,14 @@ class NeighboursScore:
 def kth_distance(points: Tensor, bank: Tensor, k: int) -> Tensor:
     """The distance of points [B, d] to their k-th nearest of a bank [N, d], in bounded memory: [B].
 
-    Who is nearest is found by products of matrices; that distance is then computed without their cancellation.
+    Who is nearest is found by products of matrices, around the middle of the bank, since far from the origin they would cancel; that
+    distance is then computed without them.
 
     >>> kth_distance(torch.tensor([[0.0]]), torch.tensor([[3.0], [1.0], [-2.0]]), 2)
     tensor([2.])
     """
+    centre = bank.mean(0)
+    bank, points = bank - centre, points - centre
     squares = bank.square().sum(-1)
     parts = []
     for part in points.split(max(1, PAIRS // len(bank))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +61,15 @@ class ODIN:
             return score
         required(data, "ODIN", "held out if possible, to choose its epsilon; or set epsilon")
         sums, count = torch.zeros(len(self.epsilons), dtype=torch.float64), 0
-        for x, _ in examples(posterior.model, data):
-            direction = score.direction(x)
-            for i, epsilon in enumerate(self.epsilons):
+        with closing(examples(posterior.model, data)) as batches:
+            for x, _ in batches:
+                direction = score.direction(x)
                 with torch.no_grad():
-                    sums[i] += score.log_maximum(x + epsilon * direction).exp().sum().cpu()
-            count += len(x)
-        criterion = dict(zip(self.epsilons, (sums / max(1, count)).tolist(), strict=True))
+                    each = torch.stack([score.log_maximum(x + e * direction).exp().flatten() for e in self.epsilons])
+                sums, count = sums + each.sum(1).cpu(), count + each.shape[1]
+        if not count:
+            raise ValueError("there is no data to choose the step by: the loader gave no batch")
+        criterion = dict(zip(self.epsilons, (sums / count).tolist(), strict=True))
         return ODINScore(posterior.model, score.networks, self, max(criterion, key=criterion.__getitem__), criterion)
 
 
