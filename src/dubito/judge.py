@@ -28,7 +28,7 @@ from dubito.metrics.reading import labelled, targets
 from dubito.metrics.regression import LEVELS, _interval_score, _pit
 from dubito.model import split_batch
 from dubito.posteriors.posterior import Posterior, inputs_of
-from dubito.predictive import LatentMixture, Predictive, StudentT
+from dubito.predictive import LatentMixture, Predictive
 from dubito.progress import Progress
 from dubito.randomness import forked, lent
 
@@ -169,7 +169,7 @@ class Judge:
         suit = [name for name, metric in (METRICS | DECISIONS).items() if getattr(metric, kind)]
         suit += ["brier_decomposition", "uncertainty"] if self.discrete else ["uncertainty"]
         if self.wanted is None:
-            exact = {"crps": isinstance(p, LatentMixture | StudentT), "quantile_error": hasattr(p, "cdf")}
+            exact = {"crps": isinstance(p, LatentMixture) or hasattr(p, "crps"), "quantile_error": hasattr(p, "cdf")}
             self.wanted = [name for name in suit if exact.get(name, True)]
         wrong = [name for name in self.wanted if name not in suit]
         if wrong:
