@@ -9,6 +9,7 @@ from scipy import stats
 from scipy.optimize import minimize_scalar
 
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian, metrics
+from dubito.judge import Judge
 from dubito.likelihoods import NOISE
 from dubito.predictive import LatentMixture, StudentT
 from dubito.recalibrate import Quantiles, RecalibratedNumbers, Variance
@@ -232,3 +233,14 @@ def test_errors_in_words():
         Quantiles(pieces=0)
     with pytest.raises(ValueError, match="level lies between 0 and 1"):
         warped(p).quantile(1.0)
+
+
+def test_a_recalibrated_predictive_is_judged_by_all_metrics():
+    p, y = mixture(60, 1), torch.randn(60, 1, dtype=DOUBLE, generator=source())
+    q = Quantiles().fit(p, y)(p)
+    judge = Judge()
+    judge.update(q, y)
+    found = judge.compute().values
+    assert found["crps"] == pytest.approx(float(metrics.crps(q, y)), rel=1e-9)
+    assert found["crps"] == pytest.approx(float(q.crps(y).mean()), rel=1e-9)
+    assert {"nll", "rmse", "coverage", "quantile_error"} <= found.keys()
