@@ -1,0 +1,492 @@
+"""The loop of active learning: fit, ask for the labels that are worth most, be told, and again."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dubito import tree
+from dubito.apps.active.acquisition import Acquisition
+from dubito.apps.active.pool import Pool, joined
+from dubito.apps.active.record import Folder, Labels, Round, read
+from dubito.apps.active.registry import acquisition as named
+from dubito.apps.active.view import View
+from dubito.apps.network import only_network
+from dubito.fit import Method, fit
+from dubito.judge import judge
+from dubito.likelihoods import MultiTask
+from dubito.model import Model
+from dubito.posteriors import Point, Posterior
+from dubito.predictive import Predictive
+from dubito.randomness import derive, forked, generator
+from dubito.restart import restarted
+from dubito.tree import Params
+
+Methods = Method | Sequence[Method] | Callable[[int], Method | Sequence[Method]]
+Oracle = Callable[[Tensor], Any]  # indices [k] -> their labels
+
+
+class ActiveLearning:
+    """Labels for a model, asked for one batch after another.
+
+    `ask(k)` gives the numbers of k inputs of the pool, `tell(indices, labels)` takes their labels: what lies between (a person, an
+    experiment, a simulation) is the caller's. The model is fitted when it is next needed, by `dubito.fit` with any method; a list of
+    methods runs one after the other, each from where the one before has come (`[MAP(), Laplace()]`); a function of the number of labels
+    may choose it. Until there is a label, what is asked is random.
+
+    `acquisition` is a name from `ACQUISITIONS`, an object such as `BatchBALD()`, or a score `Predictive -> [B]`. `start` says where
+    every fit begins: at the weights of the "network" as it stands (pretrained ones stay so), "anew" at random ones, or at those of the
+    "last" fit. `bayesian=False` predicts with the one network at the posterior's centre, dropout off, for comparison. `most` scores so
+    many random candidates in the place of all. `held_out`, data with labels, gives accuracy and uncertainty of every fit in `history`.
+
+    With a `folder` (or after `save(folder)`) every label is on disk when `tell` returns, and `ActiveLearning.load` goes on: the same
+    labels and the same seed make the same fits and the same asks, on the same machine to the bit. `how`, `draws` and `memory` are those
+    of `posterior.predict`, `size` inputs are scored at a time; `batch_size`, `validation` and `patience` are those of `dubito.fit`.
+    Labels may be told from one thread while another fits or asks.
+
+    >>> import dubito
+    >>> x = torch.linspace(-2, 2, 200).unsqueeze(1)
+    >>> y = (x.squeeze(1) > 0.3).long()
+    >>> model = dubito.Model(torch.nn.Linear(1, 2), dubito.Categorical(), dubito.priors.Normal(scale=10.0))
+    >>> learning = ActiveLearning(model, [dubito.MAP(epochs=200, learning_rate=0.1), dubito.Laplace()], x, acquisition="entropy")
+    >>> learning.tell([0, 199], y[[0, 199]])
+    >>> for _ in range(5):
+    ...     indices = learning.ask(1)
+    ...     learning.tell(indices, y[indices])
+    >>> bool((x[learning.labelled[2:]] - 0.3).abs().min() < 0.1)                       # it looks where the classes meet
+    True
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        method: Methods,
+        pool: Any,
+        *,
+        acquisition: str | Acquisition | Callable[[Predictive], Tensor] = "bald",
+        oracle: Oracle | None = None,
+        held_out: Any = None,
+        start: Literal["network", "anew", "last"] = "network",
+        bayesian: bool = True,
+        how: str | None = None,
+        draws: int | None = None,
+        most: int | None = None,
+        memory: float = 1.0,
+        size: int = 500,
+        batch_size: int = 128,
+        validation: Any = None,
+        patience: int | None = None,
+        seed: int = 0,
+        folder: str | os.PathLike | None = None,
+        progress: bool | None = False,
+    ):
+        if isinstance(model.likelihood, MultiTask):
+            raise ValueError("active learning is for one task at a time: a label of several tasks has no one price")
+        if start not in ("network", "anew", "last"):
+            raise ValueError(f"start is 'network', 'anew' or 'last'; got {start!r}")
+        if start == "last" and any(getattr(one, "starts_anew", False) for one in _chain(method, 1)):
+            raise ValueError("this method initialises its members anew and cannot go on from the last fit: use start='network'")
+        if (most is not None and most < 1) or size < 1:
+            raise ValueError(f"most and size count inputs and are at least 1; got {most} and {size}")
+        self.model, self.method = model, method
+        self.pool = pool if isinstance(pool, Pool) else Pool(pool)
+        self.acquisition, self.oracle, self.held_out = named(acquisition), oracle, held_out
+        self.start, self.bayesian, self.how, self.draws, self.most = start, bayesian, how, draws, most
+        self.memory, self.size, self.batch_size = memory, size, batch_size
+        self.validation, self.patience, self.seed, self.progress = validation, patience, seed, progress
+        self._lock = threading.RLock()
+        self._labels, self._inputs = Labels(), []
+        self._fitted: tuple[str, Posterior] | None = None  # of which labels, and what came of them
+        self._weights: tuple[Params, Params, str] = (
+            {},
+            {},
+            "",
+        )  # before and after the last fit, and of which labels: start="last"
+        self._folder: Folder | None = None
+        self._known: dict[str, Any] = {}  # what is written beside the labels, once it has been found
+        if folder is not None:
+            self.save(folder)
+
+    # -- labels
+
+    @property
+    def labelled(self) -> Tensor:
+        """The numbers of all inputs that have a label, in the order in which they were told, [n]."""
+        return torch.tensor(self._labels.indices, dtype=torch.long)
+
+    @property
+    def targets(self) -> Tensor | None:
+        """Their labels, [n, ...]; None before the first."""
+        return self._labels.targets
+
+    @property
+    def pending(self) -> Tensor:
+        """What was asked and not told yet, in the order in which it was asked."""
+        return torch.tensor(self._labels.pending, dtype=torch.long)
+
+    @property
+    def skipped(self) -> Tensor:
+        """What nobody could label, and is not asked again."""
+        return torch.tensor(self._labels.skipped, dtype=torch.long)
+
+    @property
+    def candidates(self) -> Tensor:
+        """What may be asked next, in rising order."""
+        free = torch.ones(len(self.pool), dtype=torch.bool)
+        free[torch.tensor([*self._labels.indices, *self._labels.pending, *self._labels.skipped], dtype=torch.long)] = False
+        return free.nonzero().squeeze(1)
+
+    @property
+    def history(self) -> tuple[Round, ...]:
+        """One entry for every fit."""
+        return self._labels.history
+
+    def curve(self, name: str = "accuracy") -> tuple[list[int], list[float]]:
+        """A figure on held-out data over the number of labels."""
+        rounds = [one for one in self.history if name in one.held_out]
+        return [one.labels for one in rounds], [one.held_out[name] for one in rounds]
+
+    def tell(self, indices: int | Sequence[int] | Tensor, labels: Any, *, overwrite: bool = False) -> None:
+        """Take the labels of some inputs, which need not have been asked. A label that is known is only changed with `overwrite`.
+
+        Labels that cannot be (a class that the network does not have, NaN) are refused here, and then none of them is taken.
+        """
+        which = self._numbers(indices)
+        x = self.pool.take(self.model, which)
+        with self._lock:
+            self._tell(which, x, self._targets(x, which, labels), overwrite)
+
+    def _tell(self, which: list[int], x: Any, y: Tensor, overwrite: bool) -> None:
+        known = {index: i for i, index in enumerate(self._labels.indices)}
+        again = [index for index in which if index in known]
+        if again and not overwrite:
+            raise ValueError(
+                f"{again[:5]} {'have labels' if len(again) > 1 else 'has a label'} already: to change it, overwrite=True"
+            )
+        new = [i for i, index in enumerate(which) if index not in known]
+        targets = self._labels.targets
+        if again:
+            assert targets is not None
+            targets = targets.clone()
+            targets[[known[index] for index in again]] = y[[i for i, index in enumerate(which) if index in known]]
+        if new:
+            targets = y[new] if targets is None else torch.cat([targets, y[new]])
+        told = set(which)
+        self._keep(
+            replace(
+                self._labels,
+                indices=(*self._labels.indices, *(which[i] for i in new)),
+                targets=targets,
+                pending=tuple(i for i in self._labels.pending if i not in told),
+                skipped=tuple(i for i in self._labels.skipped if i not in told),
+            )
+        )
+        if new:
+            self._inputs.append(tree.apply_leaves(lambda leaf: leaf[new], x))
+
+    def skip(self, indices: int | Sequence[int] | Tensor) -> None:
+        """Never ask for these: nobody can label them."""
+        which = self._numbers(indices)
+        with self._lock:
+            now = self._labels
+            if labelled := [index for index in which if index in now.indices]:
+                raise ValueError(f"{labelled[:5]} cannot be skipped: they have labels")
+            skipped = dict.fromkeys([*now.skipped, *which])
+            pending = tuple(index for index in now.pending if index not in skipped)
+            self._keep(replace(now, pending=pending, skipped=tuple(skipped)))
+
+    def forget(self, indices: int | Sequence[int] | Tensor) -> None:
+        """Take labels back; their inputs, and inputs that were skipped, are pending again."""
+        which = self._numbers(indices)
+        with self._lock:
+            now = self._labels
+            known = {*now.indices, *now.skipped}
+            if unknown := [index for index in which if index not in known]:
+                raise ValueError(f"{unknown[:5]} cannot be forgotten: they have no label and were not skipped")
+            kept = [i for i, index in enumerate(now.indices) if index not in which]
+            inputs = tree.apply_leaves(lambda leaf: leaf[kept], joined(self._inputs)) if now.indices else None
+            self._keep(
+                replace(
+                    now,
+                    indices=tuple(now.indices[i] for i in kept),
+                    targets=now.targets[kept] if now.targets is not None and kept else None,
+                    pending=(*now.pending, *which),
+                    skipped=tuple(index for index in now.skipped if index not in which),
+                )
+            )
+            self._inputs = [inputs] if kept else []
+
+    def _numbers(self, indices: int | Sequence[int] | Tensor) -> list[int]:
+        given = torch.as_tensor(indices)
+        if given.is_floating_point() or given.dtype == torch.bool:
+            raise TypeError(f"indices are whole numbers, positions in the pool; got {given.dtype}")
+        which = given.reshape(-1).tolist()
+        if len(set(which)) < len(which):
+            raise ValueError("an input is named twice: every index once, please")
+        if wrong := [index for index in which if not 0 <= index < len(self.pool)]:
+            raise IndexError(
+                f"{wrong[:5]} {'are' if len(wrong) > 1 else 'is'} not in the pool, which goes from 0 to {len(self.pool) - 1}"
+            )
+        return which
+
+    def _targets(self, x: Any, which: list[int], labels: Any) -> Tensor:
+        y = torch.as_tensor(labels).detach().cpu()
+        y = y.unsqueeze(0) if y.ndim == 0 else y
+        if len(y) != len(which):
+            raise ValueError(f"{len(which)} inputs have {len(which)} labels; got {len(y)}")
+        if not self.model.likelihood.discrete:
+            y = y.to(next(self.model.network.parameters()).dtype)
+        if y.is_floating_point() and not bool(y.isfinite().all()):
+            raise ValueError("a label is NaN or infinite: nothing was taken")
+        before = self._labels.targets
+        if before is not None and before.shape[1:] != y.shape[1:]:
+            raise ValueError(f"labels so far are {list(before.shape[1:])} an input, and these {list(y.shape[1:])}")
+        x = tree.move(x, self.model.device)
+        with torch.no_grad(), forked():
+            f, _ = self.model.forward(self.model.parameters(y), x, self.model.buffers())
+        self.model.likelihood.check(f, y.to(f.device))
+        return y if before is None else y.to(before.dtype)
+
+    # -- the model
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior given all labels so far; fitted if there are new ones."""
+        return self._current()[1]
+
+    def _current(self) -> tuple[str, Posterior]:
+        """Of which labels, and the posterior."""
+        digest = self._labels.digest
+        if not digest:
+            raise ValueError("there is no label yet, and so no posterior: tell(indices, labels) some")
+        found = self._fitted
+        return found if found is not None and found[0] == digest else self._fit()
+
+    def refit(self) -> Round:
+        """Fit the model to all labels, if that has not been done, and see how good it is: the last of `history`."""
+        _ = self.posterior
+        return self.history[-1]
+
+    def predict(self, indices: int | Sequence[int] | Tensor) -> Predictive:
+        """What is predicted for inputs of the pool."""
+        which = self._numbers(indices)
+        return self._seen(self.posterior).predict(
+            self.pool.take(self.model, which), self.how, draws=self.draws, memory=self.memory, seed=self.seed
+        )
+
+    def _fit(self) -> tuple[str, Posterior]:
+        began = time.perf_counter()
+        with self._lock:  # more labels may come in while this goes on
+            now, x = self._labels, joined(self._inputs)
+            self._inputs = [x]
+        digest = now.digest
+        seed = derive(self.seed, "fit", digest)
+        start, methods = self._start(seed, digest), _chain(self.method, len(now.indices))
+        posterior: Posterior | None = None
+        for one in methods:
+            begin: Any = posterior if posterior is not None else start
+            posterior = fit(
+                self.model, one, (x, now.targets), start=None if getattr(one, "starts_anew", False) else begin, seed=seed,
+                batch_size=self.batch_size, validation=self.validation, patience=self.patience, progress=self.progress,
+            )  # fmt: skip
+        assert posterior is not None
+        seconds = {"fit": time.perf_counter() - began}
+        known = any(one.of == digest for one in now.history)  # made again after a resume
+        held_out = {} if self.held_out is None or known else self._judged(posterior)
+        with self._lock:
+            if self.start == "last":
+                self._weights = (start or {}, _weights(posterior), digest)
+                if self._folder is not None:
+                    self._folder.write_weights(*self._weights)
+            if not known:
+                made = Round(len(now.indices), held_out, seconds=seconds, of=digest)
+                self._keep(replace(self._labels, history=(*self.history, made)))
+            self._fitted = digest, posterior
+            return self._fitted
+
+    def _start(self, seed: int, digest: str) -> Params | None:
+        if self.start == "network":
+            return None
+        if self.start == "anew":
+            weights = {name: leaf for name, leaf in self.model.parameters().items() if ":" not in name}
+            return restarted(self.model, weights, seed)
+        before, after, of = self._weights
+        found = before if of == digest else after  # the same labels again: the same fit again
+        return tree.move(found, self.model.device) if found else None
+
+    def _judged(self, posterior: Posterior) -> dict[str, float]:
+        wanted = ["accuracy" if self.model.likelihood.discrete else "rmse", "nll", "uncertainty"]
+        found = judge(
+            self._seen(posterior), self.held_out, metrics=wanted, how=self.how, draws=self.draws, memory=self.memory, seed=self.seed,
+            size=self.size, progress=self.progress,
+        )  # fmt: skip
+        return {name: float(value) for name, value in found.values.items()}
+
+    def _seen(self, posterior: Posterior) -> Posterior:
+        """The posterior that predicts: itself, or the one network at its centre."""
+        if self.bayesian:
+            return posterior
+        one = only_network(posterior, "bayesian=False")
+        return Point(posterior.model, one.params, one.buffers)
+
+    # -- asking
+
+    def ask(self, k: int = 1) -> Tensor:
+        """The numbers of k inputs that are worth a label most, best first, [k].
+
+        They are pending until they are told or skipped, and are not asked twice.
+        """
+        candidates = self.candidates
+        if not 1 <= k <= len(candidates):
+            raise ValueError(
+                f"{k} inputs were asked for, and {len(candidates)} of {len(self.pool)} have no label and are not pending"
+            )
+        began, digest = time.perf_counter(), self._labels.digest
+        source = generator("cpu", self.seed, "ask", digest, *self._labels.pending)
+        if self.most is not None and self.most < len(candidates):
+            rows = torch.randperm(len(candidates), generator=source)[: max(k, self.most)].sort().values
+            candidates = candidates[rows]
+        if not digest:
+            found, scores, view = torch.randperm(len(candidates), generator=source)[:k], (), None
+        else:
+            digest, posterior = self._current()
+            began = time.perf_counter()
+            view = View(
+                self._seen(posterior), self.pool, candidates, self.pending, self.how, self.draws, self.memory, self.size,
+                derive(self.seed, "draws", digest),
+            )  # fmt: skip
+            with torch.no_grad():
+                choice = self.acquisition.choose(view, k, source)
+            found, scores = choice.positions.cpu(), tuple(choice.scores.tolist())
+        asked = tuple(candidates[found].tolist())
+        with self._lock:
+            now = self._labels
+            history = now.history
+            if view is not None:
+                at = max(i for i, one in enumerate(history) if one.of == digest)
+                last = history[at]
+                seconds = {**last.seconds, "ask": last.seconds.get("ask", 0.0) + time.perf_counter() - began}
+                last = replace(last, asked=(*last.asked, *asked), scores=(*last.scores, *scores), seconds=seconds)
+                history = (*history[:at], replace(last, pool=last.pool or view.uncertainty), *history[at + 1 :])
+            taken = {*now.indices, *now.pending, *now.skipped}  # somebody may have told one of them in the meantime
+            pending = (*now.pending, *(index for index in asked if index not in taken))
+            self._keep(replace(now, pending=pending, history=history))
+        return torch.tensor(asked, dtype=torch.long)
+
+    def step(self, k: int = 1) -> Round:
+        """Ask for k labels, have the oracle give them, and tell them: one round of a simulation. The round is that of the asking."""
+        if self.oracle is None:
+            raise ValueError("a step needs somebody to answer: ActiveLearning(..., oracle=function of indices), or ask and tell")
+        indices = self.pending if len(self.pending) else self.ask(k)  # what was asked before a crash is answered first
+        self.tell(indices, self.oracle(indices))
+        return self.history[-1] if self.history else Round(0)
+
+    def run(self, labels: int, k: int = 1, *, until: Callable[[ActiveLearning], bool] | None = None) -> ActiveLearning:
+        """Steps of k labels until there are so many labels, or until `until` says so; then one last fit."""
+        while len(self.labelled) < labels and len(self.candidates) + len(self.pending):
+            if len(self.labelled) and until is not None:
+                self.refit()
+                if until(self):
+                    return self
+            self.step(min(k, labels - len(self.labelled), max(1, len(self.candidates))))
+        self.refit()
+        return self
+
+    # -- files
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write the session, and from now on every label as it is told, into a folder of its own."""
+        if self._folder is None or self._folder.path != Path(folder):
+            files = Folder(Path(folder))
+            files.write(self._labels, self._about())
+            self._folder = files  # not before it has been written to: it may be somebody else's
+            if self._weights[1]:
+                files.write_weights(*self._weights)
+        else:
+            self._keep(self._labels)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike,
+        model: Model,
+        method: Methods,
+        pool: Any,
+        *,
+        acquisition: str | Acquisition | Callable[[Predictive], Tensor] = "bald",
+        oracle: Oracle | None = None,
+        held_out: Any = None,
+        start: Literal["network", "anew", "last"] = "network",
+        bayesian: bool = True,
+        how: str | None = None,
+        draws: int | None = None,
+        most: int | None = None,
+        memory: float = 1.0,
+        size: int = 500,
+        batch_size: int = 128,
+        validation: Any = None,
+        patience: int | None = None,
+        progress: bool | None = False,
+    ) -> ActiveLearning:
+        """Go on with a session: the labels, what is pending, the history and the seed are in the folder; the rest is given again.
+
+        What is pending can be shown at once. The model is fitted again when it is first needed, to the same posterior.
+        """
+        files, labels, meta = read(folder)
+        found = cls(
+            model, method, pool, acquisition=acquisition, oracle=oracle, held_out=held_out, start=start, bayesian=bayesian, how=how,
+            draws=draws, most=most, memory=memory, size=size, batch_size=batch_size, validation=validation, patience=patience,
+            seed=meta["seed"], progress=progress,
+        )  # fmt: skip
+        for what, now in found._about().items():
+            if what != "seed" and meta.get(what) != now:
+                raise ValueError(f"{folder} belongs to another session; its {what} was {meta.get(what)} and is {now}")
+        found._labels, found._folder = labels, files
+        if labels.indices:
+            found._inputs = [found.pool.take(model, labels.indices)]
+        if start == "last":
+            found._weights = files.read_weights()
+        return found
+
+    def _about(self) -> dict[str, Any]:
+        """What must be the same when the session goes on: labels of other inputs, or for another network, would be wrong."""
+        if not self._known:
+            shapes = {name: list(p.shape) for name, p in self.model.network.named_parameters()}
+            self._known = {
+                "seed": self.seed,
+                "pool": self.pool.fingerprint(self.model),
+                "likelihood": repr(self.model.likelihood),
+                "network": f"{len(shapes)} parameters, {derive(repr(shapes)):x}",
+            }
+        return self._known
+
+    def _keep(self, labels: Labels) -> None:
+        """The new state, on disk before it is believed."""
+        if self._folder is not None:
+            self._folder.write(labels, self._about())
+        self._labels = labels
+
+
+def _chain(method: Methods, n: int) -> list[Method]:
+    """The methods to run one after another for n labels."""
+    if callable(method) and not hasattr(method, "init"):
+        method = method(n)
+    return list(method) if isinstance(method, Sequence) else [method]  # pyright: ignore[reportReturnType]
+
+
+def _weights(posterior: Posterior) -> Params:
+    """The setting that a further fit can start from."""
+    params, buffers = getattr(posterior, "params", None), getattr(posterior, "buffers", {})
+    if not isinstance(params, dict):
+        raise ValueError(
+            f"a {type(posterior).__name__} posterior has no weights to go on from: use start='network' or start='anew'"
+        )
+    return tree.clone(params if hasattr(posterior, "own_buffers") else {**buffers, **params})

@@ -1,0 +1,123 @@
+"""What an acquisition function sees: a posterior, and the candidates of a pool through its eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dubito import tree
+from dubito.apps.active.pool import Pool
+from dubito.likelihoods import Classes
+from dubito.posteriors import Mixture, Posterior, Stochastic
+from dubito.predictive import LatentMixture, Predictive
+
+DRAWS = 100  # functions of a posterior that has no number of its own
+
+
+class Functions(NamedTuple):
+    """Draws of functions at some inputs: what each of them expects of y, and the noise around it."""
+
+    values: Tensor  # [S, B, C]: class probabilities, or means
+    weights: Tensor  # [S], sums to 1
+    noise: Tensor | None  # [B, C], variance of y given the function, averaged over the functions; None for classes
+
+
+@dataclass
+class View:
+    """A posterior and the candidates of a pool; predictions are streamed, batch by batch, and never held all at once.
+
+    `candidates` are indices into the pool in rising order, `pending` those that have been asked for and have no label yet.
+    `uncertainty` is filled in when all candidates have been gone through: their mean "total" and "epistemic" uncertainty.
+    """
+
+    posterior: Posterior
+    pool: Pool
+    candidates: Tensor  # [N]
+    pending: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    how: str | None = None
+    draws: int | None = None
+    memory: float = 1.0  # gigabytes
+    size: int = 500  # inputs at a time
+    seed: int = 0
+    uncertainty: dict[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    @property
+    def device(self) -> torch.device:
+        return self.posterior.model.device
+
+    def predictions(self) -> Iterator[Predictive]:
+        """The predictive of each batch of candidates, in their order."""
+        sums = []
+        for x in self.pool.batches(self.posterior.model, self.candidates, self.size):
+            p = self._predict(self.posterior, x, self.how, self.draws)
+            yield p
+            sums.append(_sums(p))
+        self._note(sums)
+
+    def functions(self, indices: Tensor | None = None, *, x: Any = None, least: int = DRAWS) -> Iterator[Functions]:
+        """Draws of functions, the same for every batch: at the candidates, at other indices of the pool, or at inputs x.
+
+        Where a posterior predicts without draws, `least` of them are made.
+        """
+        posterior, way = consistent(self.posterior), None
+        which = self.candidates if indices is None else indices
+        given = [x] if x is not None else self.pool.batches(posterior.model, which, self.size)
+        sums = []
+        for part in given:
+            way = self._way(posterior, part, least) if way is None else way
+            p = self._predict(posterior, part, *way)
+            yield self._read(p)
+            sums.append(_sums(p))
+        if indices is None and x is None:
+            self._note(sums)
+
+    def _note(self, sums: list[Tensor]) -> None:
+        total, epistemic = (torch.stack(sums).sum(0) / len(self)).tolist()
+        self.uncertainty = {"total": total, "epistemic": epistemic}
+
+    def _way(self, posterior: Posterior, x: Any, least: int) -> tuple[str | None, int | None]:
+        """The first way to predict, of those that come closest to what is wanted, that gives draws of functions."""
+        one = tree.apply_leaves(lambda leaf: leaf[:1], x)
+        ways = [(self.how, self.draws), (self.how, self.draws or least), ("sampled", self.draws or least)]
+        for way in ways[:-1]:
+            p = self._predict(posterior, one, *way)
+            if isinstance(p, LatentMixture) and p.certain:
+                return way
+        return ways[-1]
+
+    def _predict(self, posterior: Posterior, x: Any, how: str | None, draws: int | None) -> Predictive:
+        return posterior.predict(x, how, draws=draws, memory=self.memory, seed=self.seed)
+
+    def _read(self, p: Predictive) -> Functions:
+        assert isinstance(p, LatentMixture)
+        discrete = p.likelihood.discrete
+        if discrete and not isinstance(p.likelihood, Classes):
+            raise ValueError(
+                f"joint entropies are for one of several classes, and {type(p.likelihood).__name__} has labels: use 'bald'"
+            )
+        if p.probs.ndim != 3:
+            raise ValueError(
+                "joint entropies are for one answer an input, and these outputs have positions: use 'bald', their mean"
+            )
+        return Functions(p.probs, p.draw_weights.to(p.probs), None if discrete else p.uncertainty.aleatoric)
+
+
+def consistent(posterior: Posterior) -> Posterior:
+    """The posterior with draws that are functions: the same masks for all inputs."""
+    if isinstance(posterior, Mixture):
+        return replace(posterior, members=tuple(consistent(one) for one in posterior.members))
+    return replace(posterior, consistent=True) if isinstance(posterior, Stochastic) else posterior
+
+
+def _sums(p: Predictive) -> Tensor:
+    """Total and epistemic uncertainty, [2], summed over inputs and the outputs of a regression; positions are averaged."""
+    both = torch.stack([p.uncertainty.total, p.uncertainty.epistemic]).double()  # [2, B, *D] or [2, B, *D, C]
+    both = both if p.likelihood.discrete else both.sum(-1)
+    return both.reshape(2, both.shape[1], -1).mean(-1).sum(1)
