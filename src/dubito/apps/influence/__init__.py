@@ -1,0 +1,8 @@
+"""Which training examples made a model say what it says: what would change if one of them weighed more, were left out, or were other.
+
+`Influence(solver=...).fit(posterior, data)` gives `Influences`; `inspection` tells how well a score finds labels that are wrong.
+"""
+
+from dubito.apps.influence.influence import Influence as Influence
+from dubito.apps.influence.influences import Influences as Influences
+from dubito.apps.influence.inspection import inspection as inspection

@@ -1,0 +1,236 @@
+r"""Gradients of losses, example by example, as they are needed: times some directions, in a quadratic form, or a few at once.
+
+The loss of an example is :math:`\ell_n(\theta) = -\ln p(y_n \mid x_n, \theta)`, its gradient :math:`g_n = J_n^T s_n`, where
+:math:`s_n` is the slope of the loss in the network's output. One pass forward and one backward give every layer's inputs a and the
+gradients of its outputs; what is asked of :math:`g_n` follows from these layer by layer, so that the N x P matrix of all gradients is
+never there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dubito.apps.network import Network
+from dubito.curvature.capture import forward
+from dubito.curvature.generic import Unrolled, example_gradients
+from dubito.curvature.layout import grouped, layout
+from dubito.curvature.rows import Layer, pieces
+from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
+from dubito.model import Model, batch_size, mode
+from dubito.tree import Buffers, Params
+
+Weigh = Callable[[Any, Tensor, Any, Tensor], Tensor]  # (x, f, targets, slopes of the losses in f) -> cotangents in their place
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A network at `params`, seen as a function of the weights `names`."""
+
+    model: Model
+    params: Params
+    buffers: Buffers
+    names: tuple[str, ...]
+
+    @property
+    def like(self) -> Params:
+        return {name: self.params[name] for name in self.names}
+
+    def losses(self, batch: Any, *, weigh: Weigh | None = None) -> Losses:
+        """The losses of a batch on their way back to the layers."""
+        x, y = self.model.split(batch)
+        size, found = batch_size(y), layout(self.model, self.params, x, self.buffers, self.names)
+        wanted = {name: leaf.detach() for name, leaf in self.like.items()}
+        done = forward(self.model, {**self.params, **wanted}, x, self.buffers, wanted=wanted, skip=found.generic)
+        shapes = {name: leaf.shape for name, leaf in wanted.items()}
+        layers = [Layer(p, uses, size, {n: shapes[n] for n in p.names}) for p, uses in grouped(done, found).items() if uses]
+        with torch.no_grad():
+            f = done.f.detach()
+            f = f.float() if f.dtype.itemsize < 4 else f
+            target = self.model.likelihood.target(y, f)
+            s = -self.model.likelihood.slope(f, target, self.params)
+            s = s if weigh is None else weigh(x, f, target, s)
+            edges = [use.edge for layer in layers for use in layer.uses]
+            back = iter(torch.autograd.grad(done.f, edges, s.to(done.f.dtype), allow_unused=True) if edges else ())
+            grads = [layer.outputs([next(back) for _ in layer.uses]) for layer in layers]
+            others = {}
+            if found.generic:
+                each = example_gradients(self.model, self.params, x, self.buffers, found.generic, s.unsqueeze(0))
+                others = {name: leaf[0] for name, leaf in each.items()}
+        return Losses(size, wanted, layers, grads, others)
+
+    def function(self, function: Callable[[Network], Tensor]) -> Params:
+        """Gradients of any function of the network that gives [T] numbers, leaves [T, *shape]."""
+        live = {name: leaf.detach().requires_grad_() for name, leaf in self.like.items()}
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            value = function(Network(self.model, {**self.params, **live}, self.buffers))
+            if not isinstance(value, Tensor) or value.ndim > 1 or not value.requires_grad:
+                raise ValueError(
+                    "a function whose influences are asked for takes a network, calls it on inputs, network(x), and gives a number or "
+                    f"a vector of numbers with their gradients; this one gave {_told(value)}"
+                )
+            found = [
+                torch.autograd.grad(one, list(live.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+                for one in value.reshape(-1)
+            ]
+        return {name: torch.stack([row[i] for row in found]) for i, name in enumerate(live)}
+
+    def inputs(self, batch: Any, direction: Params) -> Tensor:
+        r""":math:`\nabla_x \langle u, \nabla_\theta \ell_n \rangle` of every example for a direction u, in the shape of x."""
+        x, y = self.model.split(batch)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise ValueError("influence through inputs is a gradient: it is for one tensor of real numbers, such as images")
+        live = {name: leaf.detach().requires_grad_() for name, leaf in self.like.items()}
+        fixed = {name: leaf.detach() for name, leaf in self.params.items() if name not in live}
+        leaf = x.detach().clone().requires_grad_()
+        with torch.enable_grad(), mode(self.model.network, False), sdpa_kernel(SDPBackend.MATH), Unrolled():
+            f = self.model.call({**fixed, **live}, leaf, {name: b.detach() for name, b in self.buffers.items()})[0]
+            loss = -self.model.score(f, y, {**fixed, **live}).sum()
+            slopes = torch.autograd.grad(loss, list(live.values()), create_graph=True, allow_unused=True, materialize_grads=True)
+            inner = torch.stack([(s * direction[n]).sum() for n, s in zip(live, slopes, strict=True)]).sum()
+            (found,) = torch.autograd.grad(inner, leaf, allow_unused=True, materialize_grads=True)
+        return found
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of B examples, with the inputs of every layer and the gradients [B, T, O] of its outputs."""
+
+    size: int
+    like: Params
+    layers: list[Layer]
+    rows: list[Tensor]
+    others: Params  # gradients of weights that no layer is known for, leaves [B, *shape]
+
+    def stacked(self) -> Params:
+        """All gradients, leaves [B, *shape]."""
+        found = dict(self.others)
+        for layer, g in zip(self.layers, self.rows, strict=True):
+            found |= layer.gradients(g)
+        return {n: found[n] if n in found else leaf.new_zeros(self.size, *leaf.shape) for n, leaf in self.like.items()}
+
+    def summed(self) -> Params:
+        """Their sum over the examples."""
+        found = {name: leaf.sum(0) for name, leaf in self.others.items()}
+        for layer, g in zip(self.layers, self.rows, strict=True):
+            found |= layer.summed(g)
+        return {name: found.get(name, torch.zeros_like(leaf)) for name, leaf in self.like.items()}
+
+    def along(self, directions: Params) -> Tensor:
+        """Inner products [T, B] with directions, leaves [T, *shape]."""
+        first = next(iter(directions.values()))
+        total = first.new_zeros(len(first), self.size)
+        for name, leaf in self.others.items():
+            total += directions[name].flatten(1) @ leaf.flatten(1).mT
+        for layer, g in zip(self.layers, self.rows, strict=True):
+            part = layer.part
+            if part.kind == "affine" and part.weight is not None and layer.positions == 1:
+                self._add_single(total, layer, g.squeeze(1), directions)
+            elif part.kind == "lookup":
+                assert part.weight is not None
+                found, example, index = layer.lookups(g)
+                for piece in pieces(len(first), found.numel(), found):
+                    seen = (directions[part.weight][piece][:, index] * found).sum(-1)
+                    total[piece] = total[piece].index_add(1, example, seen)
+            else:
+                for piece, leaves in _leaves(layer, g):
+                    for name, leaf in leaves.items():
+                        total[:, piece] += directions[name].flatten(1) @ leaf.flatten(1).mT
+        return total
+
+    def _add_single(self, total: Tensor, layer: Layer, g: Tensor, directions: Params) -> None:
+        """A layer with one position: <U, g a^T> = g . (U a), without the outer products of all examples."""
+        assert layer.part.weight is not None
+        a, weight = layer.a.squeeze(1), directions[layer.part.weight]
+        outputs = weight.shape[1]
+        for piece in pieces(len(weight), len(a) * outputs, a):
+            turned = weight[piece].reshape(-1, a.shape[-1]) @ a.mT  # [t O, B]
+            total[piece] += (turned.view(-1, outputs, len(a)) * g.mT).sum(1)
+        if layer.part.bias is not None:
+            total += directions[layer.part.bias] @ g.mT
+
+    def quadratic(self, covariance: Covariance) -> Tensor:
+        r""":math:`g_n^T \Sigma g_n` of every example, [B]."""
+        blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        total = next(iter(self.like.values())).new_zeros(self.size)
+        by_weight = {layer.part.weight: (layer, g) for layer, g in zip(self.layers, self.rows, strict=True)}
+        for block in blocks:
+            if isinstance(block, Kronecker) and block.weight in by_weight:
+                total += _kronecker(block, *by_weight[block.weight])
+            elif isinstance(block, Diagonal):
+                total += self._diagonal(block.variance())
+            else:
+                total += self._whole(block)
+        return total
+
+    def _diagonal(self, variance: Params) -> Tensor:
+        first = next(iter(variance.values()))
+        total = first.new_zeros(self.size)
+        for name, leaf in self.others.items():
+            if name in variance:
+                total += (leaf**2 * variance[name]).flatten(1).sum(1)
+        for layer, g in zip(self.layers, self.rows, strict=True):
+            part = layer.part
+            if not set(part.names) <= set(variance):
+                continue
+            if part.kind == "lookup":
+                assert part.weight is not None
+                found, example, index = layer.lookups(g)
+                total = total.index_add(0, example, (found**2 * variance[part.weight][index]).sum(-1))
+            else:
+                for piece, leaves in _leaves(layer, g):
+                    for name, leaf in leaves.items():
+                        total[piece] += (leaf**2 * variance[name]).flatten(1).sum(1)
+        return total
+
+    def _whole(self, block: Covariance) -> Tensor:
+        """Any structure over the weights of several layers: their gradients of some examples at a time."""
+        found = []
+        for piece in pieces(self.size, 2 * block.size, next(iter(self.like.values()))):
+            leaves = {name: leaf[piece] for name, leaf in self.others.items() if name in block.shapes}
+            for layer, g in zip(self.layers, self.rows, strict=True):
+                if set(layer.part.names) & set(block.shapes):
+                    leaves |= _some(layer, piece).gradients(g[piece])
+            n = piece.stop - piece.start
+            v = {k: leaves[k] if k in leaves else self.like[k].new_zeros(n, *self.like[k].shape) for k in block.shapes}
+            pulled = block.product(v)
+            found.append(torch.stack([(v[name] * pulled[name]).flatten(1).sum(1) for name in v]).sum(0))
+        return torch.cat(found)
+
+
+def _kronecker(block: Kronecker, layer: Layer, g: Tensor) -> Tensor:
+    """In the eigenbasis, where the weights of a layer are independent."""
+    turned = g @ block.left
+    if layer.positions == 1:
+        return (turned.squeeze(1) ** 2 * (layer.energy(block.inputs) @ block.variances.mT)).sum(1)
+    found = []
+    for piece in pieces(layer.batch, block.variances.numel() + layer.positions * sum(block.variances.shape), g):
+        a = _some(layer, piece).rotated(block.inputs)
+        found.append(((turned[piece].mT @ a).square_() * block.variances).flatten(1).sum(1))
+    return torch.cat(found)
+
+
+def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[slice, Params]]:
+    """Gradients of a layer's weights [b, *shape], some examples at a time."""
+    for piece in pieces(layer.batch, sum(layer.shapes[name].numel() for name in layer.part.names), g):
+        yield piece, _some(layer, piece).gradients(g[piece])
+
+
+def _some(layer: Layer, piece: slice) -> Layer:
+    """The same layer for some of the examples."""
+    some = Layer(layer.part, layer.uses, piece.stop - piece.start, layer.shapes)
+    some.a = layer.a[piece]
+    return some
+
+
+def _told(value: Any) -> str:
+    return (
+        f"a {type(value).__name__}"
+        if not isinstance(value, Tensor)
+        else f"a tensor {list(value.shape)}, " + ("with gradients" if value.requires_grad else "without gradients")
+    )

@@ -1,0 +1,188 @@
+r"""The inverse of the Hessian times vectors: by a structure that is inverted once, by conjugate gradients, or by LiSSA.
+
+All are of the same matrix, the curvature of the negative log joint: :math:`H = \sum_n H_n - \nabla^2 \ln p(\theta) + \lambda I`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dubito import tree
+from dubito.apps.influence.gradients import Gradients
+from dubito.apps.influence.ordered import Ordered
+from dubito.curvature.products import Product, batch_product, conjugate_gradients, product
+from dubito.linalg import Covariance
+from dubito.model import batch_size
+from dubito.priors import Normal, concerned
+from dubito.randomness import derive
+from dubito.tree import Params
+
+Kind = Literal["ggn", "hessian"]
+FAR = 0.1  # of a residual, relative to what was to be solved for, that is told of
+LARGEST = 1e12  # scale that LiSSA tries
+
+
+class Inverse(Protocol):
+    def __call__(self, v: Params) -> Params:
+        """H^-1 v, for leaves [T, *shape]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Structured:
+    """A covariance: the inverse itself, in a structure."""
+
+    covariance: Covariance
+
+    def __call__(self, v: Params) -> Params:
+        return self.covariance.product(v)
+
+
+def prior_product(at: Gradients, damping: float = 0.0) -> Product:
+    """v -> (minus the Hessian of the log prior + damping I) v, for leaves stacked [k, *shape]."""
+    prior = at.model.prior
+    if isinstance(prior, Normal):
+        precision = {name: prior.scale_of(name) ** -2 + damping for name in at.names}
+        return lambda v: {name: leaf * precision[name] for name, leaf in v.items()}
+
+    def one(v: Params) -> Params:
+        live = {name: leaf.detach().requires_grad_() for name, leaf in at.like.items()}
+        rest = {name: leaf.detach() for name, leaf in at.params.items() if name not in live}
+        with torch.enable_grad():
+            value = prior.log_prob(concerned({**rest, **live}))
+            slopes = torch.autograd.grad(value, list(live.values()), create_graph=True, allow_unused=True, materialize_grads=True)
+            inner = torch.stack([(s * v[n]).sum() for n, s in zip(live, slopes, strict=True)]).sum()
+            if not inner.requires_grad:
+                return {name: damping * v[name] for name in live}
+            found = torch.autograd.grad(inner, list(live.values()), allow_unused=True, materialize_grads=True)
+        return {name: damping * v[name] - leaf for name, leaf in zip(live, found, strict=True)}
+
+    return lambda v: tree.stack([one(tree.select(v, i)) for i in range(tree.count(v))])
+
+
+def hessian(at: Gradients, data: Ordered, kind: Kind, damping: float) -> Product:
+    """v -> H v over all data, in one pass; leaves stacked [k, *shape]."""
+    prior, over = prior_product(at, damping), product(at.model, at.params, data, at.buffers, kind=kind)
+    return lambda v: tree.apply(torch.add, over(v), prior(v))
+
+
+@dataclass(frozen=True)
+class ConjugateGradients:
+    """The solution to a tolerance, in a pass over all data for every step."""
+
+    times: Product
+    steps: int
+    tolerance: float
+
+    def __call__(self, v: Params) -> Params:
+        found = []
+        for i in range(tree.count(v)):
+            b = tree.select(v, i)
+            x = conjugate_gradients(self.times, b, steps=self.steps, tolerance=self.tolerance)
+            left = _residual(self.times, x, b)
+            if left > FAR:
+                warnings.warn(
+                    f"conjugate gradients left {left:.0%} of what they solve for after {self.steps} steps: use more `steps`, or more "
+                    "`damping`, or a network in float64",
+                    stacklevel=3,
+                )
+            found.append(x)
+        return tree.stack(found)
+
+
+@dataclass
+class LiSSA:
+    r"""Sums the series :math:`H^{-1} = \frac{1}{N s} \sum_j (I - \bar H / s)^j`, a batch each (Agarwal, Bullins & Hazan 2017):
+
+    .. math:: h \leftarrow v + h - \bar H_b h / s, \qquad H^{-1} v \approx h / (N s),
+
+    where :math:`\bar H_b` is the mean curvature of a batch, with the prior's and the damping's share. It converges where no factor
+    stretches anything, and then :math:`\|h_j\| \le (j + 1) \|v\|`. A scale that is to be found is the smallest power of ten with which
+    this holds and no step overshoots, :math:`h^T \bar H_b h \le s\, h^T h`: a sum that diverges slowly would be seen too late.
+    """
+
+    at: Gradients
+    data: Ordered
+    n_data: int
+    kind: Kind
+    damping: float
+    depth: int
+    repeats: int
+    scale: float
+    fixed: bool  # the scale is the user's
+    seed: int
+
+    def __call__(self, v: Params) -> Params:
+        return tree.stack([self._solved(tree.select(v, i)) for i in range(tree.count(v))])
+
+    def _solved(self, b: Params) -> Params:
+        while True:
+            runs = []
+            for repeat in range(self.repeats):
+                run = self._run(b, derive(self.seed, "lissa", repeat))
+                if run is None:
+                    break
+                runs.append(run)
+            else:
+                return {name: torch.stack([run[name] for run in runs]).mean(0) for name in b}
+            if self.fixed or self.scale * 10 > LARGEST:
+                raise ValueError(
+                    f"LiSSA diverges at scale={self.scale:g}: "
+                    + ("leave `scale` out, and it is found" if self.fixed else "the curvature is not positive; add damping=...")
+                )
+            self.scale *= 10
+
+    def _run(self, b: Params, seed: int) -> Params | None:
+        """One sum of the series; None where it diverges."""
+        prior, h, size = prior_product(self.at, self.damping), dict(b), _norm(b)
+        source = self.data.endless(seed)
+        for j in range(1, self.depth + 1):
+            batch = next(source)
+            n = batch_size(self.at.model.split(batch)[1])
+            one = {name: leaf.unsqueeze(0) for name, leaf in h.items()}
+            over, pull = batch_product(self.at.model, self.at.params, batch, self.at.buffers, one, self.kind), prior(one)
+            bent = {name: over[name][0] / n + pull[name][0] / self.n_data for name in h}
+            if not self.fixed and _dot(h, bent) > self.scale * _dot(h, h):
+                return None
+            h = {name: b[name] + leaf - bent[name] / self.scale for name, leaf in h.items()}
+            if not _norm(h) <= (j + 1) * size * (1 + 1e-4):
+                return None
+        return {name: leaf / (self.scale * self.n_data) for name, leaf in h.items()}
+
+
+def _dot(a: Params, b: Params) -> float:
+    return sum(float((leaf.double() * b[name].double()).sum()) for name, leaf in a.items())
+
+
+def _norm(v: Params) -> float:
+    return math.sqrt(_dot(v, v))
+
+
+def _residual(times: Product, x: Params, b: Params) -> float:
+    size = _norm(b)
+    if size == 0:
+        return 0.0
+    q = times({name: leaf.unsqueeze(0) for name, leaf in x.items()})
+    return _norm({name: leaf - q[name][0] for name, leaf in b.items()}) / size
+
+
+def leverages(fisher: Tensor, spread: Tensor, slopes: Tensor) -> Tensor:
+    r"""Slopes [B, C] as those of examples that are left out: :math:`(I - \Lambda K)^{-1} s`, where :math:`\Lambda` is the likelihood's
+    Fisher information and :math:`K = J H^{-1} J^T` the covariance of the outputs, [B, C, C] each."""
+    fisher, spread, s = fisher.double(), spread.double(), slopes.double()
+    values, vectors = torch.linalg.eigh(fisher)
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    largest = float(torch.linalg.eigvalsh(root.mT @ spread @ root).max())
+    if not largest < 1:
+        raise ValueError(
+            f"an example has a leverage of {largest:.3g}, and none can have 1: the curvature is too rough for leverage=True; use "
+            "solver='dense', more damping, or leverage=False"
+        )
+    eye = torch.eye(fisher.shape[-1], dtype=fisher.dtype, device=fisher.device)
+    return torch.linalg.solve(eye - fisher @ spread, s.unsqueeze(-1)).squeeze(-1).to(slopes)
