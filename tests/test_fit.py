@@ -345,10 +345,14 @@ def test_a_disk_that_is_full_stops_the_run_in_words_and_it_goes_on(tmp_path):
 
     model, method = Model(net(), Gaussian(scale=0.3)), ULA(n_draws=300, burn_in=0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # no file may grow beyond: not the hundredth draw's
+
+    def fill(event):
+        if event.step == 10:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))  # no file may grow beyond from here on
+
     try:
         with pytest.raises(OSError, match=r"run could not be written \(File too large\).* make room"):
-            dubito.fit(model, method, data(), checkpoint=tmp_path, checkpoint_every=0.02)
+            dubito.fit(model, method, data(), checkpoint=tmp_path, checkpoint_every=1e-6, callbacks=[fill])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert 0 < len(dubito.load(tmp_path, model)) < 300
