@@ -9,7 +9,7 @@ draw of which the chain goes on: weights that the data say little of are then sp
 So far no setting comes near the published figures in the ten minutes that we had at a time. A MAP estimate is 78 % accurate after 15
 seconds, and four of them agree with HMC on 87.4 % (total variation .155); SGHMC from there, at a rate of .05, leaves the chains at 68 %
 a draw and 79 % agreement (.30). IVON from a random start is too slow: 43 % accurate on held-out images after 25 epochs at a rate of .3,
-the best of five settings that were tried; at 2.0, which was a mistake, 27 % after 60, and chains from there come to 49 % agreement (.67).
+the best of six settings; at 2.0, taken by mistake, 27 % after 60, and chains from there come to 49 % agreement (.67).
 
 Filter response normalisation makes the network blind to the size of a filter (with its bias), so that a posterior of weights w with
 variance 1/5 is one of w / s, with variance 1/(5 s^2), for any s: the functions are the same. We take s so that this is the variance at
