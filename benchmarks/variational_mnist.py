@@ -200,6 +200,7 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     data = ready(train.x[:chosen]), train.y[:chosen]
     held, tested = (ready(train.x[-HELD:]), train.y[-HELD:]), (ready(test.x), test.y)
     if args.device != "cpu":
+        torch.backends.cudnn.benchmark = True
         data, network = tuple(leaf.to(args.device) for leaf in data), network.to(args.device)
     model = Model(network, Categorical(), prior)
     curve = Curve(model, *tested) if flat and not case.startswith("lenet") and case != "vmg" else None

@@ -1,9 +1,15 @@
+import dataclasses
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from dubito import Categorical, Model
+import dubito
+from dubito import MAP, SWAG, Categorical, Ensemble, MCDropout, Model, OnlineLaplace, Variational
+from dubito.families import Grouped
 from dubito.model import Target
+from dubito.priors import Normal, ScaleMixture
 from dubito.recorded import Recorded
 
 
@@ -46,3 +52,89 @@ def test_a_network_that_looks_at_values_goes_the_ordinary_way():
 
     _, batches = problem("cuda")
     same(Model(Looks(4, 3).cuda(), Categorical()), batches)
+
+
+# ---- whole steps
+
+
+def network(*, dropout: bool = False, norm: bool = False, layer: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    between = [nn.BatchNorm1d(16)] if norm else [nn.Dropout(0.3)] if dropout else []
+    return nn.Sequential(nn.Linear(4, 16), *between, nn.Tanh(), layer or nn.Linear(16, 3))
+
+
+def both_ways(net: nn.Module, method, prior=None, *, plays: bool = True, n: int = 96, size: int = 16, device: str = "cuda"):
+    """A fit with and without recordings: the same weights and buffers."""
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator))
+    model, found, played = Model(net.to(device), Categorical(), prior or Normal(scale=1.0)), [], []
+
+    def look(event):
+        state = event.state.stages[0].members[0] if hasattr(event.state, "stages") else event.state
+        played.append(len(state.recorded.played))
+
+    for record in (True, False):
+        own = dataclasses.replace(method, record=record) if hasattr(method, "record") else replaced(method, record)
+        posterior = dubito.fit(model, own, data, batch_size=size, callbacks=[look], seed=1)
+        found.append({**(getattr(posterior, "params", None) or posterior.leaves), **posterior.buffers})
+    assert (max(played[: len(played) // 2]) > 0) is plays
+    assert not any(played[len(played) // 2 :])
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-4)
+
+
+def replaced(method, record: bool):
+    return dataclasses.replace(method, method=dataclasses.replace(method.method, record=record))
+
+
+def test_nothing_is_recorded_on_a_cpu():
+    both_ways(network(), MAP(epochs=3), plays=False, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("net", "method"),
+    [
+        (network(), MAP(epochs=8)),
+        (network(), MAP(epochs=8, optimizer="sgd", warmup=0.3, clip=0.1)),
+        (network(norm=True), MAP(epochs=8)),
+        (network(dropout=True), MCDropout(epochs=8)),
+        (network(), MCDropout(at="", rate=0.2, learn_rates=True, epochs=8)),
+        (network(), Ensemble(MAP(epochs=8), 3)),
+        (network(norm=True), Ensemble(MAP(epochs=8), 2, vectorize=False)),
+        (network(), Variational(epochs=8, kl_warmup=0.5)),
+        (network(), Variational("flow", epochs=8)),
+        (network(), Variational("matrix_normal", epochs=8)),
+        (network(), Variational(estimator="flipout", epochs=8, learning_rate=0.01)),
+        (network(), Variational(estimator="weights", samples=2, epochs=8)),
+        (network(), Variational(estimator="weights", epochs=8, kl_weight=0.5)),
+        (network(norm=True), SWAG(epochs=8)),
+        (network(), OnlineLaplace(epochs=8)),
+    ],
+    ids=lambda value: "" if isinstance(value, nn.Module) else repr(value)[:60],
+)
+def test_steps_are_played_back(net, method):
+    both_ways(net, method, Normal() if isinstance(method, OnlineLaplace) else None)
+
+
+@pytest.mark.gpu
+def test_batches_of_several_shapes_and_other_priors():
+    both_ways(network(), MAP(epochs=12), n=90, size=16)
+    both_ways(network(), Variational(epochs=8, estimator="weights"), ScaleMixture(0.5, scales=(1.0, 0.1)))
+    both_ways(network(), Variational(Grouped("horseshoe"), epochs=8))
+
+
+class Looks(nn.Linear):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.2) * (2.0 if x.sum().item() > 0 else 1.0))
+
+
+class Draws(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2.0 if float(torch.rand(())) > 0.5 else 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [Looks(16, 3), Draws(16, 3)])
+def test_what_cannot_be_recorded_goes_the_ordinary_way(layer):
+    both_ways(network(layer=layer), MAP(epochs=8), plays=False)
+    both_ways(network(layer=layer), Variational(epochs=8, estimator="weights"), plays=False)

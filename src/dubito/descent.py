@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from dubito import store, tree
 from dubito.fit import Info, Start
 from dubito.model import Target
 from dubito.posteriors import Posterior
+from dubito.recorded import Steps
 from dubito.tree import Buffers, Params
 
 
@@ -29,6 +30,7 @@ class DescentState:
     optimizer: torch.optim.Optimizer
     step: int
     steps: int
+    recorded: Steps = field(default_factory=Steps, kw_only=True, repr=False, compare=False, metadata={"transient": True})
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Descent(ABC):
 
     `schedule` is the course of the learning rate after `warmup` (a share of all steps, linear): cosine to zero, or constant. `clip`
     bounds the norm of the gradient (of the loss per example).
+
+    On a GPU, steps of small networks are played back as CUDA graphs (`recorded.Steps`), since starting their operations takes longer
+    than doing them. What a network does in Python then happens a few times only: `record=False` is for networks that count, or change
+    their course, as they are called.
     """
 
     epochs: int = field(default=100, kw_only=True)  # passes over the data
@@ -46,6 +52,7 @@ class Descent(ABC):
     schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)  # of the learning rate, after the warmup
     warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
     clip: float | None = field(default=None, kw_only=True)  # largest norm of the gradient of the loss per example
+    record: bool = field(default=True, kw_only=True)  # on a GPU, play steps back where that is faster
 
     def __post_init__(self):
         if self.epochs < 0 or not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not 0 <= self.warmup < 1:
@@ -88,6 +95,28 @@ class Descent(ABC):
     def step(
         self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[DescentState, Info]:
+        data = list(data)
+        state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
+        if self._may_record(target, data) and (kind := self.kind(state)) is not None:
+            info = state.recorded(
+                state.optimizer, data[0], generator, kind, lambda batch: self.update(target, state, [batch], generator)
+            )
+        else:
+            info = self.update(target, state, data, generator)
+        state.step += 1
+        return state, info
+
+    def _may_record(self, target: Target, data: list[Any]) -> bool:
+        """On a GPU, and where a batch is all that is new in a step."""
+        new = len(data) != 1 or target.weights is not None or target.adversary is not None
+        return self.record and target.model.device.type == "cuda" and not new
+
+    def kind(self, state: DescentState) -> Hashable | None:
+        """What tells steps of one kind from those of another, for which the device does other things; None: each does its own."""
+        return ()
+
+    def update(self, target: Target, state: DescentState, data: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """What a step does on the device, all in place: weights, buffers and the optimiser, at the learning rate that it has."""
         target = self.prepare(target)
         factor = -target.temperature / target.n_data
         evaluation = target.gradient(state.params, data, state.buffers, train=True, factor=factor)
@@ -96,12 +125,11 @@ class Descent(ABC):
             clip(slopes, self.clip, stacked=target.members is not None)
         for leaf, slope in zip(state.params.values(), slopes, strict=True):
             leaf.grad = slope  # strides as the leaf's, which fused optimisers on a CPU take for granted: autograd sees to that
-        state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
         state.optimizer.step()
         for leaf in state.params.values():
             leaf.grad = None
-        state.buffers, state.step = evaluation.buffers, state.step + 1
-        return state, {"log_likelihood": evaluation.log_likelihood}
+        tree.become(state.buffers, evaluation.buffers)
+        return {"log_likelihood": evaluation.log_likelihood}
 
     def draw(self, state: DescentState) -> Params | None:
         return None
@@ -117,6 +145,7 @@ class Descent(ABC):
                 state,
                 params=tree.clone(tree.select(state.params, i)),
                 buffers={**shared, **tree.clone(tree.select(stacked, i))},
+                recorded=Steps(),
             )
             for i in range(target.members)
         ]

@@ -32,6 +32,22 @@ def clone(tree: Params) -> Params:
     return {name: leaf.detach().clone() for name, leaf in tree.items()}
 
 
+def become(tree: Params, other: Params) -> None:
+    """Write the leaves of another tree into the memory of this one, where they fit; most of them may be there already.
+
+    >>> held = torch.zeros(2)
+    >>> become({"a": held}, {"a": torch.ones(2)})
+    >>> held
+    tensor([1., 1.])
+    """
+    for name, leaf in other.items():
+        held = tree.get(name)
+        if held is None or held.shape != leaf.shape or held.dtype != leaf.dtype:
+            tree[name] = leaf
+        elif held.data_ptr() != leaf.data_ptr():
+            held.copy_(leaf)
+
+
 def size(tree: Params) -> int:
     """Number of scalars P in an unstacked tree."""
     return sum(leaf.numel() for leaf in tree.values())

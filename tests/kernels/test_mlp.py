@@ -365,6 +365,7 @@ def test_the_kernel_takes_over_where_the_gradient_cancels(device):
         y = target.model.network(x) + 1e-3 * torch.randn_like(batch[1])
     like = {**like, "likelihood:log_scale": torch.full((1,), -6.9, device=device)}
     density = Density(target, [(x, y)], like, {})
+    density.fit_chunks(2)
     assert isinstance(density.kernel, mlp.Trajectories) or device == "cpu"  # the interpreter's tensors are the CPU's
     plan = mlp.recognise(target, (x, y), like)
     assert plan is not None

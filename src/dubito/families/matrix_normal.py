@@ -58,10 +58,10 @@ class MatrixNormal(Family):
         return made
 
     def _parts(self, leaves: Params, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """c, r, A and I + A A^T."""
+        """c, r, A and the Cholesky factor of I + A A^T, which is there for any A: whether, need not be asked of a GPU."""
         c, r = F.softplus(leaves[f"columns/{name}"]), F.softplus(leaves[f"rows/{name}"])
         a = leaves[f"pseudo/{name}"]
-        return c, r, a, a @ a.T + torch.eye(len(a), dtype=a.dtype, device=a.device)
+        return c, r, a, torch.linalg.cholesky_ex(a @ a.T + torch.eye(len(a), dtype=a.dtype, device=a.device)).L
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
         mean = kind(leaves, "mean")
@@ -77,10 +77,10 @@ class MatrixNormal(Family):
             if mean.ndim < 2:
                 drawn[name] = mean + F.softplus(leaves[f"rho/{name}"]) * noise[name]
                 continue
-            c, r, a, s = self._parts(leaves, name)
+            c, r, a, root = self._parts(leaves, name)
             free = noise[name].flatten(1)
             seen = free @ a.T + noise[f"pseudo/{name}"]  # what the pseudo-outputs would have been
-            known = torch.linalg.solve(s, seen.T).T @ a
+            known = torch.cholesky_solve(seen.T, root).T @ a
             drawn[name] = mean + (c.unsqueeze(1) * (free - known) * r).view_as(mean)
         return drawn
 
@@ -90,8 +90,8 @@ class MatrixNormal(Family):
             if leaf.ndim < 2:
                 variance[name] = F.softplus(leaves[f"rho/{name}"]).square()
                 continue
-            c, r, a, s = self._parts(leaves, name)
-            inputs = r.square() * (1 - (a * torch.linalg.solve(s, a)).sum(0))
+            c, r, a, root = self._parts(leaves, name)
+            inputs = r.square() * (1 - (a * torch.cholesky_solve(a, root)).sum(0))
             variance[name] = torch.outer(c.square(), inputs).view_as(leaf)
         return mean, variance
 
@@ -101,8 +101,8 @@ class MatrixNormal(Family):
             if leaf.ndim < 2:
                 logs.append(F.softplus(leaves[f"rho/{name}"]).log().sum())
                 continue
-            c, r, _, s = self._parts(leaves, name)
-            logs.append(len(r) * c.log().sum() + len(c) * (r.log().sum() - 0.5 * torch.linalg.slogdet(s)[1]))
+            c, r, _, root = self._parts(leaves, name)
+            logs.append(len(r) * c.log().sum() + len(c) * (r.log().sum() - root.diagonal().log().sum()))
         return torch.stack(logs).sum() + tree.size(mean) * 0.5 * (1 + math.log(2 * math.pi))
 
     def covariance(self, leaves: Params) -> Covariance:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -187,6 +187,10 @@ class OnlineLaplace(Descent):
             self._learn(target, state, still=which == self.passes - 1)
             info["log_evidence"] = torch.tensor(state.log_evidence)
         return state, info
+
+    def kind(self, state: DescentState) -> Hashable | None:
+        assert isinstance(state, OnlineLaplaceState)
+        return tuple(float(leaf) for leaf in state.precision.values())
 
     def _train(
         self, target: Target, state: OnlineLaplaceState, data: Iterable[Any], generator: torch.Generator

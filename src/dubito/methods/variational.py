@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dubito import store
+from dubito import store, tree
 from dubito.descent import Descent, DescentState, clip
 from dubito.families import FAMILIES, Family, LowRank, MeanField
 from dubito.families.family import kind
 from dubito.families.mean_field import pieces
-from dubito.fit import Info, Start
+from dubito.fit import Start
 from dubito.likelihoods import own
 from dubito.model import Target
 from dubito.posteriors import Drawn, Gaussian, Posterior
@@ -24,6 +24,7 @@ from dubito.priors import Normal
 from dubito.reparametrized import Estimator, layers
 from dubito.tree import Params
 
+LEVELS = 100  # of the divergence's weight as it rises: steps that share one can be recorded together
 REPORTED = 10  # steps from one report of the divergence to the next: where the gradient has a formula its value costs extra
 
 
@@ -150,14 +151,16 @@ class Variational(Descent):
                 return False
             return self._expected(target, leaves, hyper) is None
 
-    def step(
-        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
-    ) -> tuple[DescentState, Info]:
+    def kind(self, state: DescentState) -> Hashable | None:
+        assert isinstance(state, VariationalState)
+        return None if self.kl_batches == "blundell" else (self._weight(state), state.step % REPORTED == 0)
+
+    def update(self, target: Target, state: DescentState, data: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
         assert isinstance(state, VariationalState)
         q, points = self.q, {name: leaf for name, leaf in state.params.items() if ":" in name}
         leaves = {name: leaf for name, leaf in state.params.items() if ":" not in name}
         live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.opened(leaves), **points}.items()}
-        data, scores, buffers = list(data), [], state.buffers
+        scores, buffers = [], state.buffers
         for _ in range(self.samples):
             score, buffers = self._likelihood(target, state, live, data, buffers, generator)
             scores.append(score)
@@ -169,13 +172,12 @@ class Variational(Descent):
             clip(slopes, self.clip, stacked=False)
         for leaf, slope in zip(state.params.values(), slopes, strict=True):
             leaf.grad = slope
-        state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
         state.optimizer.step()
         for leaf in state.params.values():
             leaf.grad = None
-        state.buffers, state.step = {name: leaf.detach() for name, leaf in buffers.items()}, state.step + 1
+        tree.become(state.buffers, {name: leaf.detach() for name, leaf in buffers.items()})
         info = {"log_likelihood": torch.stack(scores).mean()}
-        return state, info if complexity is None else {**info, "complexity": complexity / target.n_data}
+        return info if complexity is None else {**info, "complexity": complexity / target.n_data}
 
     def _likelihood(
         self,
@@ -232,7 +234,8 @@ class Variational(Descent):
     def _weight(self, state: VariationalState) -> float:
         """What the divergence counts in this step."""
         warmup = math.ceil(self.kl_warmup * state.steps)
-        weight = self.kl_weight * min(1.0, (state.step + 1) / warmup if warmup else 1.0)
+        share = min(1.0, (state.step + 1) / warmup if warmup else 1.0)
+        weight = self.kl_weight * math.ceil(share * LEVELS) / LEVELS
         if self.kl_batches == "blundell":
             m, i = state.period, state.step % state.period
             weight *= m * 2.0 ** -(i + 1) / (1 - 2.0**-m)
