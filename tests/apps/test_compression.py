@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dubito
 from apps.networks import NETWORKS, build, sparse
 from dubito.apps import compression
-from dubito.apps.compression import bits, cut, load, prune, save
+from dubito.apps.compression import bits, cut, load, prune, save, thresholds
 from dubito.data import digits
 from dubito.likelihoods import Bernoulli, Categorical, Gaussian
 from dubito.posteriors import Gaussian as Posterior
@@ -154,6 +154,61 @@ def test_units_want_a_threshold():
     model = dubito.Model(convolutional()[0], Categorical())
     with pytest.raises(ValueError, match=r"quartiles .* 0.weight 0 1.25 2.5 3.75 5"):
         dubito.compress(Factors(model, model.parameters(), model.buffers()), torch.zeros(1, 1, 8, 8))
+
+
+def test_thresholds_prune_what_held_out_data_do_not_miss():
+    """Inputs and hidden units that the targets do not depend on go, the others stay; the allowance is kept."""
+    generator = torch.Generator().manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(300, 6, generator=generator)
+    with torch.no_grad():
+        network[0].weight[:, 4:] = 1e-3 * torch.randn(8, 2, generator=generator)
+        network[2].weight[:, 5:] = 1e-3 * torch.randn(3, 3, generator=generator)
+        y = network(x).argmax(-1)
+    model = dubito.Model(network, Categorical())
+    mean = model.parameters()
+    posterior = Posterior.diagonal(model, mean, {name: torch.full_like(leaf, 0.01) for name, leaf in mean.items()})
+    pruned = {}
+    for allow in (0.0, 0.3):
+        pruned[allow] = prune(posterior, threshold=thresholds(posterior, (x, y), allow=allow, size=77))
+        assert float((pruned[allow].params["2.weight"] == 0).sum()) >= 9
+        wrong = float((torch.func.functional_call(network, pruned[allow].params, (x,)).argmax(-1) != y).double().mean())
+        assert wrong <= allow
+    fewer = [sum(int((leaf != 0).sum()) for leaf in p.params.values()) for p in pruned.values()]
+    assert fewer[1] < fewer[0] < 83 - 20
+
+
+def test_thresholds_of_units():
+    network, x = convolutional()
+    model = dubito.Model(network, Categorical())
+    posterior = Factors(model, model.parameters(), model.buffers())
+    y = network(x).argmax(-1)
+    found = thresholds(posterior, (x, y), allow=0.0)
+    assert set(found) == {r"^0\.weight$", r"^2\.weight$", r"^5\.weight$"}
+    small = dubito.compress(posterior, x, threshold=found, step=None, repeats=1)
+    with torch.no_grad():
+        assert torch.equal(small(x).argmax(-1), y)
+    assert small.report.parameters[1] < small.report.parameters[0]
+    most = thresholds(posterior, (x, y), allow=1.0)  # whatever it costs, something stays
+    assert {
+        name: int(prune(posterior, threshold=most).params[name].flatten(1).any(1).sum()) for name in ("0.weight", "2.weight")
+    } == {
+        "0.weight": 1,
+        "2.weight": 1,
+    }
+
+
+def test_thresholds_of_regression():
+    model = dubito.Model(nn.Linear(5, 1, bias=False), dubito.Gaussian(scale=0.1))
+    mean = torch.tensor([[3.0, 2.0, 1.0, 0.1, 0.01]])
+    posterior = Posterior.diagonal(model, {"weight": mean}, {"weight": torch.ones(1, 5)})
+    x = torch.randn(4000, 5, generator=torch.Generator().manual_seed(0))
+    y = x @ mean.T + torch.randn(4000, 1, generator=torch.Generator().manual_seed(1))
+    for allow, left in ((0.0, 5), (0.002, 4), (0.02, 3), (0.6, 2)):  # RMSE grows by 5e-5, .005, .42
+        kept = prune(posterior, threshold=thresholds(posterior, (x, y), allow=allow)).params["weight"]
+        assert int((kept != 0).sum()) in ((left, left - 1) if allow == 0 else (left,))
+    with pytest.raises(ValueError, match="share of the score"):
+        thresholds(posterior, (x, y), allow=-1.0)
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """A posterior as a smaller network: weights that it can do without are cut out, the others rounded and coded.
 
-`compress` does all of it; `prune`, `cut`, `save` and `load` are its parts.
+`compress` does all of it; `prune`, `cut`, `save` and `load` are its parts, and `thresholds` says by held-out data how much may go.
 """
 
+from dubito.apps.compression.choosing import thresholds as thresholds
 from dubito.apps.compression.compress import compress as compress
 from dubito.apps.compression.cutting import cut as cut
 from dubito.apps.compression.pruning import prune as prune

@@ -77,8 +77,9 @@ def masks(posterior: Posterior, *, threshold: Threshold | None = None, share: fl
     if threshold is None and share is None:
         told = "; ".join(f"{name} {_spread(leaf)}" for name, leaf in list(units.items())[:8])
         raise ValueError(
-            "units are pruned whose score is above a threshold: give threshold=... (one, or {pattern: threshold}), best in a gap of "
-            f"the scores, or share=... The quartiles of the scores, from the smallest to the largest, are: {told}"
+            "units are pruned whose score is above a threshold: give threshold=..., one or {pattern: threshold}, best in a gap of the "
+            "scores, or as apps.compression.thresholds(posterior, held_out) finds them; or share=... The quartiles of the scores, from "
+            f"the smallest to the largest, are: {told}"
         )
     turned: Any = {name: -leaf for name, leaf in units.items()}
     limit = {k: -v for k, v in threshold.items()} if isinstance(threshold, Mapping) else None if threshold is None else -threshold
