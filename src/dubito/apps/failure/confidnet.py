@@ -30,6 +30,7 @@ from dubito.predict.dropout import Dropout, Masks
 from dubito.predictive import LatentMixture
 from dubito.progress import Progress
 from dubito.randomness import derive, forked, generator
+from dubito.recorded import Steps
 from dubito.tree import Buffers, Params
 
 POSITIONS = 2**22  # of dense outputs, that are kept for an epoch: a random part where there are more
@@ -148,7 +149,15 @@ class ConfidNet:
         """The head on features that are as they are, or new in every epoch where the network drops some of them."""
         device, best, known = held.phi.device, _Best(), None
         optimizer = torch.optim.Adam(head.parameters(), lr=self.learning_rate, fused=True)
-        shuffler = generator(device, seed, "order")
+        shuffler, steps = generator(device, seed, "order"), Steps()
+
+        def work(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            loss = F.mse_loss(torch.sigmoid(head(batch[0]).squeeze(-1)), batch[1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return {"loss": loss.detach()}
+
         for epoch in range(self.epochs):
             if known is None:
                 phi, target, random = self._gathered(network, layer, data, derive(seed, "masks", epoch))
@@ -158,11 +167,7 @@ class ConfidNet:
             order = torch.randperm(len(phi), generator=shuffler, device=device)
             total = torch.zeros((), device=device)
             for rows in order.split(self.batch_size):
-                loss = F.mse_loss(torch.sigmoid(head(phi[rows]).squeeze(-1)), target[rows])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                total += loss.detach() * len(rows)
+                total += steps(optimizer, (phi[rows], target[rows]), shuffler, (), work)["loss"] * len(rows)
             row = {"epoch": epoch, "loss": float(total) / len(phi), **held.judge(head)}
             history.append(row)
             best.see(row, head)
