@@ -252,7 +252,9 @@ class LatentMixture(Predictive):
             score = self.likelihood.log_prob(closed.means, y, closed._params)  # [S, B, *D]
         else:
             assert closed._exact is not None
-            score = closed._exact.log_prob(y)
+            seen = None if isinstance(self.likelihood, MultiTask) else self.likelihood.observed(y)
+            score = closed._exact.log_prob(y if seen is None else torch.where(seen.unsqueeze(-1), y, 0.0))
+            score = score if seen is None else torch.where(seen, score, 0.0)
         log_weights = closed._weights.log().reshape(-1, *[1] * (score.ndim - 1))
         score = (score + log_weights).logsumexp(0)  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score

@@ -4,6 +4,7 @@
 DUBITO_DATA, or by the argument `root`; each reader's docstring says where the files come from and under which licence.
 """
 
+from dubito.data.camvid import camvid as camvid
 from dubito.data.cifar10 import cifar10 as cifar10
 from dubito.data.cifar10h import cifar10h as cifar10h
 from dubito.data.cifar10h import label_entropy as label_entropy
@@ -14,6 +15,9 @@ from dubito.data.idx import fashion_mnist as fashion_mnist
 from dubito.data.idx import kmnist as kmnist
 from dubito.data.idx import mnist as mnist
 from dubito.data.idx import notmnist as notmnist
+from dubito.data.polarity import Reviews as Reviews
+from dubito.data.polarity import polarity as polarity
+from dubito.data.sentences import Vocabulary as Vocabulary
 from dubito.data.table import Table as Table
 from dubito.data.table import detect as detect
 from dubito.data.table import table as table

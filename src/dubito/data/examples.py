@@ -11,7 +11,7 @@ class Examples(NamedTuple):
     """Inputs and their labels, in the published order."""
 
     x: Tensor  # [N, ...] float32; images [N, C, H, W] in [0, 1]
-    y: Tensor  # [N] int64 labels
+    y: Tensor  # [N] int64 labels; [N, H, W] where every pixel has one
 
 
 class Split(NamedTuple):

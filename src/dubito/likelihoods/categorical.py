@@ -179,16 +179,22 @@ class HeteroscedasticCategorical(Classes):
     def width(self, f: Tensor) -> int:
         return f.shape[-1] // 2
 
-    def log_probs(self, f: Tensor, params: Params) -> Tensor:
+    def _noisy(self, f: Tensor) -> Tensor:
+        """The logits at every node, [C, n, ...]. Classes come first: over a last axis of ten, softmax takes several times as long."""
         if f.shape[-1] % 2:
             raise ValueError(
                 f"HeteroscedasticCategorical needs a logit and a log variance for each class, an even number of outputs; "
                 f"the network gives {f.shape[-1]}"
             )
-        logits, log_variance = f.chunk(2, -1)
-        points = nodes(self.samples, logits).reshape(self.samples, *[1] * (f.ndim - 1), -1)
-        noisy = logits + (0.5 * log_variance).exp() * points  # [n, ..., C]
-        return F.log_softmax(noisy, -1).logsumexp(0) - math.log(self.samples)
+        logits, log_variance = (part.movedim(-1, 0).contiguous().unsqueeze(1) for part in f.chunk(2, -1))  # [C, 1, ...]
+        points = nodes(self.samples, f[..., : len(logits)]).mT.reshape(len(logits), self.samples, *[1] * (f.ndim - 1))
+        return logits + (0.5 * log_variance).exp() * points
+
+    def log_probs(self, f: Tensor, params: Params) -> Tensor:
+        return (F.log_softmax(self._noisy(f), 0).logsumexp(1) - math.log(self.samples)).movedim(0, -1)
+
+    def mean(self, f: Tensor, params: Params) -> Tensor:
+        return F.softmax(self._noisy(f), 0).mean(1).movedim(0, -1)
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         root = self.fisher_root(f, params)

@@ -156,7 +156,15 @@ class HeteroscedasticGaussian(Likelihood):
 
     The loss is :math:`(y-m)^2 e^{-s}/2 + s/2`: data that cannot be explained is discounted, at a price. The Hessian at the observed
     y is indefinite; `fisher` is diag(e^{-s}, 1/2).
+
+    `missing=True` skips positions of which a target is NaN, as maps of depth have them.
+
+    >>> y = torch.tensor([[0.0], [torch.nan]])
+    >>> HeteroscedasticGaussian(missing=True).log_prob(torch.zeros(2, 2), y, {})
+    tensor([-0.9189,  0.0000])
     """
+
+    missing: bool = field(default=False, kw_only=True)
 
     def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:
         if f.shape[-1] % 2:
@@ -174,9 +182,26 @@ class HeteroscedasticGaussian(Likelihood):
         mean, log_variance = self._split(f)
         return Independent(NormalDistribution(mean, (0.5 * log_variance).exp(), validate_args=False), 1)
 
+    def check(self, f: Tensor, y: Tensor) -> None:
+        y = self.target(y, f)
+        if self.missing and not bool((torch.isfinite(y) | y.isnan()).all()):
+            raise ValueError("the targets hold infinite values: mark what is missing by NaN")
+        if not self.missing and not bool(torch.isfinite(y).all()):
+            raise ValueError(
+                "the targets hold NaN or infinite values: remove those rows, fill them in, or have NaN skipped by missing=True"
+            )
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        seen = ~y.isnan().any(-1)
+        return seen if self.missing and not bool(seen.all()) else None
+
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
         mean, log_variance = self._split(f)
-        return -0.5 * ((y - mean) ** 2 * (-log_variance).exp() + log_variance + math.log(2 * math.pi)).sum(-1)
+        seen = ~y.isnan().any(-1) if self.missing else None
+        if seen is not None:
+            y = torch.where(seen.unsqueeze(-1), y, 0.0)  # a NaN would come back through the gradient of what is left out
+        score = -0.5 * ((y - mean) ** 2 * (-log_variance).exp() + log_variance + math.log(2 * math.pi)).sum(-1)
+        return score if seen is None else torch.where(seen, score, 0.0)
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
         return self._split(f)[0]

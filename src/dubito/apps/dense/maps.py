@@ -1,0 +1,276 @@
+"""What is predicted for every pixel, and how uncertain it is: maps instead of draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito import tree
+from dubito.likelihoods import (
+    Bernoulli,
+    Classes,
+    HeteroscedasticCategorical,
+    HeteroscedasticGaussian,
+    MultiTask,
+    average,
+    entropy,
+)
+from dubito.model import batch_size
+from dubito.posteriors import Posterior
+from dubito.predictive import LatentMixture, Predictive
+from dubito.progress import Progress
+
+GIGABYTE = 2**30
+EVERYWHERE = ("mean", "total", "aleatoric", "epistemic", "spread")  # the maps that every predictive has
+PIECE = 2**20  # numbers that are worked on at a time on a CPU, so that they stay in the cache
+WORK = 12  # bytes of intermediate results for each byte of draws
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Maps over the positions *D of B inputs; classes have entropies in nats, numbers variances summed over their outputs.
+
+    One label that is on or off (`Bernoulli`) is shown as two classes.
+
+    `spread` is the variance of the network's output over the posterior (of logits, or of means), averaged over its channels.
+    `noise` is the variance that the network itself predicts for its logits or numbers, averaged likewise; None where it does not.
+    """
+
+    mean: Tensor  # [B, *D, C]: class probabilities, or numbers
+    total: Tensor  # [B, *D]
+    aleatoric: Tensor
+    epistemic: Tensor
+    spread: Tensor
+    noise: Tensor | None
+    discrete: bool
+
+    @property
+    def prediction(self) -> Tensor:
+        """The most probable class, [B, *D], or the mean, [B, *D, C]."""
+        return self.mean.argmax(-1) if self.discrete else self.mean
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of the most probable class, [B, *D]."""
+        if not self.discrete:
+            raise ValueError("numbers have no confidence: use total, a variance")
+        return self.mean.amax(-1)
+
+    def to(self, device: torch.device | str) -> Maps:
+        noise = None if self.noise is None else self.noise.to(device)
+        return Maps(**{name: getattr(self, name).to(device) for name in EVERYWHERE}, noise=noise, discrete=self.discrete)
+
+    def __getitem__(self, rows: slice | Tensor | list[int]) -> Maps:
+        """The maps of some of the inputs."""
+        noise = None if self.noise is None else self.noise[rows]
+        return Maps(**{name: getattr(self, name)[rows] for name in EVERYWHERE}, noise=noise, discrete=self.discrete)
+
+    @staticmethod
+    def joined(parts: list[Maps]) -> Maps:
+        """Maps of several batches as one."""
+        noise = None if parts[0].noise is None else torch.cat([part.noise for part in parts if part.noise is not None])
+        whole = {name: torch.cat([getattr(part, name) for part in parts]) for name in EVERYWHERE}
+        return Maps(**whole, noise=noise, discrete=parts[0].discrete)
+
+
+def maps(
+    posterior: Posterior | Callable[[Any], Predictive],
+    x: Any,
+    *,
+    task: str | None = None,
+    how: str | None = None,
+    draws: int | None = None,
+    memory: float = 1.0,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Maps:
+    """Maps of the inputs x from any posterior, or from any function that gives a `Predictive`, on the CPU.
+
+    Images go through the posterior a few at a time, as many as `memory` (gigabytes) allows, and of their draws only the maps are kept:
+    50 draws of 200 images do not have to fit anywhere. All images are seen by the same functions. `task` names one of `MultiTask`.
+
+    >>> import dubito
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Dropout2d(0.5), torch.nn.Conv2d(8, 4, 1))
+    >>> model = dubito.Model(net, dubito.Categorical(dim=1))
+    >>> x, y = torch.rand(5, 3, 6, 8), torch.randint(4, (5, 6, 8))
+    >>> found = maps(dubito.fit(model, dubito.MCDropout(epochs=1), (x, y)), x, draws=10)
+    >>> found.prediction.shape, found.aleatoric.shape, bool((found.epistemic > 0).all())
+    (torch.Size([5, 6, 8]), torch.Size([5, 6, 8]), True)
+    """
+    x, parts, done = tree.tensors(x), [], 0
+    with torch.no_grad(), Progress("Maps", batch_size(x), show=progress) as bar:
+        for p in predictives(posterior, x, Portions(memory), task=task, how=how, draws=draws, seed=seed):
+            parts.append(maps_of(p, memory=memory).to("cpu"))
+            done += len(parts[-1].total)
+            bar.update(done, {"images": done})
+    return Maps.joined(parts)
+
+
+@torch.no_grad()
+def maps_of(p: Predictive, *, memory: float = 1.0) -> Maps:
+    """The maps of a predictive, a few pixels at a time.
+
+    >>> import dubito
+    >>> f = torch.tensor([[9.0, -9.0], [-9.0, 9.0]]).reshape(2, 1, 1, 1, 2)   # two draws that disagree about the only pixel
+    >>> maps_of(LatentMixture(dubito.Categorical(dim=1), f)).epistemic
+    tensor([[[0.6931]]])
+    """
+    found, shape = Maps.joined([piece.maps for piece, _ in pieces(p, memory)]), p.f_mean.shape[:-1]
+    whole = {name: (part := getattr(found, name)).reshape(*shape, *part.shape[1:]) for name in EVERYWHERE}
+    noise = None if found.noise is None else found.noise.reshape(shape)
+    return Maps(**whole, noise=noise, discrete=found.discrete)
+
+
+@dataclass
+class Portions:
+    """How many inputs go through a posterior at a time, so that their draws take about a third of the memory."""
+
+    memory: float  # gigabytes
+    each: int = 0  # bytes that the draws of one input take; 0 as long as nobody knows
+
+    @property
+    def size(self) -> int:
+        return max(1, int(self.memory * GIGABYTE / 3 / self.each)) if self.each else 1
+
+
+def predictives(
+    posterior: Posterior | Callable[[Any], Predictive],
+    x: Any,
+    portions: Portions,
+    *,
+    task: str | None,
+    how: str | None,
+    draws: int | None,
+    seed: int,
+) -> Iterator[Predictive]:
+    """The predictives of inputs, portion by portion; the very first input goes alone, to tell how much one takes."""
+    x = tree.tensors(x)
+    n, done = batch_size(x), 0
+    if not n:
+        raise ValueError("there are no inputs: x is empty")
+    while done < n:
+        part = tree.apply_leaves(lambda leaf, at=slice(done, done + portions.size): leaf[at], x)
+        done += portions.size
+        p = _predict(posterior, part, how, draws, portions.memory, seed)
+        portions.each = portions.each or max(1, (p.means if isinstance(p, LatentMixture) else p.f_mean).nbytes)
+        yield of_task(p, task)
+
+
+def _predict(
+    posterior: Posterior | Callable[[Any], Predictive],
+    x: Any,
+    how: str | None,
+    draws: int | None,
+    memory: float,
+    seed: int,
+) -> Predictive:
+    """The predictive at x."""
+    if isinstance(posterior, Posterior):
+        p = posterior.predict(x, how, draws=draws, memory=memory, seed=seed)
+    elif callable(posterior):
+        if how is not None or draws is not None:
+            raise ValueError("`how` and `draws` are for posteriors: a function predicts as it does")
+        p = posterior(x)
+    else:
+        raise TypeError(f"a posterior, or a function from inputs to a Predictive, is needed; got a {type(posterior).__name__}")
+    if not isinstance(p, Predictive):
+        raise TypeError(
+            f"the function returns a {type(p).__name__}: for outputs f [B, ..., C] return LatentMixture(likelihood, f[None])"
+        )
+    return p
+
+
+def of_task(p: Predictive, task: str | None) -> Predictive:
+    """One task of several, or the only one."""
+    if isinstance(p.likelihood, MultiTask):
+        if task is None:
+            raise ValueError(f"the likelihood has several tasks: name one, task= one of {list(p.likelihood.tasks)}")
+        assert isinstance(p, LatentMixture)
+        return p.task(task)
+    if task is not None:
+        raise ValueError(
+            f"there are no tasks to choose from: {type(p.likelihood).__name__} is no MultiTask; leave out task={task!r}"
+        )
+    return p
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some positions of a predictive."""
+
+    p: Predictive  # of these positions, as inputs of their own where the predictive allows that
+    maps: Maps  # [n] in the place of [B, *D]
+
+
+def pieces(p: Predictive, memory: float, keep: Tensor | None = None) -> Iterator[tuple[Piece, slice]]:
+    """The positions of a predictive (those of `keep` [B, *D], if given) a few at a time, with their place among all of these."""
+    if not isinstance(p, LatentMixture):
+        flat = [part.flatten(0, -2) if part.ndim == p.f_mean.ndim else part.flatten() for part in _read(p)]
+        chosen = flat if keep is None else [part[keep.flatten()] for part in flat]
+        found = Maps(**dict(zip(EVERYWHERE, chosen, strict=True)), noise=None, discrete=p.likelihood.discrete)
+        yield Piece(p, found), slice(0, len(found.mean))
+        return
+    axes = p.means.ndim - 1  # S, B, *D
+
+    def rows(values: Tensor | None) -> Tensor | None:
+        """[S, B, *D, ...] to [S, n, ...]."""
+        return None if values is None else values[:, keep] if keep is not None else values.flatten(1, axes - 1)
+
+    means, cov, root = rows(p.means), rows(p.cov), rows(p.root)
+    assert means is not None
+    step = _step(p, means, memory)
+    for start in range(0, means.shape[1], step):
+        at = slice(start, min(start + step, means.shape[1]))
+        part = replace(
+            p,
+            means=means[:, at],
+            cov=None if cov is None else cov[:, at],
+            root=None if root is None else root[:, at],
+        )
+        read = dict(zip(EVERYWHERE, _read(part), strict=True))
+        yield Piece(part, Maps(**read, noise=_noise(part), discrete=p.likelihood.discrete)), at
+
+
+def _step(p: LatentMixture, means: Tensor, memory: float) -> int:
+    """Positions at a time."""
+    width = means.shape[0] * means.shape[-1]
+    if isinstance(p.likelihood, HeteroscedasticCategorical):
+        width *= p.likelihood.samples
+    if not p.certain:
+        width *= p.quadrature
+    most = PIECE if means.device.type == "cpu" else memory * GIGABYTE / 4 / WORK
+    return max(1, int(min(most, memory * GIGABYTE / 4 / WORK) // width))
+
+
+def _read(p: Predictive) -> list[Tensor]:
+    """Mean [..., C], and total, aleatoric, epistemic and spread [...]."""
+    width = p.likelihood.width(p.f_mean)
+    spread = p.f_var[..., :width].mean(-1)
+    if isinstance(p.likelihood, Bernoulli):
+        if width > 1:
+            raise ValueError(
+                f"pixels with {width} labels that are each on or off have no one class: look at them one by one, or use Categorical"
+            )
+        split = p.uncertainty
+        return [torch.cat([1 - p.mean, p.mean], -1), split.total, split.aleatoric, split.epistemic, spread]
+    if isinstance(p, LatentMixture) and isinstance(p.likelihood, Classes) and (p.certain or p.link in ("nodes", "mc")):
+        # the same as its `uncertainty`, with the probabilities of all draws computed once
+        mean, weights = p.mean, p.draw_weights
+        total = entropy(mean)
+        aleatoric = torch.minimum(average(entropy(p.probs), weights), total)
+        return [mean, total, aleatoric, total - aleatoric, spread]
+    split = p.uncertainty
+    parts = [split.total, split.aleatoric, split.epistemic]
+    return [p.mean, *(parts if p.likelihood.discrete else (part.sum(-1) for part in parts)), spread]
+
+
+def _noise(p: LatentMixture) -> Tensor | None:
+    """The variance that a network predicts for its own logits or numbers, averaged over channels and draws, [n]."""
+    if not isinstance(p.likelihood, HeteroscedasticCategorical | HeteroscedasticGaussian):
+        return None
+    points = p if p.certain else p._points
+    return average(points.means.chunk(2, -1)[1].exp().mean(-1), points.draw_weights)

@@ -1,0 +1,164 @@
+"""Dense predictions as pictures: input, truth, prediction and both uncertainties side by side, and how well these find errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.apps.dense import Detector, Maps
+from dubito.report.canvas import CYCLE, INK, grid, picture
+from dubito.report.report import Picture
+
+COLUMNS = ("input", "truth", "prediction", "aleatoric", "epistemic")
+POINTS = 400  # of a curve that are drawn
+
+
+def panels(
+    images: Tensor,
+    y: Tensor,
+    found: Maps,
+    *,
+    colours: Sequence[tuple[int, int, int]] | None = None,
+    names: Sequence[str] | None = None,
+    labels: Sequence[str] = (),
+    title: str = "",
+    kind: str = "png",
+) -> Picture:
+    """A row an image: input, truth, prediction, aleatoric and epistemic uncertainty, dark where it is large.
+
+    `images` are [B, H, W], [B, 1, H, W] or [B, 3, H, W] in [0, 1] and `y` [B, H, W] their targets. Classes are shown in `colours`
+    (red, green and blue up to 255; targets without one are black), and `names` of those that occur stand below. Each uncertainty
+    has one scale for all images, up to its 99.5 % quantile; that of numbers is shown as a standard deviation. `labels` name the rows.
+
+    >>> import dubito
+    >>> p = dubito.predictive.LatentMixture(dubito.Categorical(dim=1), torch.randn(3, 1, 4, 6, 2))
+    >>> from dubito.apps.dense import maps_of
+    >>> panels(torch.rand(1, 3, 4, 6), torch.zeros(1, 4, 6).long(), maps_of(p)).alt
+    'Dense prediction, 1 image: input, truth, prediction, aleatoric and epistemic uncertainty. The mean is 0... and 0...'
+    """
+    count = len(images)
+    if not (count and count == len(y) == len(found.total)) or images.shape[-2:] != y.shape[-2:]:
+        raise ValueError(
+            f"images {list(images.shape)}, targets {list(y.shape)} and maps {list(found.total.shape)} must be of the same images"
+        )
+    if labels and len(labels) != count:
+        raise ValueError(f"there are {count} images and {len(labels)} labels: give one for each, or none")
+    uncertain = [found.aleatoric, found.epistemic] if found.discrete else [found.aleatoric.sqrt(), found.epistemic.sqrt()]
+    uncertain = [values.float().cpu() for values in uncertain]
+    ends = [max(float(torch.quantile(values.flatten()[:: 1 + values.numel() // 2**22], 0.995)), 1e-9) for values in uncertain]
+    classes = found.mean.shape[-1]
+    palette = _palette(colours if found.discrete else None, classes)
+    if found.discrete:
+        said, truth = palette[found.prediction.cpu()], palette[_known(y.cpu(), classes)]
+        shown = sorted({int(c) for part in (found.prediction, y) for c in part.unique() if 0 <= int(c) < classes})
+    else:
+        said, truth = found.mean[..., 0].cpu(), y.reshape(count, *y.shape[-2:]).cpu()
+        shown = []
+    known = truth[truth.isfinite()] if not found.discrete else truth
+    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 1.0)
+
+    def draw(figure: Any) -> None:
+        from matplotlib.patches import Patch
+
+        every = figure.subplots(count, 5, squeeze=False)
+        for i in range(count):
+            _image(every[i][0], images[i])
+            for axes, what in zip(every[i][1:3], (truth[i], said[i]), strict=True):
+                limits: dict[str, Any] = {} if found.discrete else {"vmin": low, "vmax": high, "cmap": "viridis"}
+                axes.imshow(what.numpy(), interpolation="nearest", **limits)
+            for axes, what, end in zip(every[i][3:], uncertain, ends, strict=True):
+                axes.imshow(what[i].numpy(), interpolation="nearest", cmap="magma_r", vmin=0, vmax=end)
+            for axes, name in zip(every[i], COLUMNS, strict=True):
+                axes.set(xticks=[], yticks=[])
+                axes.spines[:].set_visible(True)
+                if i == 0:
+                    axes.set_title(name, loc="center", fontsize=9)
+            if labels:
+                every[i][0].set_ylabel(labels[i], fontsize=8)
+        for axes, end in zip(every[-1][3:], ends, strict=True):
+            unit = "nats" if found.discrete else "as a standard deviation"
+            axes.set_xlabel(f"0 to {end:.2g} {unit}", fontsize=7.5)
+        if title:
+            figure.suptitle(title, fontsize=10, fontweight="bold", color=INK)
+        if names is not None and shown:
+            patches = [Patch(facecolor=tuple(palette[c].div(255).tolist()), label=names[c]) for c in shown]
+            figure.legend(handles=patches, loc="outside lower center", ncols=min(11, len(shown)), fontsize=7.5, handlelength=1.2)
+
+    means = [float(values.mean()) for values in uncertain]
+    alt = (
+        f"{title or 'Dense prediction'}, {count} image{'s' if count > 1 else ''}: input, truth, prediction, aleatoric and epistemic "
+        f"uncertainty. The mean is {means[0]:.3f} and {means[1]:.3f}."
+    )
+    height = 1.7 * images.shape[-2] / images.shape[-1] + 0.08
+    below = 0.35 + (0.3 if names is not None and shown else 0.0) + (0.3 if title else 0.0)
+    return picture(draw, (8.9, count * height + 0.25 + below), alt=alt, kind=kind)
+
+
+def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -> Picture:
+    """How well scores find errors, by label: precision over recall, and the share of errors among the most certain pixels.
+
+    >>> one = Detector()
+    >>> one.add(torch.tensor([0.1, 0.4, 0.5, 2.0]), torch.tensor([False, True, False, True]))
+    >>> detection("A few pixels", {"total": one}).alt
+    'A few pixels: average precision of errors by total 0.83, where chance has 0.50.'
+    """
+    if not found:
+        raise ValueError(f"the figure {title!r} has no curve to show")
+    pairs = {label: (one.precision_recall(), one.kept()) for label, one in found.items()}
+    areas = {label: one.average_precision for label, one in found.items()}
+    chance = float(next(iter(pairs.values()))[1][1][-1])
+
+    def draw(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        for i, (label, ((precision, recall), (coverage, risk))) in enumerate(pairs.items()):
+            colour, style = CYCLE[i % len(CYCLE)], [(0, ()), (0, (6, 2)), (0, (2, 1.5))][i % 3]
+            some = _spaced(recall)
+            some = some[recall[some] > 0.005]  # of the very first pixels the share is chance
+            left.plot(recall[some], precision[some], color=colour, linestyle=style, label=f"{label} · {areas[label]:.3f}")
+            some = _spaced(coverage)
+            some = some[coverage[some] > 0.01]
+            right.plot(coverage[some], 1 - risk[some], color=colour, linestyle=style, label=label)
+        left.axhline(chance, color=INK, linewidth=0.8, linestyle=":")
+        left.set(
+            xlim=(0, 1), ylim=(0, 1), title=title, xlabel="share of the errors that are found", ylabel="share of errors here"
+        )
+        right.set(xlim=(0, 1), xlabel="share of pixels kept, the most certain ones", ylabel="accuracy of these")
+        for axes in (left, right):
+            grid(axes)
+        left.legend(loc="upper right", handlelength=2.6, fontsize=8)
+
+    words = ", ".join(f"{label} {area:.2f}" for label, area in areas.items())
+    return picture(
+        draw, (7.6, 3.1), alt=f"{title}: average precision of errors by {words}, where chance has {chance:.2f}.", kind=kind
+    )
+
+
+def _palette(colours: Sequence[tuple[int, int, int]] | None, classes: int) -> Tensor:
+    """Colours [classes + 1, 3] as bytes; the last is for targets that are no class."""
+    if colours is None:
+        from matplotlib import colormaps
+
+        given = torch.tensor([colormaps["tab20"](c % 20)[:3] for c in range(classes)]).mul(255).round()
+    else:
+        given = torch.tensor(list(colours))[:classes]
+    if len(given) < classes:
+        raise ValueError(f"there are {classes} classes and {len(given)} colours: give one for each")
+    return torch.cat([given.to(torch.uint8), torch.zeros(1, 3, dtype=torch.uint8)])
+
+
+def _known(y: Tensor, classes: int) -> Tensor:
+    return torch.where((y >= 0) & (y < classes), y, classes).long()
+
+
+def _image(axes: Any, image: Tensor) -> None:
+    image = image.detach().cpu()
+    shown = image.movedim(0, -1).clamp(0, 1) if image.ndim == 3 and len(image) == 3 else image.reshape(image.shape[-2:])
+    axes.imshow(shown.numpy(), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1)
+
+
+def _spaced(values: Tensor) -> Tensor:
+    """Positions of about as many points, evenly spaced in the values."""
+    return torch.searchsorted(values, torch.linspace(0, 1, POINTS, dtype=values.dtype)).clamp_max(len(values) - 1).unique()
