@@ -1,5 +1,6 @@
 """dubito: neural networks that know when they don't know."""
 
+from dubito import augment as augment
 from dubito import diagnostics as diagnostics
 from dubito import families as families
 from dubito import measures as measures
@@ -33,9 +34,12 @@ from dubito.methods import ULA as ULA
 from dubito.methods import Ensemble as Ensemble
 from dubito.methods import Laplace as Laplace
 from dubito.methods import MCDropout as MCDropout
+from dubito.methods import MeanTeacher as MeanTeacher
 from dubito.methods import Metropolis as Metropolis
 from dubito.methods import NeuralLinear as NeuralLinear
 from dubito.methods import OnlineLaplace as OnlineLaplace
+from dubito.methods import PiModel as PiModel
+from dubito.methods import TemporalEnsembling as TemporalEnsembling
 from dubito.methods import Variational as Variational
 from dubito.model import Model as Model
 from dubito.plan import plan as plan

@@ -23,9 +23,12 @@ from dubito.methods import (
     Ensemble,
     Laplace,
     MCDropout,
+    MeanTeacher,
     Metropolis,
     NeuralLinear,
     OnlineLaplace,
+    PiModel,
+    TemporalEnsembling,
     Variational,
 )
 
@@ -39,6 +42,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "swag": SWAG,
     "variational": Variational,
     "ivon": IVON,
+    "pi_model": PiModel,
+    "temporal_ensembling": TemporalEnsembling,
+    "mean_teacher": MeanTeacher,
     "sgld": SGLD,
     "sghmc": SGHMC,
     "metropolis": Metropolis,

@@ -24,11 +24,15 @@ from dubito import (
     Ensemble,
     Laplace,
     MCDropout,
+    MeanTeacher,
     Metropolis,
     NeuralLinear,
     OnlineLaplace,
+    PiModel,
+    TemporalEnsembling,
     Variational,
 )
+from dubito.augment import Noise
 from dubito.families import Flow
 from dubito.registry import METHODS
 
@@ -44,6 +48,8 @@ def documented_sampler() -> Any:
 
 
 ULA = documented_sampler()
+
+UNLABELLED = torch.randn(100, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))  # inputs without targets
 
 # Short fits for tests of form, not of quality.
 QUICK: dict[str, Any] = {
@@ -74,6 +80,13 @@ QUICK: dict[str, Any] = {
     "variational/flow": Variational(Flow(hidden=3), epochs=3),
     "variational/grouped": Variational("grouped", epochs=3),
     "ivon": IVON(epochs=3),
+    "pi_model": PiModel(MAP(epochs=1), augment=Noise(0.1), unlabelled=UNLABELLED, unlabelled_size=20),
+    "temporal_ensembling": TemporalEnsembling(
+        MCDropout(epochs=1, at="", rate=0.2, draws=4), unlabelled=UNLABELLED, unlabelled_size=20
+    ),
+    "mean_teacher": MeanTeacher(MAP(epochs=1), augment=Noise(0.1), unlabelled=UNLABELLED, unlabelled_size=20),
+    "mean_teacher/labelled only": MeanTeacher(MAP(epochs=3)),
+    "ensemble/of mean teachers": Ensemble(MeanTeacher(MAP(epochs=1), unlabelled=UNLABELLED, unlabelled_size=20), 2),
     "sgld": SGLD(burn_in=1, draws=3, chains=2),
     "sgld/preconditioned": SGLD(burn_in=1, draws=3, preconditioner="rmsprop"),
     "sghmc": SGHMC(burn_in=1, draws=3),

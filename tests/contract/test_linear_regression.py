@@ -2,7 +2,8 @@ r"""Contract 2: on Bayesian linear regression, where the posterior is N(A^{-1} b
 
 A = X^T X / sigma^2 + I / s^2 and b = X^T y / sigma^2.
 
-The known value of SWAG, the stationary covariance of SGD on a quadratic, is in tests/methods/test_swag.py.
+The known value of SWAG, the stationary covariance of SGD on a quadratic, is in tests/methods/test_swag.py; those of stability
+training are in test_pi_model.py, test_temporal_ensembling.py and test_mean_teacher.py there.
 """
 
 from __future__ import annotations

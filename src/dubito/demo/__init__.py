@@ -59,7 +59,7 @@ def _facts(seed: int, effort: float, seconds: float, digits: list[str], curves: 
     others = [recipe(name) for name in METHODS if recipe(name).label not in shown]
     left_out, long = ([way.label for way in others if way.shown == kind] for kind in (True, False))
     reasons = [f"{listed(left_out)}: for other likelihoods than these two problems have"] if left_out else []
-    reasons += [f"{listed(long)}: they take longer than a demo may"] if long else []
+    reasons += [f"{listed(long)}: they take longer than a demo may, or are for unlabelled data"] if long else []
     return {
         "Made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Duration": f"{seconds:.0f} s for {len(shown)} methods on both problems",

@@ -13,9 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from dubito import randomness
+from dubito.augment import Noise
 from dubito.fit import Method, fit
 from dubito.likelihoods import Gaussian, Likelihood
-from dubito.methods import IVON, MAP, SGHMC, SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace, Variational
+from dubito.methods import (
+    IVON,
+    MAP,
+    SGHMC,
+    SWAG,
+    Ensemble,
+    Laplace,
+    MCDropout,
+    MeanTeacher,
+    OnlineLaplace,
+    PiModel,
+    TemporalEnsembling,
+    Variational,
+)
 from dubito.model import Model
 from dubito.posteriors import Posterior
 from dubito.priors import Normal
@@ -42,7 +56,8 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a method is run. `likelihoods` are those it is for; () is any. What is not `shown` takes longer than a demo may."""
+    """How a method is run. `likelihoods` are those it is for; () is any. What is not `shown` takes longer than a demo
+    may, or is for unlabelled examples, of which it has none."""
 
     label: str
     method: Callable[[Training], Method]
@@ -105,6 +120,9 @@ RECIPES: dict[str, Recipe] = {
     "sghmc": Recipe("SGHMC", _sghmc, after_map=True),
     "ivon": Recipe("IVON", _ivon, after_map=True),
     "variational": Recipe("Mean field", _variational, after_map=True),
+    "pi_model": Recipe("Pi-model", lambda t: PiModel(_map(t), augment=Noise(0.1)), shown=False),
+    "temporal_ensembling": Recipe("Temporal ensembling", lambda t: TemporalEnsembling(_map(t), augment=Noise(0.1)), shown=False),
+    "mean_teacher": Recipe("Mean teacher", lambda t: MeanTeacher(_map(t), augment=Noise(0.1)), shown=False),
 }
 LONG = ("sgld", "metropolis", "ula", "mala", "hmc", "nuts", "mclmc", "mams")  # thousands of gradients over all data, or epochs
 

@@ -1,0 +1,225 @@
+r"""The most that a network can do to a distance: a bound on its Lipschitz constant, from the norms of its operations.
+
+The operations are those that the network is seen to call on an example, whatever its Python looks like. Every tensor on the way has a
+bound L on how fast it can move with the input (in Euclidean norms, of one example): a linear operation multiplies it by its norm, a
+function of single numbers by its largest slope; of a sum the bounds add up, and side by side they are :math:`\sqrt{L_1^2 + L_2^2}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito import tree
+from dubito.apps.network import Network, networks, posterior_of
+from dubito.apps.stability.operator import operator_norm
+from dubito.model import Model
+from dubito.posteriors import Posterior
+from dubito.predict.streamlined.trace import Ref, Size, Step, Trace, refs, trace
+
+# the steepest slopes of functions of single numbers
+SLOPES = {
+    "relu": 1.0, "relu6": 1.0, "tanh": 1.0, "sigmoid": 0.25, "softplus": 1.0, "logsigmoid": 1.0, "softsign": 1.0, "hardtanh": 1.0,
+    "clamp": 1.0, "abs": 1.0, "sin": 1.0, "cos": 1.0, "erf": 2 / math.sqrt(math.pi), "atan": 1.0, "hardsigmoid": 1 / 6,
+    "hardswish": 1.5, "gelu": 1.12905, "silu": 1.09984, "mish": 1.08870, "selu": 1.7581,
+}  # fmt: skip
+# they move numbers about, or leave some out
+MOVES = {
+    "flatten", "reshape", "view", "permute", "transpose", "t", "contiguous", "squeeze", "unsqueeze", "movedim", "swapaxes", "getitem",
+    "unflatten", "clone", "to", "float", "double", "type", "narrow", "select", "flip", "chunk", "split", "unbind", "detach", "ravel",
+    "dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "view_as", "reshape_as", "pixel_shuffle",
+}  # fmt: skip
+# affine in the one tensor that depends on the input
+AFFINE = {
+    "linear", "matmul", "mm", "bmm", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "batch_norm", "mean",
+    "sum", "mul", "div", "neg", "add", "sub", "rsub", "pad", "interpolate", "cumsum", "roll", "einsum", "expand", "repeat",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound on the Lipschitz constant of f(x), in Euclidean norms, and the factor of every operation that is not 1."""
+
+    value: float
+    factors: dict[
+        str, float
+    ]  # by the path of the module, the operation and its place; of the first network, if there are several
+
+
+def lipschitz_bound(given: Posterior | Model | nn.Module, x: Tensor, *, draws: int = 10) -> Bound:
+    r"""A bound on :math:`\lVert f(x) - f(x') \rVert / \lVert x - x' \rVert` over all inputs shaped as one example of x.
+
+    Norms of layers are found to seven digits; convolutions are taken as what they do to images of this size, not by their kernels.
+    Of a posterior of several networks it bounds their mean output. In the network's own way of predicting: BatchNorm as it is after
+    training, dropout off. A product of norms is far above what is ever seen, unless the network was trained to keep it small
+    (`spectrally_normalised`). Operations that have no bound (attention, products of two tensors) are refused.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sigmoid())
+    >>> with torch.no_grad():
+    ...     _ = net[0].weight.copy_(torch.diag(torch.tensor([4.0, 2.0])))
+    >>> lipschitz_bound(net, torch.zeros(1, 2)).value
+    1.0
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or len(x) < 1:
+        raise ValueError("a bound is for one tensor of real numbers, with an example at least: embed words first")
+    found = [(one.weight, _bounded(one, one.ready(x[:1]))) for one in networks(posterior_of(given), draws=draws)]
+    return Bound(sum(share * bound.value for share, bound in found), found[0][1].factors)
+
+
+def _bounded(network: Network, x: Tensor) -> Bound:
+    params = {name: leaf for name, leaf in network.params.items() if ":" not in name}
+    found = trace(network.model, params, x, network.buffers)
+    return _Walk(found, {**network.buffers, **params}).walked()
+
+
+class _Walk:
+    """From operation to operation. Affine ones that follow each other are one: its norm is less than the product of theirs."""
+
+    def __init__(self, found: Trace, weights: dict[str, Tensor]):
+        self.trace, self.device = found, next(iter(weights.values())).device
+        self.values: dict[int, Any] = {slot: weights[name].detach() for slot, name in found.weights.items()}  # the same for all x
+        self.values |= found.constants
+        self.bounds: dict[int, float] = dict.fromkeys(found.inputs, 1.0)
+        self.waiting: dict[int, tuple[int, list[Step]]] = {}  # slots that are an affine function of another, not yet bounded
+        self.factors: dict[str, float] = {}
+
+    def walked(self) -> Bound:
+        for step in self.trace.steps:
+            live = list(
+                dict.fromkeys(r.slot for r in refs((step.args, step.kwargs)) if r.slot in self.bounds or r.slot in self.waiting)
+            )
+            if not live:
+                self._compute(step)
+            elif len(live) == 1 and isinstance(step.out, Ref) and self._affine(step, live[0]):
+                base, before = self.waiting.get(live[0], (live[0], []))
+                self.waiting[step.out.slot] = base, [*before, step]
+            else:
+                bound = self._bound(step, live)
+                self.bounds |= {ref.slot: bound for ref in refs(step.out)}
+        if self.trace.output not in self.bounds and self.trace.output not in self.waiting:
+            return Bound(0.0, self.factors)
+        return Bound(self._of(self.trace.output), self.factors)
+
+    def _compute(self, step: Step) -> None:
+        with torch.no_grad():
+            made = step.func(*self._filled(step.args), **self._filled(step.kwargs))
+        outs, values = list(refs(step.out)), list(tree.leaves(made))
+        self.values |= {ref.slot: value for ref, value in zip(outs, values, strict=True)}
+
+    def _affine(self, step: Step, live: int) -> bool:
+        return step.name in MOVES or (step.name in AFFINE and (step.name != "div" or _is(step.args[0], live)))
+
+    def _of(self, slot: int) -> float:
+        """The bound of a slot; where affine operations are waiting, they are made one."""
+        if slot not in self.bounds:
+            base, steps = self.waiting[slot]
+            self.bounds[slot] = self._norm(base, steps) * self.bounds[base]
+        return self.bounds[slot]
+
+    def _norm(self, base: int, steps: list[Step]) -> float:
+        values = {slot: _double(value) for slot, value in self.values.items()}
+        real = [step for step in steps if step.name not in MOVES]
+        if not real:
+            return 1.0
+        if (
+            len(real) == 1
+            and real[0].name == "linear"
+            and len(real[0].args) > 1
+            and "getitem" not in {step.name for step in steps}
+        ):
+            norm = float(torch.linalg.matrix_norm(self._filled(real[0].args[1], values), 2))
+        else:
+            # the trace has several examples, which an operation treats one by one: its norm is that of any
+            one = torch.zeros(self.trace.shapes[base], dtype=torch.float64, device=self.device)
+            norm = operator_norm(self._composed(base, steps, values), one)
+        name = " + ".join(f"{step.where or 'network'}: {step.name}" for step in real)
+        self.factors[name if name not in self.factors else f"{name} ({len(self.factors)})"] = norm
+        return norm
+
+    def _composed(self, base: int, steps: list[Step], values: dict[int, Any]) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            known = {**values, base: x}
+            for step in steps:
+                x = step.func(*self._filled(step.args, known), **self._filled(step.kwargs, known))
+                known[step.out.slot] = x
+            return x.double()
+
+        return call
+
+    def _bound(self, step: Step, live: list[int]) -> float:
+        name, bounds = step.name, [self._of(slot) for slot in live]
+        if name in MOVES or name in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"):
+            return math.sqrt(sum(bound**2 for bound in bounds))
+        if name in ("add", "sub", "rsub") and len(live) > 1:
+            return sum(bounds)
+        factor = self._factor(step) if len(live) == 1 else None
+        if factor is None:
+            raise ValueError(
+                f"{step.where or 'the network'} calls {name}, for which there is no bound: local_slopes tells what it does around "
+                "given inputs"
+            )
+        if factor != 1.0:
+            self.factors[f"{step.where or 'network'}: {name} ({len(self.factors)})"] = factor
+        return factor * bounds[0]
+
+    def _factor(self, step: Step) -> float | None:
+        """How much a function of single numbers, or a pooling, can stretch a distance; None where that is not known."""
+        name = step.name
+        if name in SLOPES:
+            return SLOPES[name]
+        if name == "leaky_relu":
+            return max(1.0, abs(self._argument(step, 1, "negative_slope", 0.01)))
+        if name in ("elu", "celu"):
+            return max(1.0, abs(self._argument(step, 1, "alpha", 1.0))) if name == "elu" else 1.0
+        if name == "prelu":
+            return max(1.0, float(self._filled(step.args)[1].abs().max()))
+        if name == "softmax":
+            return 0.5
+        return self._pooled(step) if name.startswith("max_pool") else None
+
+    def _pooled(self, step: Step) -> float:
+        """A number that is in k windows can move k of the outputs."""
+        axes = int(step.name[8])
+        kernel, stride = self._argument(step, 1, "kernel_size", None), self._argument(step, 2, "stride", None)
+        dilation = self._argument(step, 4, "dilation", 1)
+        kernels, dilations = _each(kernel, axes), _each(dilation, axes)
+        strides = kernels if stride is None or stride == () or stride == [] else _each(stride, axes)
+        if any(d != 1 for d in dilations):
+            return math.sqrt(math.prod(kernels))
+        return math.sqrt(math.prod(-(-k // s) for k, s in zip(kernels, strides, strict=True)))
+
+    def _argument(self, step: Step, place: int, name: str, default: Any) -> Any:
+        return step.args[place] if len(step.args) > place else step.kwargs.get(name, default)
+
+    def _filled(self, value: Any, known: dict[int, Any] | None = None) -> Any:
+        """Arguments with tensors in the places of references, for as many examples as the trace was made with."""
+        known = self.values if known is None else known
+        if isinstance(value, Ref):
+            return known[value.slot]
+        if isinstance(value, Size):
+            return value.constant + value.slope * self.trace.batch
+        if isinstance(value, tuple | list):
+            return type(value)(self._filled(item, known) for item in value)
+        if isinstance(value, dict):
+            return {key: self._filled(item, known) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self._filled(value.start, known), self._filled(value.stop, known), self._filled(value.step, known))
+        return value
+
+
+def _is(value: Any, slot: int) -> bool:
+    return isinstance(value, Ref) and value.slot == slot
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _each(value: Any, axes: int) -> list[int]:
+    return list(value) * (axes if len(value) == 1 else 1) if isinstance(value, tuple | list) else [int(value)] * axes

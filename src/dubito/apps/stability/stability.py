@@ -1,0 +1,177 @@
+"""The stability report of a posterior: slopes, a bound, and what is left of accuracy and of doubt under attack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.apps.stability.bound import Bound, lipschitz_bound
+from dubito.apps.stability.local import Transform, local_slopes
+from dubito.metrics import accuracy, ece, nll
+from dubito.metrics.decisions import auroc
+from dubito.posteriors import Point, Posterior
+from dubito.predictive import Predictive, concatenate
+from dubito.progress import Progress
+from dubito.shift.attack import Bounds, Norm, check, pgd
+
+
+@dataclass(frozen=True)
+class Level:
+    """Predictions where every input was moved by at most `size`, to do as badly as possible; size 0 is the inputs as they are."""
+
+    size: float
+    accuracy: float
+    nll: float
+    ece: float
+    confidence: float  # mean probability of the most probable class
+    total: float  # mean uncertainty, in nats, and its parts
+    aleatoric: float
+    epistemic: float
+    errors: float  # AUROC of the total uncertainty at telling wrong predictions from right ones; NaN where all are alike
+    noticed: float  # AUROC of the total uncertainty at telling these inputs from those as they are
+    slope: float  # mean norm of the Jacobian of the probabilities
+    certified: (
+        float | None
+    )  # share that is right and that no change of this size can turn, by the bound; None where there is none
+
+
+@dataclass(frozen=True)
+class Stability:
+    """How a posterior bears small changes. `slopes` [B] are local Lipschitz constants at the inputs as they are."""
+
+    norm: Norm
+    levels: tuple[Level, ...]
+    slopes: Tensor
+    bound: Bound | None  # of the outputs, in Euclidean norms
+    unbounded: str = ""  # why there is no bound
+
+    def level(self, size: float) -> Level:
+        """The level of that size."""
+        found = [level for level in self.levels if level.size == size]
+        if not found:
+            raise ValueError(
+                f"there is no level of size {size}; there are {', '.join(f'{level.size:g}' for level in self.levels)}"
+            )
+        return found[0]
+
+
+def stability(
+    posterior: Posterior,
+    x: Tensor,
+    y: Tensor,
+    *,
+    sizes: Sequence[float],
+    bounds: Bounds,
+    norm: Norm = "l2",
+    steps: int = 10,
+    restarts: int = 1,
+    how: str | None = None,
+    draws: int | None = None,
+    seed: int = 0,
+    transform: Transform | None = None,
+    batch_size: int = 256,
+    progress: bool | None = None,
+) -> Stability:
+    r"""Attack a classifier's inputs within balls of growing `sizes` (`dubito.shift.pgd`, of the whole posterior) and tell how it does.
+
+    Next to accuracy and calibration it tells whether the posterior notices: how its uncertainty grows, and whether it is larger where
+    predictions are wrong. Local slopes are norms of the Jacobian of the class probabilities (`local_slopes`). For one network (a
+    posterior that is a point) with a bound L (`lipschitz_bound`) and attacks in the norm "l2", a prediction whose logits are apart by
+    a margin m cannot be turned within :math:`m / (\sqrt 2 L)`: the share that is right and beyond that is `certified`.
+
+    `bounds` are the lowest and highest values that inputs may have, None for none. The network is given transform(x).
+
+    >>> import dubito
+    >>> model = dubito.Model(torch.nn.Linear(2, 2), dubito.Categorical())
+    >>> x = torch.randn(20, 2)
+    >>> found = stability(dubito.fit(model, dubito.MAP(epochs=2), (x, (x[:, 0] > 0).long())), x, (x[:, 0] > 0).long(), sizes=[0.1],
+    ...                   bounds=None)
+    >>> [level.size for level in found.levels]
+    [0.0, 0.1]
+    >>> found.level(0.1).accuracy <= found.level(0.0).accuracy
+    True
+    """
+    if not posterior.model.likelihood.discrete:
+        raise ValueError("the stability report is of classifiers: of regressions, local_slopes tells how steep they are")
+    levels = sorted({0.0, *(float(size) for size in sizes)})
+    check(x, levels[-1], bounds, norm)
+    if levels[0] < 0 or len(levels) < 2:
+        raise ValueError(f"sizes are how far inputs are moved, positive and at least one; got {list(sizes)}")
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"there are {len(x)} inputs and {len(y)} targets: give one for each")
+    options: dict[str, Any] = {"how": how, "draws": draws, "seed": seed, "transform": transform, "batch_size": batch_size}
+    bound, why = _bound(posterior, x, transform)
+    made: list[Level] = []
+    slopes, clean = torch.empty(0), None
+    with Progress("stability", len(levels), show=progress) as bar:
+        for i, size in enumerate(levels):
+            moved = (
+                x
+                if not size
+                else pgd(posterior, x, y, size=size, bounds=bounds, norm=norm, steps=steps, restarts=restarts, **options)
+            )
+            p = _predicted(posterior, moved, how, draws, seed, transform, batch_size)
+            found = local_slopes(posterior, moved, **options, progress=False)
+            if clean is None:
+                clean, slopes = p, found
+            sure = _certified(posterior, clean, y, size, norm, bound, transform)
+            made.append(_level(size, p, clean, y, float(found.double().mean()), sure))
+            bar.update(i + 1, {"accuracy": made[-1].accuracy})
+    return Stability(norm, tuple(made), slopes, bound, why)
+
+
+def _bound(posterior: Posterior, x: Tensor, transform: Transform | None) -> tuple[Bound | None, str]:
+    try:
+        return lipschitz_bound(posterior, x[:1] if transform is None else transform(x[:1])), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _predicted(
+    posterior: Posterior, x: Tensor, how: str | None, draws: int | None, seed: int, transform: Transform | None, batch_size: int
+) -> Predictive:
+    parts = []
+    for part in x.split(batch_size):
+        given = part if transform is None else transform(part)
+        parts.append(posterior.predict(given, how, draws=draws, seed=seed).to("cpu"))
+    return concatenate(parts)
+
+
+def _level(size: float, p: Predictive, clean: Predictive, y: Tensor, slope: float, certified: float | None) -> Level:
+    y = y.cpu()
+    u, was = p.uncertainty, clean.uncertainty
+    wrong = p.mean.argmax(-1) != y if p.mean.shape[-1] > 1 else (p.mean.squeeze(-1) > 0.5) != (y.view(len(y)) > 0.5)
+    total, before = u.total.flatten(), was.total.flatten()
+    mixed = bool(wrong.any()) and not bool(wrong.all())
+    told = torch.cat([torch.zeros(len(before)), torch.ones(len(total))]).bool()
+    return Level(
+        size,
+        float(accuracy(p, y)),
+        float(nll(p, y)),
+        float(ece(p, y)),
+        float(torch.maximum(p.mean, 1 - p.mean if p.mean.shape[-1] == 1 else p.mean).amax(-1).double().mean()),
+        float(total.double().mean()),
+        float(u.aleatoric.double().mean()),
+        float(u.epistemic.double().mean()),
+        float(auroc(total, wrong)) if mixed else math.nan,
+        float(auroc(torch.cat([before, total]), told)) if size else 0.5,
+        slope,
+        certified,
+    )
+
+
+def _certified(
+    posterior: Posterior, clean: Predictive, y: Tensor, size: float, norm: str, bound: Bound | None, transform: Transform | None
+) -> float | None:
+    f = clean.f_mean
+    if bound is None or norm != "l2" or transform is not None or not isinstance(posterior, Point) or f.shape[-1] < 2:
+        return None
+    best = f.topk(2, dim=-1).values
+    margin = best[..., 0] - best[..., 1]
+    right = f.argmax(-1) == y.cpu()
+    return float((right & (margin > math.sqrt(2) * bound.value * size)).double().mean())

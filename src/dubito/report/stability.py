@@ -1,0 +1,120 @@
+"""How methods bear small changes of their inputs: tables, lines over the size of an attack, and how steep predictions are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dubito.apps.stability import Stability
+from dubito.report.canvas import CYCLE, SOFT, grid, picture
+from dubito.report.report import Column, Figure, Picture, Section, Table
+
+LINES = {
+    "accuracy": "accuracy",
+    "confidence": "confidence",
+    "total": "uncertainty, nats",
+    "epistemic": "epistemic uncertainty, nats",
+    "noticed": "AUROC, attacked or not",
+    "errors": "AUROC, wrong or right",
+    "slope": "slope of the probabilities",
+    "nll": "NLL",
+    "ece": "ECE",
+}
+
+
+def table(found: Mapping[str, Stability], size: float | None = None, *, title: str = "Stability") -> Table:
+    """One row a method: accuracy on inputs as they are and under attacks of a size (None: the largest), and how steep it is."""
+    first = checked(found)
+    at = first.levels[-1].size if size is None else size
+    columns = (
+        Column("method"),
+        Column("accuracy", better="higher"),
+        Column(
+            "accuracy, attacked", better="higher", meaning=f"inputs moved by at most {at:g} in {first.norm}, against the model"
+        ),
+        Column("confidence, attacked", meaning="mean probability of the most probable class; it should fall as accuracy does"),
+        Column("noticed", better="higher", meaning="AUROC of the uncertainty at telling attacked inputs from others"),
+        Column("slope, median", better="lower", meaning="norm of the Jacobian of the class probabilities"),
+        Column("slope, 99 %", better="lower"),
+        Column("bound", better="lower", meaning="on the Lipschitz constant of the outputs, wherever"),
+        Column("certified", better="higher", meaning="share that is right and that no such attack can turn, by the bound"),
+    )
+    rows = []
+    for label, one in found.items():
+        clean, level = one.levels[0], one.level(at)
+        slopes = one.slopes.double()
+        middle, high = (float(torch.quantile(slopes, q)) for q in (0.5, 0.99))
+        bound = None if one.bound is None else one.bound.value
+        rows.append(
+            (label, clean.accuracy, level.accuracy, level.confidence, level.noticed, middle, high, bound, level.certified)
+        )
+    return Table(title, columns, tuple(rows), caption=f"Attacks by projected gradients, within {at:g} in the norm {first.norm}.")
+
+
+def lines(found: Mapping[str, Stability], what: str = "accuracy") -> Picture:
+    """A quantity of `Level` over the size of the attack, one line a method; what is certified is dashed, beside the accuracy."""
+    first = checked(found)
+    if what not in LINES:
+        raise ValueError(f"there is no quantity {what!r}: use some of {', '.join(LINES)}")
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for i, (label, one) in enumerate(found.items()):
+            colour = CYCLE[i % len(CYCLE)]
+            shown = [(level.size, getattr(level, what)) for level in one.levels if not math.isnan(getattr(level, what))]
+            axes.plot([size for size, _ in shown], [value for _, value in shown], "o-", color=colour, label=label, markersize=4)
+            if what == "accuracy":
+                sure = [(level.size, level.certified) for level in one.levels if level.certified is not None]
+                axes.plot([size for size, _ in sure], [value for _, value in sure], linestyle=(0, (3, 1.5)), color=colour)
+        axes.set(title=LINES[what], xlabel=f"size of the attack, {first.norm}")
+        grid(axes, "y")
+        if len(found) > 1:
+            axes.legend()
+
+    told = ", ".join(
+        f"{label} {getattr(one.levels[0], what):.3g} to {getattr(one.levels[-1], what):.3g}" for label, one in found.items()
+    )
+    return picture(draw, (4.2, 3.1), alt=f"{LINES[what]} from no attack to one of size {first.levels[-1].size:g}: {told}.")
+
+
+def slopes(found: Mapping[str, Stability]) -> Picture:
+    """Share of inputs at which the prediction is steeper than this, one line a method."""
+    checked(found)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for i, (label, one) in enumerate(found.items()):
+            values = one.slopes.double().sort().values.cpu()
+            share = 1 - torch.arange(len(values), dtype=torch.float64) / len(values)
+            axes.step(values.clamp_min(1e-6), share, where="post", color=CYCLE[i % len(CYCLE)], label=label)
+        axes.set(
+            title="Local slopes", xlabel="norm of the Jacobian of the probabilities", ylabel="share that is steeper", xscale="log"
+        )
+        axes.axhline(0.5, color=SOFT, linewidth=0.5)
+        grid(axes)
+        axes.legend()
+
+    told = ", ".join(f"{label} {float(one.slopes.double().median()):.3g}" for label, one in found.items())
+    return picture(draw, (4.2, 3.1), alt=f"Local slopes of the predicted probabilities; medians: {told}.")
+
+
+def section(found: Mapping[str, Stability], *, title: str = "Stability") -> Section:
+    """The table, lines of accuracy and uncertainty under attack, and slopes."""
+    pictures = (*(lines(found, what) for what in ("accuracy", "total", "noticed")), slopes(found))
+    caption = "Dashed: the share that is right and that no attack of this size can turn, by the bound on the network."
+    return Section(title, tables=(table(found, title=title),), figures=(Figure("Under attack", pictures, caption=caption),))
+
+
+def checked(found: Mapping[str, Stability]) -> Stability:
+    """The first of them; all must be of the same attacks."""
+    if not found:
+        raise ValueError("there is nothing to show: give at least one stability, by the name of its method")
+    first = next(iter(found.values()))
+    sizes = [level.size for level in first.levels]
+    for label, one in found.items():
+        if one.norm != first.norm or [level.size for level in one.levels] != sizes:
+            raise ValueError(f"{label!r} was attacked otherwise than the first: use the same norm and sizes for all")
+    return first

@@ -1,0 +1,262 @@
+"""Norms against matrices, slopes against Jacobians, bounds above both, and attacks that certificates withstand."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import jacrev, vmap
+from torch.nn.utils.parametrize import remove_parametrizations
+
+import dubito
+from contract.test_contract import assert_same, snapshot
+from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+from dubito.apps.stability import lipschitz_bound, local_slopes, operator_norm, spectrally_normalised, stability
+from dubito.posteriors import Point
+from dubito.report import stability as drawing
+from dubito.report.report import Report
+
+
+def seeded(build, seed: int = 0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build()
+
+
+def dense(apply, shape) -> torch.Tensor:
+    """The matrix of a linear function, from its values at unit vectors."""
+    n = math.prod(shape)
+    eye = torch.eye(n, dtype=torch.float64).view(n, *shape)
+    zero = apply(torch.zeros(1, *shape, dtype=torch.float64))
+    return torch.cat([(apply(row.unsqueeze(0)) - zero).reshape(1, -1) for row in eye])
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1, stride=2), nn.LeakyReLU(1.5), nn.Conv2d(3, 4, 3, groups=1), nn.Tanh(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Conv2d(2, 3, 3, padding=1),
+        lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2),
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        lambda: nn.Conv2d(2, 3, 2, padding="same", dilation=2),
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2),
+        lambda: nn.AvgPool2d(2, stride=1),
+        lambda: nn.AdaptiveAvgPool2d(2),
+    ],
+)
+def test_norms_of_operations_are_those_of_their_matrices(layer):
+    layer = seeded(layer).double()
+    exact = float(torch.linalg.matrix_norm(dense(layer, (2, 6, 6)), 2).detach())
+    assert operator_norm(layer, torch.zeros(1, 2, 6, 6, dtype=torch.float64)) == pytest.approx(exact, rel=1e-5)
+    assert lipschitz_bound(_holding(layer), torch.zeros(1, 2, 6, 6).double()).value == pytest.approx(exact, rel=1e-5)
+
+
+def _holding(layer: nn.Module) -> nn.Module:
+    """A network needs parameters to be a model: one that does nothing."""
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = layer, nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x):
+            return (self.layer(x) * self.scale).flatten(1)
+
+    return Held()
+
+
+def test_the_norm_of_a_convolution_is_not_that_of_its_kernel():
+    layer = seeded(lambda: nn.Conv2d(3, 8, 3, padding=1)).double()
+    kernel = float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2))
+    exact = float(torch.linalg.matrix_norm(dense(layer, (3, 8, 8)), 2).detach())
+    assert operator_norm(layer, torch.zeros(1, 3, 8, 8, dtype=torch.float64)) == pytest.approx(exact, rel=1e-4)
+    assert exact > 1.2 * kernel
+
+
+def test_the_bound_of_a_chain_is_the_product_and_above_every_slope():
+    net = seeded(conv).double()
+    x = torch.randn(16, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    first = torch.linalg.matrix_norm(dense(net[0], (1, 8, 8)), 2)
+    second = torch.linalg.matrix_norm(dense(net[2], (3, 4, 4)), 2)
+    exact = float((first * 1.5 * second * torch.linalg.matrix_norm(net[6].weight, 2)).detach())
+    found = lipschitz_bound(net, x)
+    assert found.value == pytest.approx(exact, rel=1e-5)
+    assert math.prod(found.factors.values()) == pytest.approx(found.value)
+    point = Point(Model(net, Categorical()), dict(net.named_parameters()), {})
+    assert (local_slopes(point, x, of="outputs") <= found.value).all()
+
+
+def test_bounds_of_sums_pieces_and_normalised_layers():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(8, 2)
+
+        def forward(self, x):
+            x = x + F.relu(self.norm(self.a(x)))
+            return self.head(torch.cat([x, 2 * x], -1))
+
+    net = seeded(Residual).double()
+    net.norm.running_var.copy_(torch.tensor([0.25, 1.0, 4.0, 1.0]))
+    net.norm.weight.data.copy_(torch.tensor([1.0, -3.0, 1.0, 1.0]))
+    slopes = net.norm.weight / (net.norm.running_var + 1e-5).sqrt()
+    # a linear layer and the BatchNorm behind it are one matrix, and so are the copies side by side and the head
+    inner = 1 + torch.linalg.matrix_norm(slopes.unsqueeze(1) * net.a.weight, 2)
+    exact = float((inner * math.sqrt(1 + 4) * torch.linalg.matrix_norm(net.head.weight, 2)).detach())
+    assert lipschitz_bound(net, torch.zeros(2, 4).double()).value == pytest.approx(exact, rel=1e-6)
+
+
+def test_an_ensemble_is_bounded_by_the_mean():
+    nets = [seeded(lambda: nn.Linear(3, 2), seed) for seed in (0, 1)]
+    model = Model(nets[0], Categorical())
+    both = {name: torch.stack([dict(net.named_parameters())[name].detach() for net in nets]) for name in ("weight", "bias")}
+    found = lipschitz_bound(dubito.posteriors.Samples(model, both, {}), torch.zeros(1, 3)).value
+    assert found == pytest.approx(sum(float(torch.linalg.matrix_norm(n.weight.detach(), 2)) for n in nets) / 2, rel=1e-6)
+
+
+def test_what_has_no_bound_is_refused():
+    class Squared(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x
+
+    with pytest.raises(ValueError, match="mul, for which there is no bound"):
+        lipschitz_bound(Squared(2, 2), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="embed words"):
+        lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2).long())
+
+
+def test_slopes_are_norms_of_jacobians():
+    net = seeded(conv).double()
+    x = torch.randn(12, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = Model(net, Categorical())
+    point = Point(model, {name: p.detach() for name, p in net.named_parameters()}, {})
+    for of, g in (("outputs", net), ("predictions", lambda x: net(x).softmax(-1))):
+        exact = vmap(jacrev(lambda one, g=g: g(one.unsqueeze(0)).squeeze(0)))(x).flatten(2)
+        exact = torch.linalg.matrix_norm(exact, 2).detach()
+        found = local_slopes(point, x, of=of, tolerance=1e-8, steps=500, batch_size=5)
+        assert torch.allclose(found, exact, rtol=1e-4)
+
+
+def test_slopes_of_a_posterior_are_those_of_its_mean_prediction():
+    x = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
+    y = (x[:, 0] > 0).long()
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2)))
+    model = Model(net, Categorical())
+    before = snapshot(model)
+    p = dubito.fit(model, MCDropout(epochs=5, draws=12), (x, y))
+    found = local_slopes(p, x, tolerance=1e-7, steps=200)
+    step = 1e-3 * F.normalize(torch.randn(200, 3, generator=torch.Generator().manual_seed(2)), dim=1)
+    seen = torch.stack([(p.predict(x + s).mean - p.predict(x - s).mean).norm(dim=1) / 2e-3 for s in step]).amax(0)
+    assert (seen <= found * 1.02 + 1e-3).all()
+    assert (seen >= 0.9 * found - 1e-3).double().mean() > 0.7
+    assert_same(before, snapshot(model))
+
+
+def test_layers_are_held_to_a_norm_and_the_users_network_is_not_touched():
+    net = seeded(conv)
+    model = Model(net, Categorical())
+    before = snapshot(model)
+    x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(32) % 3
+    held = spectrally_normalised(net, x[:2], norm=0.8, iterations=2)
+    assert_same(before, snapshot(model))
+    kept = copy.deepcopy(held.state_dict())
+    p = dubito.fit(Model(held, Categorical()), MAP(epochs=100, learning_rate=0.02), (x, y))
+    assert all(torch.equal(a, b) for a, b in zip(kept.values(), held.state_dict().values(), strict=True))
+    assert lipschitz_bound(p, x).value == pytest.approx(1.5 * 0.8**3, rel=0.03)
+    assert float((p.predict(x).mean.argmax(-1) == y).double().mean()) > 0.4  # it still learns
+    with torch.no_grad():
+        for name, leaf in {**p.params, **p.buffers}.items():
+            held.get_parameter(name).copy_(leaf) if name in p.params else held.get_buffer(name).copy_(leaf)
+    held.eval()
+    for layer, shape in ((held[0], (1, 8, 8)), (held[2], (3, 4, 4))):
+        remove_parametrizations(layer, "weight")
+        assert float(torch.linalg.matrix_norm(dense(layer.double(), shape), 2).detach()) == pytest.approx(0.8, rel=0.02)
+    assert float(torch.linalg.matrix_norm(held[6].weight.detach(), 2)) == pytest.approx(0.8, rel=0.02)
+
+
+def test_only_the_layers_that_are_named():
+    net = seeded(conv)
+    held = spectrally_normalised(net, torch.zeros(1, 1, 8, 8), at="^6$")
+    assert [name for name, _ in held.named_parameters() if "parametrizations" in name] == ["6.parametrizations.weight.original"]
+    with pytest.raises(ValueError, match="no linear or convolutional layer"):
+        spectrally_normalised(net, torch.zeros(1, 1, 8, 8), at="nowhere")
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="shared with other layers"):
+        spectrally_normalised(tied, torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="norm is positive"):
+        spectrally_normalised(net, torch.zeros(1, 1, 8, 8), norm=0.0)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    source = torch.Generator().manual_seed(0)
+    x = torch.rand(80, 4, generator=source)
+    y = ((x[:, 0] + x[:, 1]) > 1).long()
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)))
+    fits = {
+        "plain": dubito.fit(Model(net, Categorical()), MAP(epochs=60, learning_rate=0.02), (x, y)),
+        "held": dubito.fit(Model(spectrally_normalised(net, x[:1]), Categorical()), MAP(epochs=60, learning_rate=0.02), (x, y)),
+        "ensemble": dubito.fit(Model(net, Categorical()), Ensemble(MAP(epochs=60, learning_rate=0.02), 3), (x, y)),
+    }
+    return fits, x, y, {name: stability(p, x, y, sizes=[0.05, 0.2], bounds=(0, 1)) for name, p in fits.items()}
+
+
+def test_what_is_certified_withstands_and_slopes_are_bounded(reports):
+    fits, x, y, found = reports
+    for name, one in found.items():
+        clean = one.level(0.0)
+        assert clean.accuracy == pytest.approx(float((fits[name].predict(x).mean.argmax(-1) == y).double().mean()))
+        assert [level.accuracy for level in one.levels] == sorted((level.accuracy for level in one.levels), reverse=True)
+        assert [level.nll for level in one.levels] == sorted(level.nll for level in one.levels)
+        assert clean.noticed == 0.5
+        assert one.bound is not None
+        assert (one.slopes <= one.bound.value / 2 + 1e-6).all()  # a softmax halves
+        for level in one.levels:
+            assert level.total == pytest.approx(level.aleatoric + level.epistemic, rel=1e-4)
+            if level.certified is not None:
+                assert level.certified <= level.accuracy + 1e-6
+    assert found["held"].bound.value == pytest.approx(1.0, rel=0.05)
+    assert found["held"].bound.value < 0.2 * found["plain"].bound.value
+    assert found["held"].level(0.05).certified > 0.95 * found["held"].level(0.05).accuracy  # so tight is the bound then
+    assert found["ensemble"].level(0.05).certified is None
+    assert found["ensemble"].level(0.0).epistemic > 0
+
+
+def test_pictures(reports, tmp_path):
+    found = reports[3]
+    made = drawing.section(found)
+    assert [row[0] for row in made.tables[0].rows] == ["plain", "held", "ensemble"]
+    assert made.tables[0].rows[0][2] == found["plain"].level(0.2).accuracy
+    assert all(p.image.startswith("<svg") and "plain" in p.alt for figure in made.figures for p in figure.pictures)
+    Report("Stability", sections=(made,)).write(tmp_path / "report.html")
+    with pytest.raises(ValueError, match="no quantity"):
+        drawing.lines(found, "speed")
+    with pytest.raises(ValueError, match="at least one"):
+        drawing.table({})
+
+
+def test_refusals(reports):
+    fits, x, y, found = reports
+    with pytest.raises(ValueError, match="no level of size 0.1"):
+        found["plain"].level(0.1)
+    with pytest.raises(ValueError, match="at least one"):
+        stability(fits["plain"], x, y, sizes=[], bounds=None)
+    with pytest.raises(ValueError, match="outside the bounds"):
+        stability(fits["plain"], x + 1, y, sizes=[0.1], bounds=(0, 1))
+    point = Point(Model(nn.Linear(2, 1), Gaussian(scale=1.0)), {}, {})
+    with pytest.raises(ValueError, match="of classifiers"):
+        stability(point, x, y, sizes=[0.1], bounds=None)
+    with pytest.raises(ValueError, match="embed words"):
+        local_slopes(fits["plain"], y)
