@@ -290,7 +290,7 @@ def draw(path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="gal,batchbald,repeated", help="by commas")
-    parser.add_argument("--acquisitions", help="arms by commas, in the place of each case's own; name:softmax is without dropout")
+    parser.add_argument("--acquisitions", help="by commas, of the arms that a case has")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
@@ -323,7 +323,9 @@ def main() -> None:
         return
     args.until = None if args.seconds is None else began + args.seconds
     chosen = None if args.acquisitions is None else args.acquisitions.split(",")
-    runs: dict[str, dict[str, list]] = {case: {arm: [] for arm in chosen or ARMS[case]} for case in args.cases.split(",")}
+    runs: dict[str, dict[str, list]] = {
+        case: {arm: [] for arm in ARMS[case] if chosen is None or arm in chosen} for case in args.cases.split(",")
+    }
     costs: dict[str, Any] = {} if args.no_cost else cost(args)  # before the others take the device
     with ThreadPoolExecutor(args.jobs) as threads:
         waiting = {

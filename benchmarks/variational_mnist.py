@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import mean_and_error, show, write
+from measure import RESULTS, mean_and_error, show, write
 from networks import mlp
 from torch import Tensor, nn
 
@@ -203,7 +203,11 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     posterior = dubito.fit(
         model, method, data, batch_size=size, seed=seed, progress=False, callbacks=[] if curve is None else [curve]
     )
-    found: dict[str, Any] = {"seconds to fit": time.time() - began, "error": error(posterior, *tested)}
+    found: dict[str, Any] = {
+        "settings": {"epochs": method.epochs, "batch": size, "learning rate": args.learning_rate, "init scale": args.init_scale},
+        "seconds to fit": time.time() - began,
+        "error": error(posterior, *tested),
+    }
     if args.train is None:
         found["held-out error"] = error(posterior, *held)
     print(case, seed, found, flush=True)
@@ -265,18 +269,27 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, help="what is not done then is left out")
+    parser.add_argument("--resume", action="store_true", help="keep what the result file has; each run tells its own settings")
     parser.add_argument("--case", help="one, in this process, with `--seeds` as its seed")
     args, began = parser.parse_args(), time.time()
     if args.case:
         print("RESULT " + json.dumps(run(args.case, args.seeds, args)), flush=True)
         return
     args.until = began + args.seconds if args.seconds else None
-    cases = list(itertools.product(range(args.seeds), args.only.split(",")))
     found: dict[str, dict[int, Any]] = {}
+    if args.resume and (path := RESULTS / "variational_mnist.json").exists():
+        kept = json.loads(path.read_text())["figures"]
+        found = {case: {int(seed): one for seed, one in runs.items()} for case, runs in kept.items()}
+    cases = [
+        (seed, case)
+        for seed, case in itertools.product(range(args.seeds), args.only.split(","))
+        if seed not in found.get(case, {})
+    ]
     with ThreadPoolExecutor(args.jobs) as pool:
         for (seed, case), one in zip(cases, pool.map(lambda c: apart(c[1], c[0], args), cases), strict=True):
             if one is not None:
                 found.setdefault(case, {})[seed] = one
+    found = {case: found[case] for case in PUBLISHED if case in found}
     headline = {f"{case}, {len(runs)} seeds": [words(case, list(runs.values())), PUBLISHED[case]] for case, runs in found.items()}
     show("Variational inference on MNIST", ["case", "found", "published"], [[case, *row] for case, row in headline.items()])
     settings = {key: value for key, value in vars(args).items() if key not in ("case", "until")}

@@ -1,4 +1,4 @@
-"""The command line: `dubito demo`, `fit`, `predict`, `evaluate`, `diagnose` and `compare`.
+"""The command line: `dubito demo`, `fit`, `predict`, `evaluate`, `diagnose`, `compare` and `label`.
 
 Input that cannot be used ends in one line on standard error and exit code 2. A traceback is a bug of ours.
 """
@@ -23,6 +23,7 @@ from dubito.commands.diagnose import diagnose
 from dubito.commands.evaluate import evaluate
 from dubito.commands.fit import fit
 from dubito.commands.flags import headline
+from dubito.commands.label import label
 from dubito.commands.predict import predict
 from dubito.commands.refusal import Refusal
 from dubito.registry import METHODS
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate,
     "diagnose": diagnose,
     "compare": compare,
+    "label": label,
 }
 
 EXAMPLES = """\

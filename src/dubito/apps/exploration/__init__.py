@@ -1,0 +1,12 @@
+"""Exploration in environments: Q-learning with Thompson sampling from a posterior over value functions, or epsilon-greedy.
+
+`QLearning` learns in anything with the interface of gymnasium; `Maze` is a small world of our own.
+"""
+
+from dubito.apps.exploration.explore import EpsilonGreedy as EpsilonGreedy
+from dubito.apps.exploration.explore import Thompson as Thompson
+from dubito.apps.exploration.maze import Maze as Maze
+from dubito.apps.exploration.q_learning import History as History
+from dubito.apps.exploration.q_learning import QLearning as QLearning
+from dubito.apps.exploration.replay import Replay as Replay
+from dubito.apps.exploration.replay import Transitions as Transitions

@@ -1,0 +1,50 @@
+"""A network with an output for each action, seen at the action that was taken: only there is a reward known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dubito.likelihoods import Gaussian
+from dubito.model import Model
+
+
+class Taken(nn.Module):
+    """`network(x)` [B, K] at one action for each row, [B, 1]; without actions all K."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, action: Tensor | None = None) -> Tensor:
+        f = self.network(x)
+        return f if action is None else f.gather(-1, action.long().unsqueeze(-1))
+
+
+def check_width(model: Model, x: Tensor, actions: int) -> None:
+    """Raise, in words, unless the network of a model that is `taken` gives a number for each action at inputs x, [B, ...]."""
+    with torch.no_grad():
+        width = model.forward(model.parameters(), (x,), model.buffers())[0].shape[-1]
+    if width != actions:
+        raise ValueError(f"the network gives {width} numbers for {actions} actions: one for each, please")
+
+
+def taken(model: Model) -> Model:
+    """The model of the rewards of actions that were taken: inputs are (x, action), targets [B], and other actions have no part in it.
+
+    >>> import dubito, torch
+    >>> model = taken(dubito.Model(nn.Linear(2, 3), dubito.Gaussian(scale=1.0)))
+    >>> x, action = torch.zeros(4, 2), torch.tensor([0, 2, 1, 0])
+    >>> model.forward(model.parameters(), (x, action), {})[0].shape, model.forward(model.parameters(), (x,), {})[0].shape
+    (torch.Size([4, 1]), torch.Size([4, 3]))
+    """
+    if not isinstance(model.likelihood, Gaussian) or isinstance(model.likelihood.scale, tuple) or model.likelihood.outputs != 1:
+        raise ValueError(
+            "rewards are numbers of which one is seen at a time: use dubito.Gaussian(scale=s), or Gaussian() to learn the noise"
+        )
+    names = [name for name, _ in model.network.named_parameters() if re.search(model.only, name)]
+    only = r"^network\.(" + "|".join(map(re.escape, names)) + ")$" if model.only else ""
+    return replace(model, network=Taken(model.network), only=only)

@@ -1,0 +1,465 @@
+"""Bandits: exact posteriors against the batch formula, draws against their distribution, problems against their definition, and runs
+that forget nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import dubito
+from dubito.apps.bandits import (
+    PROBLEMS,
+    Bandit,
+    Linear,
+    NeuralLinear,
+    Regressions,
+    Standings,
+    Thompson,
+    Unfinished,
+    Uniform,
+    classification,
+    compare,
+    eating,
+    epochs,
+    linear,
+    mushroom_like,
+    mushrooms,
+    simulate,
+    wheel,
+)
+from dubito.apps.bandits.simulate import Run
+from dubito.apps.function import one_function
+from dubito.apps.taken import taken
+from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
+from dubito.predict.dropout import Dropout
+from dubito.priors import Normal
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def network(width: int = 2, arms: int = 3, rate: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Dropout(rate), nn.Linear(8, arms))
+
+
+def model(width: int = 2, arms: int = 3, rate: float = 0.0) -> dubito.Model:
+    return dubito.Model(network(width, arms, rate), dubito.Gaussian(scale=0.3), Normal(scale=1.0))
+
+
+# -- exact regressions
+
+
+def batch_posterior(phi, y, precision, a0, b0):
+    """Normal-inverse-gamma by the textbook, with explicit inverses."""
+    full = phi.mT @ phi + precision * torch.eye(phi.shape[1], dtype=phi.dtype)
+    mean = torch.linalg.solve(full, phi.mT @ y)
+    return mean, torch.linalg.inv(full), a0 + len(y) / 2, b0 + 0.5 * (y @ y - mean @ full @ mean)
+
+
+@pytest.mark.parametrize("how", ["one by one", "at once", "both"])
+def test_regressions_are_the_batch_posterior(how):
+    source = generator(1)
+    phi = torch.randn(600, 7, generator=source, dtype=torch.float64) * torch.logspace(-2, 1, 7, dtype=torch.float64)
+    action = torch.randint(3, (600,), generator=source)
+    y = phi.sum(1) + action + 0.3 * torch.randn(600, generator=source, dtype=torch.float64)
+    arms = Regressions.prior(4, 7, precision=0.25, a0=6.0, b0=2.0)
+    cut = {"one by one": 0, "at once": 600, "both": 250}[how]
+    arms.observe(phi[:cut], action[:cut], y[:cut])
+    for i in range(cut, 600):
+        arms.update(int(action[i]), phi[i], float(y[i]))
+    for k in range(3):
+        rows = action == k
+        mean, covariance, shape, rate = batch_posterior(phi[rows], y[rows], 0.25, 6.0, 2.0)
+        torch.testing.assert_close(arms.mean[k], mean, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(arms.root[k] @ arms.root[k].mT, covariance, rtol=1e-8, atol=1e-8)
+        assert float(arms.shape[k]) == pytest.approx(shape, rel=1e-12)
+        assert float(arms.rate[k]) == pytest.approx(float(rate), rel=1e-8)
+    untouched = Regressions.prior(1, 7, precision=0.25, a0=6.0, b0=2.0)
+    assert torch.equal(arms.root[3], untouched.root[0])
+    assert float(arms.rate[3]) == 2.0
+
+
+def test_draws_of_regressions_have_their_distribution():
+    """The marginal of the weights is a Student-t: mean m, covariance b / (a - 1) R R^T."""
+    source = generator(2)
+    phi, y = torch.randn(30, 2, generator=source, dtype=torch.float64), torch.randn(30, generator=source, dtype=torch.float64)
+    arms = Regressions.prior(2, 2)
+    arms.observe(phi, torch.zeros(30, dtype=torch.long), y)
+    draws = torch.stack([arms.sample(source) for _ in range(4000)])  # [n, K, d]
+    for k in range(2):
+        covariance = arms.rate[k] / (arms.shape[k] - 1) * arms.root[k] @ arms.root[k].mT
+        spread = covariance.diagonal().sqrt()
+        assert bool(((draws[:, k].mean(0) - arms.mean[k]).abs() < 5 * spread / 4000**0.5).all())
+        found = torch.cov(draws[:, k].mT)
+        torch.testing.assert_close(found, covariance, rtol=0.15, atol=0.1 * float(covariance.diagonal().max()))
+
+
+def test_a_prior_of_regressions_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="positive"):
+        Regressions.prior(2, 3, precision=0.0)
+
+
+# -- one function of any posterior
+
+
+def forms() -> dict[str, dubito.posteriors.Posterior]:
+    torch.manual_seed(0)
+    one = model(rate=0.4)
+    params, buffers = one.parameters(), one.buffers()
+    stacked = {name: torch.stack([leaf, leaf + 0.3, -leaf]) for name, leaf in params.items()}
+    small = {name: torch.full_like(leaf, 0.1) for name, leaf in params.items()}
+    samples = Samples(one, stacked, buffers)
+    weighted = Samples(one, stacked, buffers, weights=torch.tensor([0.0, 0.7, 0.3]))
+    dropout = Stochastic(one, params, buffers, Dropout(), consistent=False)
+    linearized = Gaussian.diagonal(one, params, small)
+    return {
+        "point": Point(one, params, buffers),
+        "samples": samples,
+        "weighted": weighted,
+        "dropout": dropout,
+        "linearized": linearized,
+        "sampled": Gaussian(one, params, buffers, linearized.covariance, how="sampled"),
+        "mixture": Mixture(one, (Point(one, params, buffers), dropout), (0.5, 0.5)),
+    }
+
+
+@pytest.mark.parametrize("name", list(forms()))
+def test_a_drawn_function_is_one_of_the_posterior(name):
+    """Its moments over many draws are those of the predictive, and it is the same function wherever it is asked."""
+    posterior, x = forms()[name], torch.randn(5, 2, generator=generator(3))
+    source = generator(4)
+    drawn = [one_function(posterior, source) for _ in range(300)]
+    with torch.no_grad():
+        values = torch.stack([f(x).means[0] for f in drawn])  # [n, B, K]
+        again = torch.cat([drawn[0](part).means[0] for part in x.split(2)])
+    torch.testing.assert_close(values[0], again)
+    # a linearised Gaussian and a few draws are predicted exactly; of masks and weights there are many
+    p = posterior.predict(x, draws=None if name in ("samples", "weighted", "linearized") else 2000)
+    mean, variance = p.f_mean, p.f_var
+    error = (variance / 300).sqrt()
+    assert bool(((values.mean(0) - mean).abs() <= 6 * error + 0.02).all())
+    if name != "point":
+        torch.testing.assert_close(values.var(0).sum(), variance.sum(), rtol=0.3, atol=1e-6)
+
+
+def test_draws_with_weights_are_drawn_by_them():
+    posterior = forms()["weighted"]
+    x, source = torch.randn(1, 2, generator=generator(5)), generator(6)
+    first = Point(posterior.model, {n: leaf[0] for n, leaf in posterior.params.items()}, posterior.buffers).predict(x).means[0]
+    with torch.no_grad():
+        values = torch.stack([one_function(posterior, source)(x).means[0] for _ in range(100)])
+    assert not bool((values == first).all(-1).any())  # its weight is 0
+
+
+def test_only_the_arm_that_was_taken_is_learned_from():
+    one = taken(dubito.Model(network(), dubito.Gaussian(scale=1.0), only=r"^3\."))
+    x, action, y = torch.randn(6, 2), torch.tensor([0, 1, 0, 1, 0, 0]), torch.randn(6)
+    target = dubito.model.Target(one, 6)
+    params = one.parameters()
+    assert list(params) == ["network.3.weight", "network.3.bias"]  # `only` means the same weights
+    gradient = target.gradient(params, [((x, action), y)], one.buffers()).gradient["network.3.weight"]
+    prior = -params["network.3.weight"]
+    assert bool((gradient[:2] != prior[:2]).any())
+    torch.testing.assert_close(gradient[2], prior[2])
+
+
+def test_a_likelihood_that_is_not_of_rewards_is_refused():
+    with pytest.raises(ValueError, match="rewards are numbers"):
+        Thompson(dubito.Model(network(), dubito.Categorical()), dubito.MAP(), 3)
+
+
+# -- problems
+
+
+def test_wheel_as_published():
+    bandit = wheel(20_000, delta=0.8, seed=3)
+    radius = bandit.contexts.norm(dim=1)
+    assert float(radius.max()) <= 1
+    assert float((radius < 0.5).float().mean()) == pytest.approx(0.25, abs=0.02)  # uniform in the disc
+    near, far = radius < 0.8, radius >= 0.8
+    assert bool((bandit.expected[near].argmax(1) == 4).all())
+    best = bandit.expected[far].argmax(1)
+    x, y = bandit.contexts[far].T
+    assert torch.equal(best, 2 * (x <= 0).long() + (y <= 0).long())
+    assert float(bandit.expected[far].amax(1).min()) == 50
+    noise = bandit.rewards - bandit.expected
+    assert float(noise[near].std()) == pytest.approx(0.05, rel=0.05)
+    assert bandit.uniform == pytest.approx(
+        float(near.sum()) * (0.2 * 0.8) + float(far.sum()) * (50 - (50 + 3 + 1.2) / 5), rel=1e-5
+    )
+
+
+def test_linear_bandits_are_linear():
+    bandit = linear(500, arms=7, nonzero=3, seed=1)
+    beta = torch.linalg.lstsq(bandit.contexts, bandit.expected).solution
+    torch.testing.assert_close(beta.norm(dim=0), torch.ones(7), rtol=1e-4, atol=1e-4)
+    assert (beta.abs() > 1e-4).sum(0).tolist() == [3] * 7
+    assert (bandit.rewards - bandit.expected).std(0).tolist() == pytest.approx([0.01 * i for i in range(1, 8)], rel=0.2)
+
+
+def test_eating_and_mushrooms(tmp_path):
+    poisonous = torch.tensor([0, 1])
+    bandit = eating(torch.tensor([[0.0], [1.0]]), poisonous, 4000, seed=0)
+    bad = bandit.contexts[:, 0] == 1
+    assert sorted(bandit.rewards[bad, 1].unique().tolist()) == [-35, 5]
+    assert float(bandit.rewards[bad, 1].mean()) == pytest.approx(-15, abs=2)
+    assert bandit.expected[bad].unique(dim=0).tolist() == [[0, -15]]
+    assert bandit.rewards[~bad].unique(dim=0).tolist() == [[0, 5]]
+    with pytest.raises(ValueError, match="0 or 1"):
+        eating(torch.zeros(2, 1), torch.tensor([1, 2]))
+
+    file = tmp_path / "agaricus-lepiota.data"
+    file.write_text("p,x,s\ne,x,y\ne,b,s\n")
+    bandit = mushrooms(file, None)
+    assert bandit.contexts.shape == (3, 4)
+    assert bandit.contexts.sum(1).tolist() == [2, 2, 2]
+    assert sorted(bandit.expected[:, 1].tolist()) == [-15, 5, 5]
+    file.write_text("q,x\n")
+    with pytest.raises(ValueError, match="e or p"):
+        mushrooms(file)
+
+
+def test_mushrooms_that_are_generated():
+    bandit = mushroom_like(400, seed=2)
+    assert bandit.contexts.shape == (400, 117)
+    assert bandit.contexts.sum(1).unique().tolist() == [22]
+    assert 0.3 < float((bandit.expected[:, 1] < 0).float().mean()) < 0.7
+
+
+def test_classification_pays_for_the_right_class():
+    y = torch.tensor([0, 1, 2, 1])
+    x = torch.arange(4.0).unsqueeze(1)
+    bandit = classification(x, y, seed=1)
+    order = bandit.contexts[:, 0].argsort()
+    assert bandit.rewards[order].argmax(1).tolist() == y.tolist()
+    assert bandit.uniform == pytest.approx(4 * 2 / 3)
+
+
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "mnist"])
+def test_problems_depend_on_their_seed(name):
+    first, again, other = PROBLEMS[name](60, 0), PROBLEMS[name](60, 0), PROBLEMS[name](60, 1)
+    assert len(first) == 60
+    assert first.digest == again.digest != other.digest
+
+
+def test_bandits_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="contexts"):
+        Bandit(torch.zeros(3, 1), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="two arms"):
+        Bandit(torch.zeros(3, 1), torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="NaN"):
+        Bandit(torch.zeros(1, 1), torch.tensor([[0.0, torch.nan]]))
+
+
+# -- agents
+
+AGENTS = {
+    "uniform": lambda seed: Uniform(3, seed=seed),
+    "linear": lambda seed: Linear(3, 2, seed=seed),
+    "neural linear": lambda seed: NeuralLinear(model(), dubito.MAP(epochs=3), 3, every=8, seed=seed),
+    "greedy": lambda seed: Thompson(model(), dubito.MAP(epochs=3), 3, every=8, epsilon=0.1, seed=seed),
+    "dropout": lambda seed: Thompson(model(rate=0.2), dubito.MCDropout(epochs=3), 3, every=8, seed=seed),
+    "members": lambda seed: Thompson(model(), dubito.MAP(epochs=3), 3, every=8, members=2, seed=seed),
+    "ensemble": lambda seed: Thompson(model(), dubito.Ensemble(dubito.MAP(epochs=3), 2), 3, every=8, seed=seed),
+    "variational": lambda seed: Thompson(model(), dubito.Variational(epochs=3), 3, every=8, seed=seed),
+    "laplace": lambda seed: Thompson(
+        model(), lambda n: [dubito.MAP(epochs=3), dubito.Laplace(check=False)], 3, every=8, seed=seed
+    ),
+    "sampler": lambda seed: Thompson(model(), dubito.SGLD(burn_in=1, draws=2), 3, every=8, seed=seed),
+}
+
+
+def small(rounds: int = 24) -> Bandit:
+    bandit = linear(rounds, width=2, arms=3, seed=0)
+    return bandit
+
+
+@pytest.mark.parametrize("name", list(AGENTS))
+def test_a_run_that_was_broken_off_goes_on_to_the_same(name, tmp_path):
+    """Also within the rounds between two fits, and the global generator is nobody's."""
+    bandit = small()
+    agent = AGENTS[name](5)
+    before = torch.get_rng_state()
+    whole = simulate(bandit, agent)
+    assert torch.equal(before, torch.get_rng_state())
+    file = tmp_path / "run.safetensors"
+    part = AGENTS[name](5)
+    with pytest.raises(Unfinished, match="of 24 rounds"):  # time is up after 17 rounds
+        simulate(bandit, Interrupted(part, 17), file=file, until=1e12)
+    resumed = simulate(bandit, Interrupted(AGENTS[name](5)), file=file)
+    assert torch.equal(whole.actions, resumed.actions)
+    assert simulate(bandit, Interrupted(AGENTS[name](5)), file=file).relative == resumed.relative  # from the file
+    with pytest.raises(ValueError, match="another run"):
+        simulate(small(30), Interrupted(AGENTS[name](5)), file=file)
+
+
+class Interrupted:
+    """An agent for which the clock strikes after so many rounds."""
+
+    def __init__(self, agent, after: int | None = None):
+        self.agent, self.after = agent, after
+
+    def act(self, context):
+        if self.after is not None:
+            self.after -= 1
+            if self.after == 0:
+                clock[0] = 2e12
+        return self.agent.act(context)
+
+    def update(self, context, action, reward):
+        self.agent.update(context, action, reward)
+
+    def state(self):
+        return self.agent.state()
+
+    def restore(self, state):
+        self.agent.restore(state)
+
+
+clock = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch):
+    clock[0] = 0.0
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+
+
+def test_the_network_of_the_user_stays_as_it_is():
+    net = network(rate=0.2)
+    net.train()
+    before = {name: leaf.clone() for name, leaf in net.state_dict().items()}
+    agent = Thompson(dubito.Model(net, dubito.Gaussian(scale=0.3)), dubito.MCDropout(epochs=2), 3, every=5)
+    simulate(small(), agent)
+    assert net.training
+    assert all(torch.equal(leaf, before[name]) for name, leaf in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_fits_go_on_from_where_the_last_has_come():
+    """Twice as many steps in two fits as in one: the second begins at the end of the first."""
+    agent = Thompson(model(), dubito.MAP(epochs=2), 3, initial=1)
+    bandit = small()
+    for i in range(6):
+        agent.update(bandit.contexts[i], i % 3, float(bandit.rewards[i, i % 3]))
+    first = agent.refit().params
+    again = agent.refit()
+    assert not torch.equal(again.params["network.0.weight"], first["network.0.weight"])
+    assert torch.equal(agent._before[0]["network.0.weight"], first["network.0.weight"])
+
+
+def test_neural_linear_is_the_exact_posterior_on_the_features_of_now():
+    bandit = small(60)
+    agent = NeuralLinear(model(), dubito.MAP(epochs=3), 3, every=25, a0=3.0, b0=0.5, precision=0.1)
+    simulate(bandit, agent)
+    x, action, y = agent.log.tensors()
+    phi = agent.features(x)
+    for k in range(3):
+        rows = action == k
+        mean, covariance, _, rate = batch_posterior(phi[rows], y[rows], 0.1, 3.0, 0.5)
+        torch.testing.assert_close(agent.regressions.mean[k], mean, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(agent.regressions.root[k] @ agent.regressions.root[k].mT, covariance, rtol=1e-8, atol=1e-8)
+        assert float(agent.regressions.rate[k]) == pytest.approx(float(rate), rel=1e-7)
+
+
+def test_standardised_rewards_change_nothing_but_their_units():
+    """Rewards of another unit and origin: the same arms, and values in that unit."""
+    bandit = small()
+    other = Bandit(bandit.contexts, 1000 + 50 * bandit.rewards)
+    agents = [Thompson(model(), dubito.MAP(epochs=10), 3, every=8) for _ in range(2)]
+    first, second = (simulate(b, agent) for b, agent in zip((bandit, other), agents, strict=True))
+    assert torch.equal(first.actions, second.actions)
+    values = [agent.values(bandit.contexts[0], generator()) for agent in agents]
+    torch.testing.assert_close(1000 + 50 * values[0], values[1], rtol=1e-3, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(dict(epsilon=2.0), "epsilon"), (dict(every=0), "every"), (dict(arms=1), "two arms")],
+)
+def test_settings_that_cannot_be_are_refused(change, words):
+    arms = change.pop("arms", 3)
+    with pytest.raises(ValueError, match=words):
+        Thompson(model(), dubito.MAP(), arms, **change)
+
+
+def test_what_cannot_be_learned_from_is_refused():
+    agent = Thompson(model(), dubito.MAP(epochs=1), 3)
+    with pytest.raises(ValueError, match="nothing to fit"):
+        agent.refit()
+    with pytest.raises(ValueError, match="arms are 0 to 2"):
+        agent.update(torch.zeros(2), 3, 0.0)
+    with pytest.raises(ValueError, match="NaN"):
+        agent.update(torch.zeros(2), 0, float("nan"))
+    agent.update(torch.zeros(2), 0, 0.0)
+    with pytest.raises(ValueError, match="contexts so far"):
+        agent.update(torch.zeros(3), 0, 0.0)
+    assert len(agent.log) == 1
+    with pytest.raises(ValueError, match="leave out `members`"):
+        Thompson(model(), dubito.Ensemble(dubito.MAP(), 2), 3, members=2)
+    wrong = Thompson(model(arms=2), dubito.MAP(epochs=1), 3, initial=1)
+    with pytest.raises(ValueError, match="gives 2 numbers for 3"):
+        simulate(small(), wrong)
+    with pytest.raises(ValueError, match="has 2 numbers"):
+        Linear(3, 2).update(torch.zeros(3), 0, 0.0)
+
+
+# -- comparisons
+
+
+def test_relative_regret_and_its_error():
+    bandit = Bandit(torch.zeros(2, 1), torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
+    runs = [
+        Run("", torch.tensor(actions), bandit.regret(torch.tensor(actions)), bandit.uniform, 0.0) for actions in ([0, 0], [0, 1])
+    ]
+    standings = Standings({"a": runs})
+    assert [run.relative for run in runs] == [150, 0]
+    assert standings.relative("a") == (75, pytest.approx(75))
+    assert standings.curve("a").tolist() == [[0, 150], [0, 0]]
+    assert "75.00" in str(standings)
+
+
+def test_uniform_choice_has_a_regret_of_100():
+    found = compare(
+        lambda seed: wheel(500, delta=0.5, seed=seed), {"uniform": lambda b, seed: Uniform(b.arms, seed=seed)}, runs=6
+    )
+    mean, error = found.relative("uniform")
+    assert abs(mean - 100) < 5 * error + 1
+
+
+def test_a_comparison_runs_nothing_twice(tmp_path):
+    made = []
+
+    def make(bandit, seed):
+        made.append(seed)
+        return Counted(bandit.arms, seed=seed)
+
+    class Counted(Uniform):
+        acted = 0
+
+        def act(self, context):
+            Counted.acted += 1
+            return super().act(context)
+
+    for runs in (2, 3):
+        found = compare(lambda seed: wheel(20, seed=seed), {"a b/c": make}, runs=runs, folder=tmp_path)
+    assert Counted.acted == 60
+    assert len(found.runs["a b/c"]) == 3
+    clock[0] = 10.0
+    late = compare(lambda seed: wheel(20, seed=seed), {"other": make}, runs=1, folder=tmp_path, until=5.0)
+    assert late.runs["other"] == []
+
+
+def test_thompson_finds_what_is_best():
+    """Neural linear on a wheel, which a linear agent cannot model: far below uniform choice."""
+    bandit = wheel(300, delta=0.3, seed=0)
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 5))
+    one = dubito.Model(wide, dubito.Gaussian(scale=0.3), Normal(scale=1.0))
+    agent = NeuralLinear(one, lambda n: dubito.MAP(epochs=epochs(40, n), learning_rate=0.02), 5, seed=1)
+    assert simulate(bandit, agent).relative < 60
