@@ -26,12 +26,12 @@ def counted(part: dict) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     result = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "variational_mnist.json").read_text())
-    found, epochs = result["figures"], result["settings"]["epochs"]
+    found = result["figures"]
     figure, (errors, weights, ratios) = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
     for case, (label, colour) in CASES.items():
         one = found[case]["0"]
         shares, values = zip(*one["curve"], strict=True)
-        errors.plot(epochs * np.array(shares), values, color=colour, label=label)
+        errors.plot(one["settings"]["epochs"] * np.array(shares), values, color=colour, label=label)
         weights.plot(*counted(one["histograms"]["weights"]), color=colour, label=label)
     errors.set(xlabel="epoch", ylabel="test error of the mean weights, %", ylim=(1.0, 3.0))
     errors.legend(frameon=False)
