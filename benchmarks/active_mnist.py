@@ -259,26 +259,24 @@ def report(
 
 
 def draw(path: str) -> None:
-    """Accuracy over labels, one panel a case: median over seeds, and the range."""
+    """Accuracy over labels, one panel a case, every run a line; it ends at the goal, or in a cross where its time was over."""
     from dubito.report.canvas import grid, render
 
-    runs = {
-        case: arms
-        for case, arms in json.loads((RESULTS / "active_mnist.json").read_text())["figures"]["runs"].items()
-        if any(arms.values())
-    }
+    content = json.loads((RESULTS / "active_mnist.json").read_text())
+    settings, runs = content["settings"], {case: arms for case, arms in content["figures"]["runs"].items() if any(arms.values())}
+    names = list(dict.fromkeys(arm for arms in runs.values() for arm in arms))  # an arm has the same colour in all panels
 
     def panels(figure: Any) -> None:
         from matplotlib import colormaps
 
         for axes, (case, arms) in zip(figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs.items(), strict=True):
-            for i, (arm, found) in enumerate(arms.items()):
-                at = sorted({n for one in found for n in one["labels"]})
-                known = [[one["accuracy"][one["labels"].index(n)] for one in found if n in one["labels"]] for n in at]
-                colour = colormaps["tab10"](i)
-                axes.fill_between(at, [min(v) for v in known], [max(v) for v in known], color=colour, alpha=0.15, linewidth=0)
-                style = "--" if ":" in arm else "-"
-                axes.plot(at, [statistics.median(v) for v in known], style, color=colour, label=arm.replace("_", " "))
+            for arm, found in arms.items():
+                colour, style = colormaps["tab10"](names.index(arm)), "--" if ":" in arm else "-"
+                for i, one in enumerate(found):
+                    label = arm.replace("_", " ") if i == 0 else None
+                    axes.plot(one["labels"], one["accuracy"], style, color=colour, label=label, linewidth=1.2)
+                    if one["labels"][-1] < settings["labels"] and one["accuracy"][-1] < settings["stop"]:
+                        axes.plot(one["labels"][-1], one["accuracy"][-1], "x", color=colour, markersize=7, markeredgewidth=2)
             axes.set(title=case, xlabel="labels", ylim=(0.6, 1.0))
             axes.legend(loc="lower right", fontsize=7)
             grid(axes, "y")

@@ -5,7 +5,7 @@
 - `lenet-mnist`, `lenet-cifar10`: LeNet 6-16-120 with dropout; the same weights without it (their mean), and T = 50 draws of masks.
 
 Training images are 55,000 of MNIST (45,000 of CIFAR-10); ConfidNet's epoch is chosen on the others. Nothing is chosen on test images.
-Every case and seed is a process, `--jobs` at a time, and the result is written after each.
+Every case and seed is a process, `--jobs` at a time, and the result is written after each; cases of an earlier call stay.
 
     DUBITO_DATA=... python benchmarks/failure_mnist.py --device cuda --seeds 5 --jobs 10 --epochs 60 --head-epochs 60 --seconds 400
     DUBITO_DATA=... python benchmarks/failure_mnist.py --train 3000 --test 3000 --epochs 4 --head-epochs 10         # a trial, on a CPU
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, mean_and_error, show, write
+from measure import RESULTS, earlier, mean_and_error, show, write
 from torch import Tensor, nn
 
 import dubito
@@ -169,6 +169,8 @@ def told(runs: list[dict[str, Any]], *path: str) -> str:
 def report(runs: dict[str, list[dict[str, Any]]], args: argparse.Namespace, began: float, *, last: bool) -> None:
     headline: dict[str, list[Any]] = {}
     rows: list[list[object]] = []
+    before, commands = earlier("failure_mnist", runs)
+    runs = {**before, **runs}
     for case, found in runs.items():
         if not found:
             continue
@@ -187,7 +189,7 @@ def report(runs: dict[str, list[dict[str, Any]]], args: argparse.Namespace, bega
     settings = {key: value for key, value in vars(args).items() if key not in ("until", "case", "seed", "picture")}
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
-    settings["done"] = {case: len(found) for case, found in runs.items()}
+    settings |= {"done": {case: len(found) for case, found in runs.items()}, "earlier": commands}
     write("failure_mnist", settings=settings, figures=runs, headline=headline, seconds=time.time() - began)
 
 

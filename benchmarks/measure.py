@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,17 @@ def show(title: str, columns: list[str], rows: list[list[object]]) -> None:
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     Console().print(table)
+
+
+def earlier(name: str, besides: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of cases that are not in `besides`, what an earlier call has written: their figures, and the date and command of each."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return {}, {}
+    found, skipped = json.loads(path.read_text()), set(besides)
+    figures = {case: figure for case, figure in found["figures"].items() if case not in skipped}
+    known, now = found["settings"].get("earlier", {}), {"date": found["date"], "command": found["command"]}
+    return figures, {case: known.get(case, now) for case in figures}
 
 
 def write(name: str, *, settings: Mapping[str, Any], figures: Any, headline: Mapping[str, list[Any]], seconds: float) -> None:
