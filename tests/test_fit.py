@@ -53,8 +53,8 @@ RUN = textwrap.dedent("""
     loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=8, shuffle=True)
     folder, method, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
     method = {
-        "mc_dropout": dubito.MCDropout(epochs=30),
-        "ensemble": dubito.Ensemble(dubito.MAP(epochs=30), 2),
+        "mc_dropout": dubito.MCDropout(epochs=12),
+        "ensemble": dubito.Ensemble(dubito.MAP(epochs=12), 2),
     }[method]
     posterior = dubito.fit(
         dubito.Model(net, dubito.Gaussian()), method, loader, checkpoint=folder, checkpoint_every=0.0, resume=True, seed=5,
@@ -69,9 +69,9 @@ def run(folder: Path, method: str, pause: float) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", RUN, str(folder), method, str(pause)], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("method", ["mc_dropout", "ensemble"])
-def test_a_killed_run_goes_on_to_the_same_bits(method, tmp_path):
-    kill_and_resume(method, tmp_path, (0.2, 0.5))
+@pytest.mark.parametrize(("method", "delays"), [("mc_dropout", (0.2, 0.5)), ("ensemble", (0.4,))])
+def test_a_killed_run_goes_on_to_the_same_bits(method, delays, tmp_path):
+    kill_and_resume(method, tmp_path, delays)
 
 
 @pytest.mark.slow
