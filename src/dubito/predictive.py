@@ -252,7 +252,12 @@ class LatentMixture(Predictive):
             score = self.likelihood.log_prob(closed.means, y, closed._params)  # [S, B, *D]
         else:
             assert closed._exact is not None
-            seen = None if isinstance(self.likelihood, MultiTask) else self.likelihood.observed(y)
+            seen = self.likelihood.observed(y)
+            if seen is not None and isinstance(self.likelihood, MultiTask):
+                raise ValueError(
+                    "some targets are missing, and a joint density of tasks that hang together needs all: ask for each task alone, "
+                    f"p.task(name).log_prob(...) with one of {list(self.likelihood.tasks)}"
+                )
             score = closed._exact.log_prob(y if seen is None else torch.where(seen.unsqueeze(-1), y, 0.0))
             score = score if seen is None else torch.where(seen, score, 0.0)
         log_weights = closed._weights.log().reshape(-1, *[1] * (score.ndim - 1))

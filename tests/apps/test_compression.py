@@ -198,6 +198,17 @@ def test_thresholds_of_units():
     }
 
 
+def test_thresholds_of_weights_that_are_certain():
+    """A variance of 0 makes a ratio without end; also then something stays, and the score is worth what was allowed."""
+    model = dubito.Model(nn.Linear(4, 1, bias=False), Gaussian(scale=1.0))
+    mean = {"weight": torch.tensor([[0.0, 1.0, 2.0, 3.0]])}
+    posterior = Posterior.diagonal(model, mean, {"weight": torch.zeros(1, 4)})
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    found = thresholds(posterior, (x, x @ mean["weight"].T + 0.1), allow=100.0)
+    assert all(math.isfinite(limit) for limit in found.values())
+    assert prune(posterior, threshold=found).params["weight"].any()
+
+
 def test_thresholds_of_regression():
     model = dubito.Model(nn.Linear(5, 1, bias=False), dubito.Gaussian(scale=0.1))
     mean = torch.tensor([[3.0, 2.0, 1.0, 0.1, 0.01]])

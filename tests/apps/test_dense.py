@@ -214,6 +214,10 @@ def test_missing_numbers_count_for_nothing():
         found = tally.compute()
         assert found.n == int(keep.sum())
         assert found["nll"] == pytest.approx(-float(score.mean()), rel=1e-4)
+        assert float(metrics.nll(p, y)) == pytest.approx(found["nll"], rel=1e-4)
+        for name in ("rmse", "crps", "quantile_error"):
+            with pytest.raises(ValueError, match=rf"{name} needs all targets.*assess"):
+                getattr(metrics, name)(p, y)
         assert found["rmse"] == pytest.approx(float((p.mean.squeeze(-1) - y)[keep].square().mean().sqrt()), rel=1e-5)
     model, x = dubito.Model(network(2), likelihood), torch.rand(2, 2, 5, 6)
     fitted = dubito.fit(model, dubito.MAP(epochs=2), (x, y))
@@ -223,6 +227,23 @@ def test_missing_numbers_count_for_nothing():
         dubito.fit(dubito.Model(network(2), HeteroscedasticGaussian(dim=1)), dubito.MAP(epochs=1), (x, y))
     with pytest.raises(ValueError, match="infinite"):
         dubito.fit(model, dubito.MAP(epochs=1), (x, torch.full_like(y, torch.inf)))
+
+
+def test_missing_targets_of_one_task_of_several():
+    """With draws they are left out; tasks that a Gaussian holds together are asked one by one."""
+    tasks = MultiTask(
+        {"classes": (Categorical(ignore_index=VOID), 3), "numbers": (HeteroscedasticGaussian(missing=True), 2)}, dim=1
+    )
+    y = {"classes": labels(2, 5, 6), "numbers": torch.randn(2, 5, 6)}
+    y["numbers"][0] = torch.nan
+    p = dense(tasks, 5, draws=1)
+    apart = sum(p.task(name).log_prob(part) for name, part in y.items())
+    torch.testing.assert_close(p.log_prob(y), apart)
+    p = dense(tasks, 5, draws=1, cov=True)
+    with pytest.raises(ValueError, match="each task alone"):
+        p.log_prob(y)
+    for name, part in y.items():
+        assert bool(p.task(name).log_prob(part).isfinite().all())
 
 
 def test_confusion():
@@ -274,6 +295,11 @@ def test_detector_rounds_by_less_than_a_thousandth():
 
 
 def test_detector_refuses():
+    perfect = Detector()
+    perfect.add(torch.rand(2), torch.tensor([False, False]))
+    with pytest.raises(ValueError, match="no pixel is wrong"):
+        perfect.precision_recall()
+    assert perfect.aurc == 0
     with pytest.raises(ValueError, match="add scores first"):
         Detector().ranking  # noqa: B018
     with pytest.raises(ValueError, match="NaN or negative"):
@@ -302,8 +328,17 @@ def test_edges():
             near = y[0, max(0, i - 1) : i + 2, max(0, j - 1) : j + 2]
             other = bool(((near != y[0, i, j]) & (near != VOID)).any())
             assert int(edges(y, ignore_index=VOID)[0, i, j]) == (VOID if y[0, i, j] == VOID else int(other))
+    for kind in (torch.uint8, torch.int8, torch.int32):
+        found = edges(y.to(kind), ignore_index=VOID)
+        assert found.dtype == kind
+        assert torch.equal(found.long(), edges(y, ignore_index=VOID))
+        torch.testing.assert_close(
+            edge_distance(y.to(kind), ignore_index=VOID), edge_distance(y, ignore_index=VOID), equal_nan=True
+        )
     with pytest.raises(ValueError, match="whole numbers"):
         edges(torch.zeros(1, 2, 2))
+    with pytest.raises(ValueError, match="cap=0"):
+        edge_distance(y, cap=0)
     with pytest.raises(ValueError, match="at least one pixel"):
         edges(y, width=0)
 

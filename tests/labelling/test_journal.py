@@ -54,8 +54,45 @@ def test_a_full_disk_takes_no_answer_and_spoils_nothing(tmp_path, monkeypatch):
     assert Journal(journal.path).standing == {3: 1}
 
 
-def test_another_file_is_refused_with_its_line(tmp_path):
+def test_half_a_line_that_stays_does_not_spoil_the_next(tmp_path, monkeypatch):
+    """A disk so broken that the line cannot be taken back, either."""
+    journal = Journal(tmp_path / "a.jsonl")
+    journal.add(Answer(3, 1))
+
+    def broken(*args):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        patch.setattr(os, "truncate", broken)
+        with pytest.raises(store.WriteError, match="Input/output"):
+            journal.add(Answer(4, 0))
+    journal.add(Answer(5, 2))
+    assert Journal(journal.path).standing == journal.standing == {3: 1, 5: 2}
+
+
+def test_a_file_that_was_deleted_meanwhile_is_written_again(tmp_path):
+    journal = Journal(tmp_path / "a.jsonl")
+    journal.add(Answer(3, 1))
+    journal.path.unlink()
+    journal.add(Answer(4, 0))
+    assert Journal(journal.path).answers == journal.answers
+
+
+def test_a_last_line_without_its_end_is_whole_if_it_can_be_read(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"index": 1, "label": 0}\nhello\n')
+    path.write_text('{"index": 1, "label": 0}\n{"index": 2, "label": 1}')
+    journal = Journal(path)
+    assert journal.standing == {1: 0, 2: 1}
+    journal.add(Answer(3, 0))
+    assert Journal(path).standing == {1: 0, 2: 1, 3: 0}
+
+
+@pytest.mark.parametrize(
+    "line", ["hello", "", "[1]", '{"index": "1"}', '{"index": 1, "label": 1.5}', '{"index": null}', "\udcff"]
+)
+def test_another_file_is_refused_with_its_line(line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(f'{{"index": 1, "label": 0}}\n{line}\n'.encode(errors="surrogateescape"))
     with pytest.raises(store.FileError, match="line 2: this is no answer"):
         Journal(path)

@@ -180,6 +180,7 @@ def test_a_port_that_is_taken(tmp_path, monkeypatch, capsys):
         (["--test", "0"], "--test is positive"),
         (["--rate", "1"], "between 0 and 1"),
         (["--network", "torch.nn:nothing"], "nothing"),
+        (["--out", "/dev/null/here"], "Not a directory"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(args, words, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import csv
 import http.client
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from dubito.compare.problem import problem, some
 from dubito.labelling import Server, Session, session, task
 
 CLASSES = 10
-TRUTH = problem("digits").part(0).y_train[some(899, 60)].tolist()
+ROWS = some(899, 60).tolist()  # of the 60 inputs, in the data set
+TRUTH = problem("digits").part(0).y_train[ROWS].tolist()
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,7 @@ def test_it_asks_learns_and_shows_how_it_gets_better(tmp_path):
         until(lambda: one.queue and one.state()["asked"][0]["guess"] is not None)
         assert sum(one.state()["asked"][0]["guess"]) == pytest.approx(1, abs=1e-4)
         assert json.loads(json.dumps(one.state())) == one.state()
-    assert rows(tmp_path) == [(index, str(TRUTH[index])) for index in one.journal.standing]
+    assert rows(tmp_path) == [(ROWS[index], str(TRUTH[index])) for index in one.journal.standing]
 
 
 def test_the_person_goes_on_while_the_model_learns(tmp_path, monkeypatch):
@@ -117,7 +119,7 @@ def test_undo_skip_and_the_model_follow(tmp_path):
     assert dict(zip(one.learning.labelled.tolist(), one.learning.targets.tolist(), strict=True)) == {b: 2, d: 5, c: 7}
     assert one.learning.skipped.tolist() == []
     assert a in one.learning.pending.tolist()
-    assert rows(tmp_path) == [(b, "2"), (d, "5"), (c, "7")]
+    assert rows(tmp_path) == [(ROWS[b], "2"), (ROWS[d], "5"), (ROWS[c], "7")]
 
 
 def test_what_the_model_was_told_is_taken_back(tmp_path):
@@ -149,6 +151,11 @@ def test_it_goes_on_tomorrow_also_after_a_crash(tmp_path):
     one.answer(index, TRUTH[index])
     left = list(one.queue)
     one._held.close()
+    (tmp_path / "labels.csv").unlink()
+    (tmp_path / ".labels.csv.a8s7d").write_text("row,cl")
+    opened(tmp_path)._held.close()
+    assert len(rows(tmp_path)) == 7, "the labels are there before anything is fitted"
+    assert not list(tmp_path.glob(".labels.csv.*"))
     with running(tmp_path) as again:
         assert again.journal.standing == one.journal.standing
         assert again.queue[: len(left)] == left or set(left) <= set(again.queue)
@@ -181,9 +188,38 @@ def test_a_fit_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
         answer(one, 2)
         until(lambda: one.error)
         assert one.state()["error"] == "FloatingPointError: NaN in the loss"
+        answer(one, 7)  # more than had been asked: the person goes on whatever happens
+        assert len(one.journal.standing) == 9
         monkeypatch.setattr(one.learning, "refit", real)
         answer(one, 1)
         until(lambda: one.error is None and one.state()["rounds"])
+
+
+def test_who_does_not_wait_for_the_fit_has_all_labels(tmp_path, monkeypatch):
+    learning, go = threading.Event(), threading.Event()
+    one = opened(tmp_path, batch=8)
+    one.start()
+    monkeypatch.setattr(one.learning, "refit", lambda: learning.set() or go.wait(60))
+    answer(one, 4)
+    assert learning.wait(60)
+    answer(one, 2)
+    one.close(patience=0)
+    assert len(rows(tmp_path)) == 6
+    go.set()
+    one.close()
+
+
+def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch):
+    one = opened(tmp_path)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "replacing", full)
+    with pytest.raises(store.WriteError, match=r"No space.*answers\.jsonl"):
+        one.close()
+    monkeypatch.undo()
+    opened(tmp_path)._held.close()  # it is not in use any more
 
 
 def test_what_cannot_be_is_refused(tmp_path):
@@ -266,3 +302,31 @@ def test_answers_by_the_server(server):
     assert server.session.journal.standing == {}
     response, content = ask(server, "POST", f"{base}stop", {})
     assert json.loads(content)["stopped"]
+
+
+def test_requests_that_no_page_makes(server, capsys):
+    """None of them gets two answers, reaches the session, or fills the terminal with tracebacks."""
+    base, index = f"/{server.token}/", server.session.queue[0]
+    good = json.dumps({"index": index, "label": 3}).encode()
+    nested = b"[" * 9000
+    for path, length, body in (
+        ("/wrong/label", "\u00b2", b""),
+        (f"{base}label", "\u00b2", b""),
+        (f"{base}label", "9" * 5000, b""),
+        (f"{base}label", "10001", b""),
+        (f"{base}label", "-1", b""),
+        (f"{base}label", str(len(nested)), nested),
+        ("/wrong/label", str(len(good)), good),
+    ):
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.server_address[1]}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(server.server_address[:2], timeout=60) as connection:
+            connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode("latin-1") + body)
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.count(b"HTTP/1.1 4") == 1, (path, length)
+    try:
+        raise BrokenPipeError
+    except OSError:
+        server.handle_error(None, None)  # a page that was gone before the answer
+    assert ask(server, "GET", f"{base}state")[0].status == 200
+    assert server.session.journal.answers == []
+    assert "Traceback" not in capsys.readouterr().err

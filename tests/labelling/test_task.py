@@ -76,6 +76,7 @@ def test_lines_of_text(tmp_path):
     (tmp_path / "known.txt").write_text("good a fine film\nbad not this\n")
     found = task(str(tmp_path / "new.txt"), held_out=tmp_path / "known.txt", classes=("good", "bad"))
     assert found.shown.content(1) == {"kind": "text", "text": "no , not this"}
+    assert found.rows == (0, 2), "the line between them is empty"
     assert found.held_out is not None
     assert found.held_out[1].tolist() == [0, 1]
     network = found.build()
@@ -100,6 +101,7 @@ def test_every_class_has_a_key():
         ("rows.csv", {"classes": ("a",)}, "at least two classes"),
         ("rows.csv", {"classes": ("a", "a")}, "with different names"),
         ("rows.csv", {"classes": ("a", "b"), "target": "v"}, "would be an input"),
+        ("shifted.npz", {"classes": ("a", "b")}, "from 0 to 1, or from 0 to 255"),
         ("strange.npz", {"classes": ("a", "b")}, r"x is \[4, 7, 5, 5\]"),
         ("inner.npz", {"classes": ("a", "b")}, "'c' is not one of the classes a, b"),
         ("lines.txt", {"held_out": "labels.txt"}, "line 2: a labelled line"),
@@ -109,9 +111,33 @@ def test_every_class_has_a_key():
 def test_what_cannot_be_labelled_is_refused_in_words(name, options, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("u,v\n1,2\n3,5\n")
+    np.savez("shifted.npz", x=np.linspace(-2, 2, 400).reshape(4, 10, 10))
     np.savez("strange.npz", x=np.zeros((4, 7, 5, 5)))
     np.savez("inner.npz", x=np.zeros((4, 2)), x_test=np.zeros((2, 2)), y_test=np.array(["a", "c"]))
     (tmp_path / "lines.txt").write_text("one two\nthree\n")
     (tmp_path / "labels.txt").write_text("a one two\nb\n")
     with pytest.raises(ValueError, match=words):
         task(name, **options)
+
+
+def test_some_inputs_keep_their_numbers():
+    whole, some = task("digits"), task("digits", pool=20)
+    assert some.rows is not None
+    assert len(some.rows) == 20
+    torch.testing.assert_close(some.pool, whole.pool[list(some.rows)])
+
+
+def test_some_lines_keep_their_numbers(tmp_path):
+    (tmp_path / "new.txt").write_text("\n".join(f"\nline {i}" for i in range(30)))
+    found = task(str(tmp_path / "new.txt"), classes=("good", "bad"), pool=5)
+    assert found.rows is not None
+    assert [found.shown.content(i)["text"] for i in range(5)] == [f"line {row // 2}" for row in found.rows]
+
+
+def test_dark_held_out_images_are_scaled_as_the_others(tmp_path):
+    pixels = np.zeros((4, 20, 20), dtype=np.uint8)
+    pixels[1:] = 200
+    np.savez(tmp_path / "photos.npz", x=pixels, x_test=pixels[:1] + 1, y_test=np.array(["night"]))
+    found = task(str(tmp_path / "photos.npz"), classes=("night", "day"))
+    assert found.held_out is not None
+    assert float(found.held_out[0].max()) == pytest.approx(1 / 255)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def label(args: Sequence[str]) -> None:
             with randomness.forked(asking.seed):
                 own = Network(network=asking.network).build(tuple(given.pool.shape[1:]), len(given.classes))
         folder = what.out or Path("labels", re.sub(r"[^A-Za-z0-9]+", "-", Path(what.data).name).strip("-"))
-    with refusing(ValueError, FileExistsError):
+    with refusing(ValueError, OSError):  # the folder is another's, in use, or cannot be written
         session = Session(
             given, folder, acquisition=asking.acquisition, batch=asking.batch, draws=asking.draws, most=asking.most,
             rate=asking.rate, network=own, device=device, seed=asking.seed,
@@ -115,7 +116,8 @@ def label(args: Sequence[str]) -> None:
     console.print(Text(f"Answers are kept in {folder}. To stop, press Esc there, or Ctrl+C here.", style="dim"))
     console.file.flush()  # also into a pipe: the address is needed now
     if not page.no_browser:
-        webbrowser.open(server.address)
+        # in a thread: a browser in the terminal returns only when it is closed, and nobody would serve it before
+        threading.Thread(target=webbrowser.open, args=[server.address], daemon=True).start()
     with refusing(store.WriteError):
         serve(server, session, console)
     labels = len([one for one in session.journal.standing.values() if one is not None])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,7 +29,8 @@ class Answer:
 class Journal:
     """All decisions in the order in which they were made, and what stands of them.
 
-    A file is only added to. What is lost when a machine dies is at most the line that was being written.
+    A file is only added to. What is lost when a machine dies is at most the line that was being written, and nobody was told that it
+    was taken. One process has a journal at a time.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -43,40 +45,44 @@ class Journal:
         self.path = Path(path)
         self.answers: list[Answer] = []
         self.standing: dict[int, int | None] = {}  # of every input that was answered: its class, or None for skipped
+        self._size = -1  # bytes that the file is known to have: of another size, it is not as it was left
         if not self.path.exists():
             return
         content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.decode().splitlines(), 1):
+        *lines, rest = content.split(b"\n")
+        for number, line in enumerate(lines, 1):
             try:
-                self._take(Answer(**json.loads(line)))
+                self._take(_answer(line))
             except (ValueError, TypeError) as error:
                 raise store.FileError(f"{self.path}, line {number}: this is no answer of a labelling session") from error
-        if len(whole) < len(content):  # a line that was never finished was never answered for, either
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
+        self._size = len(content) - len(rest)
+        with suppress(ValueError, TypeError):  # a line that was never finished was never answered for, either
+            self._take(_answer(rest))  # but an editor may have left out the end of the last line
 
     def add(self, answer: Answer) -> None:
         """Write a decision, and then take it; where it cannot be written it is not taken."""
-        if not answer.time:
-            answer = Answer(
-                answer.index, answer.label, answer.undone, answer.guess, datetime.now(UTC).isoformat(timespec="seconds")
-            )
-        line = json.dumps(
-            {name: value for name, value in asdict(answer).items() if value not in (None, False) or name == "label"}
-        )
-        before = self.path.stat().st_size if self.path.exists() else 0
+        answer = answer if answer.time else replace(answer, time=datetime.now(UTC).isoformat(timespec="seconds"))
+        line = _line(answer)
         try:
-            with self.path.open("ab") as file:
-                file.write(line.encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+            if not self.path.exists() or self.path.stat().st_size != self._size:
+                # new, deleted, or with half a line that could not be taken back: all that was said is written again
+                with store.replacing(self.path) as scratch:
+                    scratch.write_bytes(b"".join(map(_line, self.answers)))
+                self._size = self.path.stat().st_size
+            try:
+                with self.path.open("ab") as file:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                with suppress(OSError):  # half a line would spoil the next; if it stays, the size tells
+                    os.truncate(self.path, self._size)
+                raise
         except OSError as error:
-            if self.path.exists():
-                os.truncate(self.path, before)  # half a line would spoil the next
             raise store.WriteError(
                 error.errno, f"{self.path}: could not be written ({error.strerror or error}): make room"
             ) from error
+        self._size += len(line)
         self._take(answer)
 
     def _take(self, answer: Answer) -> None:
@@ -89,3 +95,16 @@ class Journal:
         """Of the last so many labels that the model had a guess for: how many it had right, and how many these are."""
         known = [one for one in self.answers if not one.undone and one.label is not None and one.guess is not None][-last:]
         return sum(one.label == one.guess for one in known), len(known)
+
+
+def _line(answer: Answer) -> bytes:
+    known = {name: value for name, value in asdict(answer).items() if value not in (None, False) or name == "label"}
+    return json.dumps(known).encode() + b"\n"
+
+
+def _answer(line: bytes) -> Answer:
+    found = Answer(**json.loads(line))
+    for value in (found.index, *(one for one in (found.label, found.guess) if one is not None)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"inputs and classes are whole numbers; got {value!r}")
+    return found

@@ -20,14 +20,14 @@ SCRIPT = """
   async function talk(path, body) {
     const options = body === undefined ? {} :
       {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)};
-    let answer;
+    let answer, found;
     try {
       answer = await fetch(base + path, options);
+      found = await answer.json();  // it may also go in the middle of an answer
     } catch {
       if (!over) trouble("The server has gone. All answers that were given are on disk: run the command again to go on.");
       return false;
     }
-    const found = await answer.json();
     if (!answer.ok) { trouble("Not taken: " + found.refused); return false; }
     if (!state || found.version >= state.version) state = found;
     trouble(found.error ? "The model could not be fitted (" + found.error + "). You can go on; it is tried again." : "");

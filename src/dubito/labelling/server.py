@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -49,6 +50,11 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that was closed before it had its answer is no error to be told of."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def stop(self) -> None:
         """End `serve_forever`; from within a request, it must not be waited for."""
         self.stopped = True
@@ -81,8 +87,10 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     def do_POST(self) -> None:
-        path, body = self._path(), self._body()
-        if path is None or body is None:
+        path = self._path()
+        body = None if path is None else self._body()
+        if body is None:
+            self.close_connection = True  # what is left of it unread is no next request
             return
         session = self.server.session
         try:
@@ -118,13 +126,13 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> dict[str, Any] | None:
         """The JSON of a request. Other pages cannot send that kind without being asked whether they may, and they may not."""
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LARGEST or self.headers.get("Content-Type") != "application/json":
-            self.close_connection = True
+        short = re.fullmatch(r"[0-9]{1,9}", length) is not None and int(length) <= LARGEST
+        if not short or self.headers.get("Content-Type") != "application/json":
             self._refuse(HTTPStatus.BAD_REQUEST, "a request is a short JSON object")
             return None
         try:
             body = json.loads(self.rfile.read(int(length)))
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             self._refuse(HTTPStatus.BAD_REQUEST, "a request is a short JSON object")

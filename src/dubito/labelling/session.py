@@ -6,8 +6,9 @@ import copy
 import csv
 import json
 import math
+import random
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ class Session:
         self._held = ExitStack()
         self._held.enter_context(store.locked(self.folder))  # or another process would answer here, too
         try:
+            for name in (ANSWERS, ABOUT, LABELS):
+                for scratch in self.folder.glob(f".{name}.*"):  # what a process that was killed was just writing
+                    scratch.unlink(missing_ok=True)
             self._check_about()
             self.journal = Journal(self.folder / ANSWERS)
             self.learning = self._learning(acquisition, draws, most, rate, network, device, seed)
@@ -129,6 +133,7 @@ class Session:
         self._stopping = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._write_labels()  # a process that was killed may not have come to it
 
     # -- what a person does
 
@@ -179,6 +184,8 @@ class Session:
         with self._changed:
             self._stopping = True
             self._note()
+        with suppress(store.WriteError):  # it is told below
+            self._write_labels()  # now: who does not want to wait for the fit has them, too
         if self._thread is not None:
             self._thread.join(patience)
             if self._thread.is_alive():
@@ -252,6 +259,8 @@ class Session:
             except Exception as error:  # a person goes on whatever happens to the model, and is told
                 with self._changed:
                     self.error, self._tried = f"{type(error).__name__}: {error}", answers
+                    if not self.queue:
+                        self.queue = self._random()
             else:
                 with self._changed:
                     self.error, self._fitted = None, answers
@@ -290,6 +299,12 @@ class Session:
             self.scores |= scores
             self._rounds = self._history()
 
+    def _random(self) -> list[int]:
+        """Some inputs that have no answer: what a person can go on with although the model cannot ask."""
+        said = self.journal.standing
+        left = [index for index in range(len(self.task.pool)) if index not in said]
+        return random.Random(len(self.journal.answers)).sample(left, min(self.batch, len(left)))
+
     def _say(self, busy: str) -> None:
         with self._changed:
             self.busy = busy
@@ -309,14 +324,23 @@ class Session:
             learning.tell(list(told), list(told.values()))
         if skipped := [index for index, label in fresh.items() if label is None]:
             learning.skip(skipped)
-        self._write_labels(said)
+        self._write_labels()
 
-    def _write_labels(self, said: dict[int, int | None]) -> None:
-        """`labels.csv`, for whatever comes after: the number of an input, and its class."""
-        with store.replacing(self.folder / LABELS) as scratch, scratch.open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(["row", "class"])
-            rows.writerows([index, self.task.classes[label]] for index, label in said.items() if label is not None)
+    def _write_labels(self) -> None:
+        """`labels.csv`, for whatever comes after: the number of an input in what was given, from 0, and its class."""
+        path, numbers = self.folder / LABELS, self.task.rows
+        try:
+            with self._changed, store.replacing(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                rows.writerow(["row", "class"])
+                for index, label in self.journal.standing.items():
+                    if label is not None:
+                        rows.writerow([index if numbers is None else numbers[index], self.task.classes[label]])
+        except OSError as error:
+            raise store.WriteError(
+                error.errno,
+                f"{path}: could not be written ({error.strerror or error}). All answers are in {ANSWERS}: make room, and start again",
+            ) from error
 
     def _history(self) -> list[dict[str, Any]]:
         return [{"labels": one.labels, "held_out": one.held_out, "pool": one.pool} for one in self.learning.history]

@@ -34,6 +34,9 @@ class Task:
     build: Callable[[], nn.Module] = field(repr=False)
     training: Training = field(repr=False)
     held_out: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # to see how good the model is
+    rows: tuple[int, ...] | None = field(
+        default=None, repr=False
+    )  # the numbers of the inputs in the source, where not all are here
     at: str | None = HEAD  # the layers of the network before which there is dropout; None: it has its own
 
 
@@ -102,7 +105,8 @@ def _limited(found: Task, pool: int | None, test: int | None) -> Task:
             shown = Lines(tuple(shown.lines[i] for i in rows.tolist()))
         elif isinstance(shown, Images | Rows):
             shown = replace(shown, x=shown.x[rows])
-        found = replace(found, pool=found.pool[rows], shown=shown)
+        numbers = rows.tolist() if found.rows is None else [found.rows[i] for i in rows.tolist()]
+        found = replace(found, pool=found.pool[rows], shown=shown, rows=tuple(numbers))
     if found.held_out is not None:
         kept = some(len(found.held_out[1]), test)
         found = replace(found, held_out=(found.held_out[0][kept], found.held_out[1][kept]))
@@ -138,8 +142,9 @@ def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]
         held = None if held is None else (even.x_test, held[1])
         build = _builder(perceptron((64, 64)), (inputs.x.shape[1],), len(classes))
         return Task(path.name, even.x_train, classes, Rows(inputs.x, inputs.features), build, TABLES, held)
-    x = _images(inputs.x, path)
-    held = None if held is None else (_images(held[0], other or path), held[1])
+    whole = bool(inputs.x.max() > 1)  # or shares; held-out images are written as the others are
+    x = _images(inputs.x, path, whole)
+    held = None if held is None else (_images(held[0], other or path, whole), held[1])
     shape = tuple(x.shape[1:])
     large = min(shape[1:]) >= 16
     build = _builder(lenet if large else perceptron((128, 128)), shape, len(classes))
@@ -163,26 +168,29 @@ def _inner(path: Path) -> tuple[Tensor, list[str]] | None:
     return torch.from_numpy(x.astype(np.float32)), [str(label) for label in y.tolist()]
 
 
-def _images(x: Tensor, path: Path) -> Tensor:
-    """Images as [N, C, H, W] in [0, 1], whichever way they were written."""
+def _images(x: Tensor, path: Path, whole: bool) -> Tensor:
+    """Images as [N, C, H, W] in [0, 1], whichever way they were written; `whole`: as bytes."""
     if x.ndim == 3:
         x = x.unsqueeze(1)
     elif x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
         x = x.movedim(3, 1)
     if x.ndim != 4 or x.shape[1] not in (1, 3):
         raise ValueError(f"{path}: inputs are rows [N, F] or images [N, C, H, W] of one or three channels; x is {list(x.shape)}")
-    return (x / 255 if x.max() > 1 else x).contiguous()  # bytes, or shares
+    x = x / 255 if whole else x
+    if not bool(((x >= 0) & (x <= 1)).all()):
+        raise ValueError(f"{path}: the pixels of images are numbers from 0 to 1, or from 0 to 255; bring them there, to be seen")
+    return x.contiguous()
 
 
 def _text(path: Path, other: Path | None, classes: tuple[str, ...]) -> Task:
     """The lines of a file; the words of these lines are the vocabulary."""
-    lines = _lines(path)
+    numbers, lines = zip(*_lines(path), strict=True)
     vocabulary = Vocabulary.of(lines, least=2 if len(lines) >= 1000 else 1)
     held = None
     if other is not None:
-        pairs = [line.split(None, 1) for line in _lines(other)]
-        if wrong := next((i for i, pair in enumerate(pairs, 1) if len(pair) < 2), None):
-            raise ValueError(f"{other}, line {wrong}: a labelled line is its class, a space, and the text")
+        pairs = [line.split(None, 1) for _, line in _lines(other)]
+        if wrong := next((number for number, line in _lines(other) if len(line.split(None, 1)) < 2), None):
+            raise ValueError(f"{other}, line {wrong + 1}: a labelled line is its class, a space, and the text")
         classes = classes or tuple(sorted({label for label, _ in pairs}))
         if unknown := sorted({label for label, _ in pairs} - set(classes)):
             raise ValueError(f"{other}: {unknown[0]!r} is not one of the classes {', '.join(classes)}")
@@ -190,15 +198,18 @@ def _text(path: Path, other: Path | None, classes: tuple[str, ...]) -> Task:
     if not classes:
         raise ValueError(f"{path}: name the classes, as in --classes good bad, or give labelled lines by --held-out FILE")
     words, outputs = len(vocabulary), len(classes)
-    return Task(path.name, vocabulary.encode(lines), classes, Lines(tuple(lines)), lambda: Bag(words, outputs), SENTENCES, held)
+    encoded = vocabulary.encode(lines)
+    return Task(path.name, encoded, classes, Lines(lines), lambda: Bag(words, outputs), SENTENCES, held, rows=numbers)
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """The lines that are not empty, with their numbers from 0."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        # not `splitlines`, which also ends a line at rare characters where no editor does
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text in UTF-8: {error.reason}") from error
-    lines = [line for line in lines if line]
+    lines = [(number, line) for number, line in enumerate(lines) if line]
     if not lines:
         raise ValueError(f"{path}: there is no line in it")
     return lines

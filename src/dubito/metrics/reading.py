@@ -28,14 +28,20 @@ def targets(p: Predictive, y: Tensor, name: str, *, classes: bool | None = None)
     f = p.means[0] if isinstance(p, LatentMixture) else p.f_mean  # for its shape alone
     y = y.to(f.device)
     p.likelihood.check(f, y)
-    return p.likelihood.target(y, f)
+    found = p.likelihood.target(y, f)
+    if classes is False and p.likelihood.observed(found) is not None:
+        raise ValueError(
+            f"{name} needs all targets, and some are NaN: leave them out, or use dubito.apps.dense.assess, which does"
+        )
+    return found
 
 
 def labelled(p: Predictive, target: Tensor) -> Tensor:
     """Which positions count, [B, *D]."""
     if isinstance(p.likelihood, Classes):
         return target != p.likelihood.ignore_index
-    return torch.ones(target.shape[:-1], dtype=torch.bool, device=target.device)
+    seen = p.likelihood.observed(target)
+    return torch.ones(target.shape[:-1], dtype=torch.bool, device=target.device) if seen is None else seen
 
 
 def forecasts(p: Predictive, y: Tensor, name: str) -> tuple[Tensor, Tensor]:

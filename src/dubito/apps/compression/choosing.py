@@ -53,7 +53,7 @@ def thresholds(posterior: Posterior, data: Any, *, allow: float = 0.001, size: i
         found = {}
         for name, k in gone.items():
             values = order[name]
-            found[name] = float((values[k - 1] + values[k]) / 2) if k else -torch.inf
+            found[name] = float(values[k - 1] / 2 + values[k] / 2) if k else -torch.inf
         return found
 
     def pooled(k: int) -> dict[str, int]:

@@ -76,6 +76,8 @@ class Detector:
         found = self.ranking
         if bool((found.losses > found.size).any()) or bool((found.losses % 1 != 0).any()):
             raise ValueError("precision and recall are of errors that are 0 or 1: for other losses use kept() or aurc")
+        if not float(found.losses.sum()):
+            raise ValueError("no pixel is wrong, so there is no error to be found: precision and recall need some")
         return found
 
     def kept(self) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,10 @@ def edges(labels: Tensor, *, width: int = 1, ignore_index: int = -100) -> Tensor
     if int(known.max()) >= 2**24 or int(known.min()) <= -(2**24):
         raise ValueError("labels of edges are small whole numbers: these are too large to be told apart")
     low, high = int(known.min()) - 1, int(known.max()) + 1
-    largest = _largest(torch.where(void, low, labels), width)
-    least = -_largest(-torch.where(void, high, labels), width)
-    other = (largest != labels) | (least != labels)
+    whole = labels.long()  # bytes have no number below 0
+    largest = _largest(torch.where(void, low, whole), width)
+    least = -_largest(-torch.where(void, high, whole), width)
+    other = (largest != whole) | (least != whole)
     return torch.where(void, labels, other.to(labels.dtype))
 
 
@@ -40,6 +41,8 @@ def edge_distance(labels: Tensor, *, cap: int = 8, ignore_index: int = -100) -> 
     >>> edge_distance(torch.tensor([[[0, 0, 0, 2, 2]]]), cap=4)
     tensor([[[2., 1., 0., 0., 1.]]])
     """
+    if cap < 1:
+        raise ValueError(f"distances are counted up to at least one pixel; got cap={cap}")
     near = torch.stack([edges(labels, width=k, ignore_index=ignore_index) == 1 for k in range(1, cap + 1)])
     distance = (cap - near.sum(0)).to(torch.float32)
     return distance.masked_fill(labels == ignore_index, torch.nan)
