@@ -505,6 +505,53 @@ def test_labels_come_in_while_it_fits(tmp_path):
     assert session("load", tmp_path).labelled.tolist() == [1, 2, 12]
 
 
+class Meeting(nn.Module):
+    """A network in whose passes something happens: `during` is called with it."""
+
+    during = staticmethod(lambda network: None)
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(outputs=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Meeting.during(self)
+        return self.body(x)
+
+
+def test_a_label_that_is_told_during_a_fit_does_not_touch_it(monkeypatch):
+    """Neither the network, which holds the fit's weights, nor the generators from which its dropout draws."""
+    net = Meeting()
+    learning = ActiveLearning(dubito.Model(net, dubito.Categorical()), dubito.MCDropout(epochs=2, draws=4), X)
+    learning.tell([1, 2], Y[1:3])
+    entered, drawn, met, fitting = threading.Event(), threading.Event(), [], threading.current_thread()
+
+    def during(network: nn.Module) -> None:
+        if threading.current_thread() is not fitting:
+            met.append((network is net, network.training, net.training))
+            entered.set()
+            drawn.wait(10)
+        elif network.training and not met:
+            thread = threading.Thread(target=lambda: learning.tell([5], Y[[5]]))
+            thread.start()
+            entered.wait(10)
+            torch.rand(1)  # as dropout does
+            state = torch.get_rng_state()
+            drawn.set()
+            thread.join()
+            assert torch.equal(torch.get_rng_state(), state)
+
+    monkeypatch.setattr(Meeting, "during", staticmethod(during))
+    before = torch.get_rng_state()
+    learning.refit()
+    assert met == [(False, False, True)]
+    assert learning.labelled.tolist() == [1, 2, 5]
+    assert torch.equal(torch.get_rng_state(), before)
+    Meeting.during = staticmethod(lambda network: torch.rand(1))
+    learning.tell([6], Y[[6]])  # nobody is at work: a network that draws leaves no trace
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_labels_are_checked_before_they_are_taken():
     learning = session()
     learning.tell([1, 2], [0, 1])

@@ -31,6 +31,7 @@ METHODS = {
     "map": (dubito.MAP(learning_rate=0.01), EpsilonGreedy(1.0, 0.1, steps=80)),
     "dropout": (dubito.MCDropout(learning_rate=0.01), Thompson()),
     "variational": (dubito.Variational(learning_rate=0.01), Thompson(hold=3)),
+    "ivon": (dubito.IVON(learning_rate=0.01, hessian_momentum=0.99), Thompson(hold=1)),
 }
 
 
@@ -42,6 +43,7 @@ def test_a_maze_follows_its_plan():
     assert (len(maze), maze.shortest, maze.action_space.n) == (5, 3, 4)
     seen, info = maze.reset(seed=1)
     assert (seen.sum(), seen[maze.start], info) == (1, 1, {})
+    assert maze.observation_space.shape == seen.shape
     stay, reward, over, cut, _ = maze.step(2)  # down, into the wall
     assert np.array_equal(seen, stay)
     assert (reward, over, cut) == (-0.1, False, False)
@@ -91,6 +93,9 @@ def test_replay_keeps_the_last_and_draws_them_all():
 def test_curves_are_of_windows():
     history = History([1.0, 3.0, 5.0, 7.0], [5, 5, 20, 15])
     assert history.curve(10, 40) == [2.0, 2.0, 5.0, 7.0]
+    late = History([-6.0], [25]).curve(10, 30)  # no return is not a return of 0, which would be a good one here
+    assert np.isnan(late[:2]).all()
+    assert late[2] == -6.0
 
 
 def test_epsilon_is_the_share_of_random_choices():
@@ -146,6 +151,41 @@ def test_values_are_those_of_dynamic_programming():
     assert agent.evaluate(maze, 1) == [1.0]
 
 
+@pytest.mark.parametrize("double", [True, False])
+def test_what_is_foreseen(double):
+    """By the frozen network, which is renewed every `sync` steps; of the action that is the best by the present one, or by itself."""
+    agent = QLearning(
+        model(3), dubito.MCDropout(learning_rate=0.3), 4, explore=EpsilonGreedy(), discount=0.5, initial=5, sync=4, double=double,
+        batch_size=32,
+    )  # fmt: skip
+    source, frozen = generator(1), []
+    for _ in range(20):
+        seen, after = torch.randn((2, 3), generator=source)
+        agent.update(seen, int(torch.randint(4, (1,), generator=source)), float(seen.sum()), after, bool(after[0] > 0))
+        frozen.append(None if agent._frozen is None else agent._frozen.params["0.weight"].clone())
+    changed = [i for i in range(5, 20) if not torch.equal(frozen[i], frozen[i - 1])]
+    assert changed == [8, 12, 16]  # the first learning step is the fifth step
+    batch = agent.replay.rows
+    with torch.no_grad():
+        now, then = only_network(agent.posterior, "")((batch.after,)), agent._frozen((batch.after,))
+    assert not torch.equal(now.argmax(1), then.argmax(1))
+    rows = torch.arange(len(now))
+    value = then[rows, now.argmax(1)] if double else then.amax(1)
+    torch.testing.assert_close(agent._foreseen(batch), batch.reward + 0.5 * (1 - batch.over) * value)
+
+
+def test_epsilon_falls_from_the_end_of_the_random_steps():
+    totals = []
+
+    class Noted(EpsilonGreedy):
+        def values(self, posterior, seen, seed, *, episode, step, total):
+            totals.append(total)
+            return torch.zeros(4)
+
+    QLearning(model(3), dubito.MAP(), 4, explore=Noted(), initial=7, batch_size=8).learn(Maze("S.G", limit=3), steps=12)
+    assert totals[:3] == [0, 1, 2]
+
+
 def test_an_episode_that_is_cut_off_is_not_over():
     """What comes after is worth something: it is only that nobody looks."""
     agent = QLearning(model(3), dubito.MAP(), 4, explore=EpsilonGreedy(), initial=1000)
@@ -171,13 +211,21 @@ def test_learning_that_was_broken_off_goes_on_to_the_same_bits(name, tmp_path):
     file = tmp_path / "agent.safetensors"
     made().learn(maze(), steps=45, file=file)
     again = made()
+    again.load(file)
+    assert 45 <= again.total < 80
     again.learn(maze(), steps=80, file=file)
     assert again.history == whole.history
     weights = [only_network(agent.posterior, "").params for agent in (whole, again)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    other = QLearning(model(5), method, 4, explore=explore, seed=4)
-    with pytest.raises(ValueError, match="another agent"):
-        other.learn(maze(), steps=60, file=file)
+    alike = dict(explore=explore, initial=20, sync=7, every=2, capacity=60, batch_size=16, seed=3)
+    for change in (dict(seed=4), dict(discount=0.5), dict(capacity=50)):
+        other = QLearning(model(5), method, 4, **{**alike, **change})
+        with pytest.raises(ValueError, match=f"another {next(iter(change))}"):
+            other.learn(maze(), steps=60, file=file)
+    with pytest.raises(FileExistsError, match="has learned already"):
+        whole.learn(maze(), steps=90, file=file)
+    again.learn(maze(), steps=90, file=file)  # its own
+    assert again.total >= 90
 
 
 def test_the_network_of_the_user_stays_as_it_is():
@@ -198,6 +246,10 @@ def test_what_cannot_be_is_refused():
         QLearning(one, dubito.Ensemble(dubito.MAP(), 2), 4)
     with pytest.raises(ValueError, match="warmup"):
         QLearning(one, dubito.MAP(warmup=0.1), 4)
+    with pytest.raises(ValueError, match="kl_warmup is a share"):
+        QLearning(one, dubito.Variational(kl_warmup=0.1), 4)
+    with pytest.raises(ValueError, match="give hessian_momentum"):
+        QLearning(one, dubito.IVON(), 4)
     with pytest.raises(ValueError, match="two actions"):
         QLearning(one, dubito.MAP(), 1)
     with pytest.raises(ValueError, match="rewards are numbers"):
@@ -208,6 +260,31 @@ def test_what_cannot_be_is_refused():
         QLearning(one, dubito.MAP(), 3, initial=5).learn(Maze("S.G"), steps=10)
     with pytest.raises(ValueError, match="hold"):
         Thompson(hold=0)
+    agent = QLearning(one, dubito.MCDropout(), 4)
+    seen = torch.zeros(3)
+    for step, words in (
+        ((seen, 4, 0.0, seen, False), "0 to 3"),
+        ((seen, 0, float("nan"), seen, False), "NaN"),
+        ((seen, 0, 0.0, seen / 0, False), "NaN"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            agent.update(*step)
+    assert len(agent.replay) == agent.total == 0
+
+
+@pytest.mark.parametrize("method", [dubito.MAP(), dubito.SWAG()])
+def test_thompson_sampling_from_a_point_is_refused(method):
+    """It would be greedy choice."""
+    agent = QLearning(model(3), method, 4, explore=Thompson(), initial=5, batch_size=8)
+    with pytest.raises(ValueError, match="greedy choice: use MCDropout"):
+        agent.learn(Maze("S.G"), steps=10)
+    QLearning(model(3), method, 4, explore=EpsilonGreedy(), initial=5, batch_size=8).learn(Maze("S.G"), steps=10)
+
+
+def test_learning_that_runs_away_says_so():
+    agent = QLearning(model(3), dubito.MAP(optimizer="sgd", learning_rate=1e30), 4, explore=EpsilonGreedy(), initial=5, sync=5)
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        agent.learn(Maze("S.G", cost=-1.0), steps=60)
 
 
 def test_environments_of_gymnasium():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations
+from types import ModuleType
 
 import pytest
 import torch
@@ -106,14 +108,33 @@ def test_a_search_goes_on_where_it_was_left(tmp_path):
     before = torch.get_rng_state()
     assert torch.equal(whole.ask(2), again.ask(2))
     assert torch.equal(before, torch.get_rng_state())
+    early = made()
+    early.tell(early.ask(), [0.0])
+    early.save(tmp_path / "early.safetensors")
+    again = made()
+    again.load(tmp_path / "early.safetensors")
+    assert torch.equal(again.ask(), made().ask(2)[1:])  # the next of those that are spread evenly
     other = Optimization(model(), method, [(-1.0, 2.0)])
     with pytest.raises(ValueError, match="another search"):
         other.load(tmp_path / "search.safetensors")
 
 
+def test_a_climb_never_ends_lower_than_it_began():
+    search = Optimization(model(), dubito.MAP(), [(0.0, 1.0)], refine=1)
+
+    def value(z):
+        return -(100 * z**2).sum()
+
+    start = torch.tensor([[0.005]])  # a step of .02 goes past the top
+    assert torch.equal(search._climb(value, start), start)
+    assert float(search._climb(value, torch.tensor([[0.5]]))) < 0.5
+
+
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="low < high"):
         Optimization(model(), dubito.MAP(), [(1.0, 0.0)])
+    with pytest.raises(ValueError, match="finite"):
+        Optimization(model(), dubito.MAP(), [(0.0, float("inf"))])
     with pytest.raises(ValueError, match="'ei' or 'thompson'"):
         Optimization(model(), dubito.MAP(), [(0.0, 1.0)], acquisition="pi")
     search = Optimization(model(), dubito.MAP(), [(0.0, 1.0)])
@@ -126,6 +147,16 @@ def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="have 1 values"):
         search.tell([[0.5]], [0.0, 1.0])
     assert len(search.y) == 0
+    search.tell([[0.5]], [1.0])
+    with pytest.raises(ValueError, match="a point"):
+        search.posterior  # noqa: B018
+
+
+def test_inputs_that_come_back_in_single_precision_are_taken():
+    search = Optimization(model(2), dubito.MAP(), [(-0.7, 0.1), (1e6, 1e6 + 0.1)])
+    assert float(torch.tensor(0.1)) > 0.1
+    search.tell(torch.tensor([[0.1, 1e6 + 0.1]]), [0.0])
+    assert bool((search.x <= search.bounds[:, 1]).all())
 
 
 def forms() -> dict[str, dubito.posteriors.Posterior]:
@@ -140,6 +171,56 @@ def forms() -> dict[str, dubito.posteriors.Posterior]:
         "dropout": Stochastic(one, params, buffers, Dropout({"0": 0.2, "2": 0.2})),
         "mixture": Mixture(one, (Point(one, params, buffers), Point(one, params, buffers)), (0.5, 0.5)),
     }
+
+
+class Old:
+    """As much of BoTorch's posterior of an ensemble as is filled in, before it had weights."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+class New(Old):
+    def __init__(self, values, weights=None):
+        super().__init__(values)
+        self.weights = weights
+
+
+def stand_in(monkeypatch, kind: type) -> None:
+    parts = {"botorch.models.model": {"Model": nn.Module}, "botorch.posteriors.ensemble": {"EnsemblePosterior": kind}}
+    for name in ("botorch", "botorch.models", "botorch.posteriors", *parts):
+        module = ModuleType(name)
+        vars(module).update(parts.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("name", list(forms()))
+def test_what_a_surrogate_hands_over(name, monkeypatch):
+    """Also without BoTorch: values [..., S, q, m] of the same functions at every call, and weights where they are not equal."""
+    stand_in(monkeypatch, New)
+    posterior = forms()[name]
+    wrapped = surrogate(posterior, draws=6)
+    x = torch.rand(4, 2, 1, dtype=torch.float64, generator=generator(6)).requires_grad_()
+    p = wrapped.posterior(x)
+    assert p.values.shape == (4, {"samples": 3, "weighted": 3, "mixture": 2}.get(name, 6), 2, 1)
+    assert p.values.dtype == torch.float64
+    assert bool((torch.autograd.grad(p.values.sum(), x)[0] != 0).all())
+    torch.testing.assert_close(wrapped.posterior(x[1:, :1]).values, p.values[1:, :, :1], rtol=1e-5, atol=1e-5)
+    if name == "weighted":
+        torch.testing.assert_close(p.weights, torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64))
+        exact = posterior.predict(x.detach().float().reshape(-1, 1)).f_mean.reshape(4, 2, 1)
+        torch.testing.assert_close((p.values * p.weights[:, None, None]).sum(-3).float(), exact)
+    else:
+        assert p.weights is None
+    with pytest.raises(NotImplementedError, match="without the noise"):
+        wrapped.posterior(x, observation_noise=True)
+    stand_in(monkeypatch, Old)
+    wrapped = surrogate(posterior, draws=6)
+    if name == "weighted":
+        with pytest.raises(ImportError, match="upgrade"):
+            wrapped.posterior(x)
+    else:
+        torch.testing.assert_close(wrapped.posterior(x).values, p.values, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", list(forms()))

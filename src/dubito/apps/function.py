@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dubito import tree
-from dubito.posteriors import Mixture, Posterior, Samples, Stochastic, Stored
+from dubito.posteriors import Mixture, Posterior, Samples, Stored
+from dubito.posteriors.stored import BUFFER
 from dubito.predict.dropout import Masks
 from dubito.shift.functions import Functions, functions
 from dubito.tree import Buffers
@@ -29,19 +30,20 @@ def one_function(posterior: Posterior, generator: torch.Generator) -> Functions:
     if isinstance(posterior, Mixture):
         which = int(torch.multinomial(torch.tensor(posterior.weights), 1, generator=_cpu(generator)))
         return one_function(posterior.members[which], generator)
-    if isinstance(posterior, Stored):
-        posterior = posterior.load()
+    if isinstance(posterior, Stored):  # one is read, and not all: it is kept on disk since all of them are too many
+        which = torch.randint(len(posterior), (1,), generator=_cpu(generator))
+        own = {name.removeprefix(BUFFER): leaf for name, leaf in tree.select(posterior.select(which), 0).items()}
+        return Functions(posterior.model, {**posterior.buffers, **own}, {})
     if isinstance(posterior, Samples):
         shares = torch.ones(len(posterior)) if posterior.weights is None else posterior.weights.cpu()
         which = int(torch.multinomial(shares, 1, generator=_cpu(generator)))
         own = {**tree.select(posterior.params, which), **tree.select(posterior.own_buffers, which)}
         return Functions(posterior.model, {**posterior.buffers, **own}, {})
-    if isinstance(posterior, Stochastic):
-        posterior = replace(posterior, consistent=True)  # otherwise every input would have a function of its own
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
     drawn = functions(posterior, draws=1, seed=seed)
     assert isinstance(drawn, Functions)
     if drawn.dropout is not None:
+        # one mask for all inputs, whatever the posterior predicts with: otherwise every input would have a function of its own
         return Masked(drawn.model, drawn.shared, {}, dropout=drawn.dropout, seeds=drawn.seeds)
     if drawn.tangent or not drawn.stacked:
         return drawn

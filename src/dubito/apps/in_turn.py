@@ -27,14 +27,26 @@ def chain(methods: Methods, n: int) -> list[Method]:
 
 
 def fit_in_turn(
-    model: Model, methods: Methods, data: tuple[Any, Any], *, start: Params | None = None, seed: int = 0, batch_size: int = 128
+    model: Model,
+    methods: Methods,
+    data: tuple[Any, Any],
+    *,
+    start: Params | None = None,
+    seed: int = 0,
+    batch_size: int = 128,
+    validation: Any = None,
+    patience: int | None = None,
+    progress: bool | None = False,
 ) -> Posterior:
-    """The posterior of the last of the methods. `start` is where the first begins, unless it starts anew."""
+    """The posterior of the last of the methods. `start` is where the first begins, unless it starts anew; the rest is for `fit`."""
     posterior: Posterior | None = None
     for method in chain(methods, len(data[1])):
         begin: Any = start if posterior is None else posterior
         begin = None if getattr(method, "starts_anew", False) else begin
-        posterior = fit(model, method, data, start=begin, seed=seed, batch_size=batch_size, progress=False)
+        posterior = fit(
+            model, method, data, start=begin, seed=seed, batch_size=batch_size, validation=validation, patience=patience,
+            progress=progress,
+        )  # fmt: skip
     if posterior is None:
         raise ValueError("there is no method: give one, or a list of at least one")
     return posterior

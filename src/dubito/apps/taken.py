@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dubito.likelihoods import Gaussian
-from dubito.model import Model
+from dubito.model import Model, pick_output, split_batch
 
 
 class Taken(nn.Module):
-    """`network(x)` [B, K] at one action for each row, [B, 1]; without actions all K."""
+    """`network(x)` [B, K] at one action for each row, [B, 1]; without actions all K.
 
-    def __init__(self, network: nn.Module):
+    Its layers and weights have the names that they have in the network, so that patterns of a prior, of `Model(only=...)` and of
+    methods mean here what they mean there.
+
+    >>> [name for name, _ in Taken(nn.Sequential(nn.Linear(2, 3))).named_parameters()]
+    ['0.weight', '0.bias']
+    """
+
+    def __init__(self, network: nn.Module, output: Callable[[Any], Tensor] = pick_output):
         super().__init__()
-        self.network = network
+        self.network, self.output = network, output
 
     def forward(self, x: Tensor, action: Tensor | None = None) -> Tensor:
-        f = self.network(x)
+        f = self.output(self.network(x))
         return f if action is None else f.gather(-1, action.long().unsqueeze(-1))
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.network.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.network.get_submodule(target)
 
 
 def check_width(model: Model, x: Tensor, actions: int) -> None:
@@ -45,6 +66,5 @@ def taken(model: Model) -> Model:
         raise ValueError(
             "rewards are numbers of which one is seen at a time: use dubito.Gaussian(scale=s), or Gaussian() to learn the noise"
         )
-    names = [name for name, _ in model.network.named_parameters() if re.search(model.only, name)]
-    only = r"^network\.(" + "|".join(map(re.escape, names)) + ")$" if model.only else ""
-    return replace(model, network=Taken(model.network), only=only)
+    # what an agent hands to it are pairs of ours, and never the batches of the user
+    return replace(model, network=Taken(model.network, model.output), split=split_batch, output=pick_output)

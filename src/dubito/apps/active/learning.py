@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +21,8 @@ from dubito.apps.active.pool import Pool, joined
 from dubito.apps.active.record import Folder, Labels, Round, read
 from dubito.apps.active.registry import acquisition as named
 from dubito.apps.active.view import View
+from dubito.apps.in_turn import Methods, chain, fit_in_turn
 from dubito.apps.network import only_network
-from dubito.fit import Method, fit
 from dubito.judge import judge
 from dubito.likelihoods import MultiTask
 from dubito.model import Model
@@ -30,7 +32,6 @@ from dubito.randomness import derive, forked, generator
 from dubito.restart import restarted
 from dubito.tree import Params
 
-Methods = Method | Sequence[Method] | Callable[[int], Method | Sequence[Method]]
 Oracle = Callable[[Tensor], Any]  # indices [k] -> their labels
 
 
@@ -92,7 +93,7 @@ class ActiveLearning:
             raise ValueError("active learning is for one task at a time: a label of several tasks has no one price")
         if start not in ("network", "anew", "last"):
             raise ValueError(f"start is 'network', 'anew' or 'last'; got {start!r}")
-        if start == "last" and any(getattr(one, "starts_anew", False) for one in _chain(method, 1)):
+        if start == "last" and any(getattr(one, "starts_anew", False) for one in chain(method, 1)):
             raise ValueError("this method initialises its members anew and cannot go on from the last fit: use start='network'")
         if (most is not None and most < 1) or size < 1:
             raise ValueError(f"most and size count inputs and are at least 1; got {most} and {size}")
@@ -103,6 +104,9 @@ class ActiveLearning:
         self.memory, self.size, self.batch_size = memory, size, batch_size
         self.validation, self.patience, self.seed, self.progress = validation, patience, seed, progress
         self._lock = threading.RLock()
+        # Labels are tried on a network of their own, copied while nobody else has it: during a fit that of the user holds other weights
+        self._trial = replace(model, network=copy.deepcopy(model.network))
+        self._at_work = 0  # fits and predictions that are going on, in any thread
         self._labels, self._inputs = Labels(), []
         self._fitted: tuple[str, Posterior] | None = None  # of which labels, and what came of them
         self._weights: tuple[Params, Params, str] = (
@@ -242,20 +246,33 @@ class ActiveLearning:
         y = y.unsqueeze(0) if y.ndim == 0 else y
         if len(y) != len(which):
             raise ValueError(f"{len(which)} inputs have {len(which)} labels; got {len(y)}")
-        if not self.model.likelihood.discrete:
-            y = y.to(next(self.model.network.parameters()).dtype)
+        trial = self._trial
+        if not trial.likelihood.discrete:
+            y = y.to(next(trial.network.parameters()).dtype)
         if y.is_floating_point() and not bool(y.isfinite().all()):
             raise ValueError("a label is NaN or infinite: nothing was taken")
         before = self._labels.targets
         if before is not None and before.shape[1:] != y.shape[1:]:
             raise ValueError(f"labels so far are {list(before.shape[1:])} an input, and these {list(y.shape[1:])}")
-        x = tree.move(x, self.model.device)
-        with torch.no_grad(), forked():
-            f, _ = self.model.forward(self.model.parameters(y), x, self.model.buffers())
-        self.model.likelihood.check(f, y.to(f.device))
+        x = tree.move(x, trial.device)
+        # a fit in another thread draws from the global generators, and to put them back would make it draw the same once more
+        with torch.no_grad(), nullcontext() if self._at_work else forked():
+            f, _ = trial.forward(trial.parameters(y), x, trial.buffers())
+        trial.likelihood.check(f, y.to(f.device))
         return y if before is None else y.to(before.dtype)
 
     # -- the model
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """While this thread may have borrowed the global generators."""
+        with self._lock:
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_work -= 1
 
     @property
     def posterior(self) -> Posterior:
@@ -278,9 +295,10 @@ class ActiveLearning:
     def predict(self, indices: int | Sequence[int] | Tensor) -> Predictive:
         """What is predicted for inputs of the pool."""
         which = self._numbers(indices)
-        return self._seen(self.posterior).predict(
-            self.pool.take(self.model, which), self.how, draws=self.draws, memory=self.memory, seed=self.seed
-        )
+        with self._working():
+            return self._seen(self.posterior).predict(
+                self.pool.take(self.model, which), self.how, draws=self.draws, memory=self.memory, seed=self.seed
+            )
 
     def _fit(self) -> tuple[str, Posterior]:
         began = time.perf_counter()
@@ -289,18 +307,15 @@ class ActiveLearning:
             self._inputs = [x]
         digest = now.digest
         seed = derive(self.seed, "fit", digest)
-        start, methods = self._start(seed, digest), _chain(self.method, len(now.indices))
-        posterior: Posterior | None = None
-        for one in methods:
-            begin: Any = posterior if posterior is not None else start
-            posterior = fit(
-                self.model, one, (x, now.targets), start=None if getattr(one, "starts_anew", False) else begin, seed=seed,
-                batch_size=self.batch_size, validation=self.validation, patience=self.patience, progress=self.progress,
-            )  # fmt: skip
-        assert posterior is not None
-        seconds = {"fit": time.perf_counter() - began}
         known = any(one.of == digest for one in now.history)  # made again after a resume
-        held_out = {} if self.held_out is None or known else self._judged(posterior)
+        with self._working():
+            start = self._start(seed, digest)
+            posterior = fit_in_turn(
+                self.model, self.method, (x, now.targets), start=start, seed=seed, batch_size=self.batch_size,
+                validation=self.validation, patience=self.patience, progress=self.progress,
+            )  # fmt: skip
+            seconds = {"fit": time.perf_counter() - began}
+            held_out = {} if self.held_out is None or known else self._judged(posterior)
         with self._lock:
             if self.start == "last":
                 self._weights = (start or {}, _weights(posterior), digest)
@@ -363,7 +378,7 @@ class ActiveLearning:
                 self._seen(posterior), self.pool, candidates, self.pending, self.how, self.draws, self.memory, self.size,
                 derive(self.seed, "draws", digest),
             )  # fmt: skip
-            with torch.no_grad():
+            with torch.no_grad(), self._working():
                 choice = self.acquisition.choose(view, k, source)
             found, scores = choice.positions.cpu(), tuple(choice.scores.tolist())
         asked = tuple(candidates[found].tolist())
@@ -473,13 +488,6 @@ class ActiveLearning:
         if self._folder is not None:
             self._folder.write(labels, self._about())
         self._labels = labels
-
-
-def _chain(method: Methods, n: int) -> list[Method]:
-    """The methods to run one after another for n labels."""
-    if callable(method) and not hasattr(method, "init"):
-        method = method(n)
-    return list(method) if isinstance(method, Sequence) else [method]  # pyright: ignore[reportReturnType]
 
 
 def _weights(posterior: Posterior) -> Params:

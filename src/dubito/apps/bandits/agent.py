@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +33,19 @@ class Agent(Protocol):
         ...
 
 
+def first(counts: Sequence[int], initial: int, waiting: int = 0) -> int | None:
+    """The arm to try while some arm was taken fewer than `initial` times: one that was taken least, or None.
+
+    `waiting` choices were made whose rewards are not known yet: they go round.
+
+    >>> first([2, 1, 1], 2), first([2, 1, 1], 2, waiting=1), first([2, 2, 2], 2)
+    (1, 2, None)
+    """
+    least = min(counts)
+    few = [arm for arm, count in enumerate(counts) if count == least]
+    return few[waiting % len(few)] if least < initial else None
+
+
 @dataclass
 class Log:
     """What an agent was told, in its order."""
@@ -38,6 +53,9 @@ class Log:
     contexts: list[Tensor] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.taken = Counter(self.actions)  # how often each arm was
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -52,6 +70,7 @@ class Log:
             raise ValueError(f"contexts so far are {list(self.contexts[0].shape)}, and this one is {list(context.shape)}")
         self.contexts.append(context.detach().cpu())
         self.actions.append(action)
+        self.taken[action] += 1
         self.rewards.append(reward)
 
     def tensors(self, n: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.apps.bandits.agent import Log
+from dubito.apps.bandits.agent import Log, first
 from dubito.apps.bandits.regressions import Regressions
 from dubito.apps.bandits.thompson import Thompson
 from dubito.apps.in_turn import Methods
@@ -53,12 +53,13 @@ class Linear:
             )
         self.arms, self.width, self.initial, self.seed = arms, width, initial, seed
         self.regressions = Regressions.prior(arms, width + 1, precision=precision, a0=a0, b0=b0)
-        self.rounds = self.acts = 0
+        self.a0, self.rounds, self.acts, self._waiting = a0, 0, 0, 0
 
     def act(self, context: Tensor) -> int:
-        self.acts += 1
-        if self.rounds < self.initial * self.arms:
-            return self.rounds % self.arms
+        self.acts, waiting, self._waiting = self.acts + 1, self._waiting, self._waiting + 1
+        counts = (2 * (self.regressions.shape - self.a0)).round().long().tolist()  # each reward adds 1/2 to the shape
+        if (arm := first(counts, self.initial, waiting)) is not None:
+            return arm
         weights = self.regressions.sample(generator("cpu", self.seed, "draw", self.acts))
         return int((weights @ _with_one(context.to(weights))).argmax())
 
@@ -66,7 +67,7 @@ class Linear:
         Log().add(context, action, reward, self.arms)  # for its checks: nothing but the sums needs to be kept
         if context.shape != (self.width,):
             raise ValueError(f"a context has {self.width} numbers; got {list(context.shape)}")
-        self.rounds += 1
+        self.rounds, self._waiting = self.rounds + 1, 0
         self.regressions.update(int(action), _with_one(context.double()), float(reward))
 
     def state(self) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def eating(x: Tensor, poisonous: Tensor, rounds: int | None = None, *, seed: int
     >>> eating(torch.zeros(4, 2), torch.tensor([0, 1, 1, 0]), 10).rewards.shape
     torch.Size([10, 2])
     """
-    if set(poisonous.unique().tolist()) - {0, 1}:
-        raise ValueError("poisonous is 0 or 1 for every row")
+    if len(x) != len(poisonous) or set(poisonous.unique().tolist()) - {0, 1}:
+        raise ValueError(f"poisonous is 0 or 1 for every row; got {len(poisonous)} values for {len(x)} rows")
     source, n = generator("cpu", seed, "eating"), len(x)
     rows = torch.randperm(n, generator=source) if rounds is None else torch.randint(n, (rounds,), generator=source)
     bad = poisonous[rows].bool()
@@ -121,16 +121,20 @@ def mushroom_like(rounds: int = 2000, *, concentration: float = 0.3, seed: int =
 def classification(x: Tensor, y: Tensor, rounds: int | None = None, *, seed: int = 0, name: str = "classification") -> Bandit:
     """Labelled data as a bandit: an arm for each class, which pays 1 where it is right and 0 where not.
 
-    Rows come in random order, at most `rounds` of them; contexts are standardised, as published.
+    Classes are the values that occur in y, in rising order. Rows come in random order, at most `rounds` of them; contexts are
+    standardised, as published.
 
     >>> classification(torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])).rewards.sum(1)
     tensor([1., 1., 1., 1., 1., 1.])
     """
+    if len(x) != len(y) or y.ndim != 1:
+        raise ValueError(f"a label is one number for every row; got {list(y.shape)} for {len(x)} rows")
     rows = torch.randperm(len(x), generator=generator("cpu", seed, "rows"))[: len(x) if rounds is None else rounds]
     x = x[rows].flatten(1).float()
     spread = x.std(0, correction=0)
     x = (x - x.mean(0)) / torch.where(spread > 0, spread, 1.0)
-    return Bandit(x, torch.nn.functional.one_hot(y[rows].long(), int(y.max()) + 1).float(), name=name)
+    right = y[rows].unsqueeze(1) == y.unique()  # labels need not begin at 0: those of shuttle are 1 to 7
+    return Bandit(x, right.float(), name=name)
 
 
 def _digits(rounds: int, seed: int) -> Bandit:

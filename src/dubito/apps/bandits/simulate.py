@@ -90,14 +90,20 @@ def _save(path: Path | None, bandit: Bandit, agent: Agent, actions: list[int], s
     described = store.pack({} if done else agent.state(), tensors, "agent")
     tensors["actions"] = torch.tensor(actions, dtype=torch.long)
     path.parent.mkdir(parents=True, exist_ok=True)
-    meta = {"kind": "bandit run", "bandit": bandit.digest, "agent": described, "name": type(agent).__name__, "seconds": seconds}
+    meta = {"kind": "bandit run", "bandit": bandit.digest, "agent": described, "seconds": seconds, **_about(agent)}
     store.write(path, tensors, meta)
+
+
+def _about(agent: Agent) -> dict[str, Any]:
+    """What tells an agent from others, as far as can be seen."""
+    return {"name": type(agent).__name__, "seed": getattr(agent, "seed", None)}
 
 
 def _resume(path: Path, bandit: Bandit, agent: Agent) -> tuple[list[int], float]:
     tensors, meta = store.read(path)
-    if meta.get("kind") != "bandit run" or meta["bandit"] != bandit.digest or meta["name"] != type(agent).__name__:
-        raise ValueError(f"{path} is of another run, with other contexts or another agent: give another file")
+    alike = meta.get("kind") == "bandit run" and {"bandit": bandit.digest, **_about(agent)}.items() <= meta.items()
+    if not alike:
+        raise ValueError(f"{path} is of another run, with other contexts, another agent or another seed: give another file")
     actions = tensors["actions"].tolist()
     if len(actions) < len(bandit):
         agent.restore(store.unpack(meta["agent"], tensors))
@@ -113,6 +119,8 @@ class Standings:
     def relative(self, agent: str) -> tuple[float, float]:
         """Mean and standard error over runs of the regret relative to uniform choice, which is 100."""
         values = [run.relative for run in self.runs[agent]]
+        if not values:
+            raise ValueError(f"no run of {agent!r} is over yet")
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
         return statistics.mean(values), error
 
@@ -149,10 +157,13 @@ def compare(
     True
     """
     found = Standings({name: [] for name in agents})
+    files = {name: re.sub(r"[^A-Za-z0-9_.-]+", "-", name) for name in agents}
+    if folder is not None and len(set(files.values())) < len(files):
+        raise ValueError(f"the names of the agents make file names that are the same: {', '.join(files.values())}")
     for seed in range(runs):
         problem = bandit(seed)
         for name, make in agents.items():
-            file = None if folder is None else Path(folder) / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{seed}.safetensors"
+            file = None if folder is None else Path(folder) / f"{files[name]}-{seed}.safetensors"
             try:
                 run = simulate(problem, make(problem, seed), file=file, until=until, progress=progress)
             except Unfinished:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito import tree
-from dubito.apps.bandits.agent import Log
+from dubito.apps.bandits.agent import Log, first
 from dubito.apps.function import one_function
 from dubito.apps.in_turn import Methods, chain, fit_in_turn
 from dubito.apps.taken import check_width, taken
@@ -27,7 +27,8 @@ class Thompson:
     only. `method` is any, or several that go one after the other (`[MAP(), Laplace()]`), or a function of the number of rewards
     seen. The posterior is fitted `every` so many rewards, each time from where the last fit had come, unless the method starts anew
     as `Ensemble` does. `members` chains of fits from random starts of their own are an ensemble that is trained further, and not
-    anew. Of a `MAP` posterior there is one function: greedy choice, and with `epsilon` some random ones.
+    anew. Of a `MAP` posterior there is one function: greedy choice, and with `epsilon` some random ones. An exact last layer is what
+    the agent `bandits.NeuralLinear` has: the method of that name is for outputs that are all seen.
 
     Each arm is taken `initial` times before anything is fitted. With `standardize` the network sees rewards less their mean, divided
     by their standard deviation, both of those known at the fit; noise and prior of the model are in these units.
@@ -68,7 +69,7 @@ class Thompson:
         self.model, self.method, self.arms = taken(model), method, arms
         self.every, self.initial, self.members, self.epsilon = every, initial, members, epsilon
         self.standardize, self.batch_size, self.seed = standardize, batch_size, seed
-        self.log, self.acts = Log(), 0
+        self.log, self.acts, self._waiting = Log(), 0, 0  # choices so far, and since the last reward
         self.posterior: Posterior | None = None
         self._fitted, self._shift, self._scale = 0, 0.0, 1.0  # rewards at the last fit, and what they were standardised by
         self._before: list[Params] = []  # where the fits of the posterior began, and where the next begin
@@ -81,9 +82,9 @@ class Thompson:
         return [restarted(self.model, weights, derive(self.seed, "member", i)) for i in range(self.members)]
 
     def act(self, context: Tensor) -> int:
-        self.acts += 1
-        if len(self.log) < self.initial * self.arms:
-            return len(self.log) % self.arms
+        self.acts, waiting, self._waiting = self.acts + 1, self._waiting, self._waiting + 1
+        if (arm := first([self.log.taken[k] for k in range(self.arms)], self.initial, waiting)) is not None:
+            return arm
         if self.posterior is None or len(self.log) - self._fitted >= self.every:
             self.refit()
         chance = generator("cpu", self.seed, "chance", self.acts)
@@ -105,6 +106,7 @@ class Thompson:
 
     def update(self, context: Tensor, action: int, reward: float) -> None:
         self.log.add(context, action, reward, self.arms)
+        self._waiting = 0
 
     def refit(self) -> Posterior:
         """Fit the posterior to all that is known."""

@@ -33,6 +33,15 @@ class Discrete:
     n: int
 
 
+@dataclass(frozen=True)
+class Box:
+    """Vectors of numbers from low to high: as much of `gymnasium.spaces.Box` as is needed."""
+
+    shape: tuple[int, ...]
+    low: float = 0.0
+    high: float = 1.0
+
+
 class Maze:
     """A grid with walls (#), a start (S) and a goal (G). Four moves; what runs into a wall stays where it is.
 
@@ -67,7 +76,7 @@ class Maze:
             [[self.cells.get((i + di, j + dj), self.cells[i, j]) for di, dj in MOVES] for i, j in cells]
         )  # [cells, 4]
         self.limit = 4 * len(cells) if limit is None else limit
-        self.action_space, self.observation_space = Discrete(len(MOVES)), Discrete(len(cells))
+        self.action_space, self.observation_space = Discrete(len(MOVES)), Box((len(cells),))
         if self.shortest < 0:
             raise ValueError("no way leads from the start to the goal of this maze")
         self._at, self._steps, self._source = self.start, 0, generator("cpu", 0, "maze")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from dubito.apps.network import Network, only_network
 from dubito.apps.taken import check_width, taken
 from dubito.fit import Method, Start
 from dubito.model import Model, Target
-from dubito.posteriors import Posterior, Samples
+from dubito.posteriors import Point, Posterior, Samples
 from dubito.progress import Progress
 from dubito.randomness import derive, forked, generator
 
@@ -47,7 +48,8 @@ class History:
     lengths: list[int] = field(default_factory=list)
 
     def curve(self, every: int, steps: int) -> list[float]:
-        """The mean return of the episodes that ended in each window of so many steps; an empty window has that before it.
+        """The mean return of the episodes that ended in each window of so many steps; an empty window has that before it, and NaN where
+        no episode has ended yet.
 
         >>> History([0.0, 1.0, 1.0], [10, 4, 4]).curve(10, 20)
         [0.0, 1.0]
@@ -59,7 +61,7 @@ class History:
             windows[min(len(windows), -(-end // every)) - 1].append(value)
         found: list[float] = []
         for window in windows:
-            found.append(sum(window) / len(window) if window else (found[-1] if found else 0.0))
+            found.append(sum(window) / len(window) if window else (found[-1] if found else math.nan))
         return found
 
 
@@ -72,8 +74,9 @@ class QLearning:
     the action a' is the one that the present network would take (van Hasselt et al. 2016).
 
     `model` has a Gaussian likelihood, and learns from the action that was taken. `method` is one that takes mini-batches and always
-    has a posterior with a centre: `MAP`, `MCDropout`, `Variational`, `IVON`; its learning rate stays constant, and its epochs do not
-    count. `explore` is `Thompson()`, for which the posterior has to be more than a point, or `EpsilonGreedy()`.
+    has a posterior with a centre: `MAP`, `MCDropout`, `Variational`, `IVON(hessian_momentum=...)`; its learning rate stays constant,
+    and its epochs do not count. `explore` is `Thompson()`, for which the posterior has to be more than the point that `MAP` gives, or
+    `EpsilonGreedy()`.
 
     The first `initial` steps are random; then there is a learning step `every` so many. `n_data`, for the prior's weight, is the
     capacity if not given. `observe` turns what the environment shows into a tensor.
@@ -116,8 +119,15 @@ class QLearning:
                 f"{type(method).__name__} does not learn step by step from mini-batches at one setting of the weights: use MAP, "
                 "MCDropout, Variational or IVON"
             )
-        if getattr(method, "warmup", 0.0):
-            raise ValueError("a warmup is a share of all steps, of which there is no number here: leave it out")
+        if shares := [name for name in ("warmup", "kl_warmup", "ramp_up") if getattr(method, name, 0.0)]:
+            raise ValueError(
+                f"{shares[0]} is a share of all steps, of which there is no number here: leave it out, or set it to 0"
+            )
+        if getattr(method, "hessian_momentum", 0.0) is None:
+            raise ValueError(
+                "how fast the Hessian is learned depends on the number of steps, of which there is none here: give hessian_momentum, "
+                "such as IVON(hessian_momentum=0.999)"
+            )
         self.model, self.method, self.actions, self.explore = taken(model), method, actions, explore
         self.discount, self.batch_size, self.initial, self.every = discount, batch_size, initial, every
         self.sync, self.double, self.observe, self.seed = sync, double, observe, seed
@@ -128,11 +138,12 @@ class QLearning:
         self._state: Any = None
         self._frozen: Network | None = None
         self._posterior: Posterior | None = None
+        self._file: Path | None = None  # where this very agent is saved
         self._draws = generator(self.model.device, seed, "method")
 
     @property
     def posterior(self) -> Posterior:
-        """Over value functions, as it stands."""
+        """Over value functions, as it stands; the next learning step changes it."""
         if self._state is None:
             raise ValueError(f"nothing was learned yet: the first {self.initial} steps are random")
         if self._posterior is None:
@@ -160,6 +171,10 @@ class QLearning:
 
     def update(self, seen: Tensor, action: int, reward: float, after: Tensor, over: bool) -> None:
         """Take in a step of the environment, and learn if it is time."""
+        if not 0 <= int(action) < self.actions:
+            raise ValueError(f"the actions are 0 to {self.actions - 1}; got {action}")
+        if not math.isfinite(reward) or not bool(torch.isfinite(after).all()):
+            raise ValueError("the environment gives a reward, or shows something, that is NaN or infinite: it was not taken in")
         self.replay.add(seen, action, reward, after, over)
         self.total += 1
         if self.total >= self.initial and self.total % self.every == 0:
@@ -177,12 +192,27 @@ class QLearning:
                 start = Start(self.model.parameters(y), self.model.buffers())
                 self.model.check(start.params, data, start.buffers)
                 self._state = self.method.init(self.target, start, data, self._draws, steps=FOREVER)
+                self._check_spread()
                 self._freeze()
             self._state, _ = self.method.step(self.target, self._state, [data], self._draws)
         self.learned, self._posterior = self.learned + 1, None
 
+    def _check_spread(self) -> None:
+        """A point has one function: what was meant to be Thompson sampling would be greedy choice, and nobody would see it."""
+        if isinstance(self.explore, Thompson) and isinstance(self.posterior, Point):
+            self._state = self._posterior = None
+            raise ValueError(
+                f"the posterior of {type(self.method).__name__} is a point here, with one function, and Thompson sampling from it "
+                "would be greedy choice: use MCDropout, Variational or IVON, or explore=EpsilonGreedy()"
+            )
+
     def _freeze(self) -> None:
         centre = only_network(self.posterior, "Q-learning")
+        if not all(bool(torch.isfinite(leaf).all()) for leaf in centre.params.values()):
+            raise FloatingPointError(
+                f"the weights are not finite after {self.learned} learning steps: lower the learning rate, set clip, or give the "
+                "likelihood a larger noise"
+            )
         self._frozen = Network(self.model, tree.clone(centre.params), tree.clone(centre.buffers))
 
     def _foreseen(self, batch: Transitions) -> Tensor:
@@ -214,8 +244,10 @@ class QLearning:
         With a `file` it is saved between episodes, every so many seconds and at the end, and the same call on an agent that was made
         alike goes on from there. It stops after the episode in which the time `until` (as `time.time()` counts) has come.
         """
-        path = None if file is None else Path(file)
-        if path is not None and path.exists() and not self.total:
+        path = None if file is None else Path(file).resolve()
+        if path is not None and path.exists() and path != self._file:
+            if self.total:
+                raise FileExistsError(f"{path} holds an agent, and this one has learned already: give another file")
             self.load(path)
         saved = time.monotonic()
         with Progress(f"Q-learning, {type(self.explore).__name__}", steps, show=progress) as bar:
@@ -268,16 +300,24 @@ class QLearning:
         described = store.pack(known, tensors)
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         store.write(file, tree.move(tensors, "cpu"), {"kind": "q-learning", "about": self._about(), "agent": described})
+        self._file = Path(file).resolve()
 
     def _about(self) -> dict[str, Any]:
         shapes = {name: list(p.shape) for name, p in self.model.network.named_parameters()}
-        return {"network": shapes, "method": repr(self.method), "explore": repr(self.explore), "seed": self.seed}
+        settings = ("actions", "discount", "batch_size", "initial", "every", "sync", "double", "seed")
+        return {
+            "network": shapes, "likelihood": repr(self.model.likelihood), "prior": repr(self.model.prior), "only": self.model.only,
+            "method": repr(self.method), "explore": repr(self.explore), "capacity": self.replay.capacity, "n_data": self.target.n_data,
+            **{name: getattr(self, name) for name in settings},
+        }  # fmt: skip
 
     def load(self, file: str | os.PathLike) -> None:
         """Go on where another agent, made alike, was saved."""
         tensors, meta = store.read(file)
         if meta.get("kind") != "q-learning" or meta["about"] != self._about():
-            raise ValueError(f"{file} is of another agent, network, method, exploration or seed: give another file")
+            was = meta.get("about", {})
+            other = [name for name, value in self._about().items() if was.get(name) != value]
+            raise ValueError(f"{file} is of another agent, with another {', '.join(other) or 'kind of file'}: give another file")
         tensors, described = tree.move(tensors, self.model.device), meta["agent"]
         parts = dict(described["dict"])
         plain = {name: store.unpack(part, tensors) for name, part in parts.items() if name not in ("state", "draws")}
@@ -300,4 +340,4 @@ class QLearning:
                 self._state, _ = self.method.step(self.target, template, [data], self._draws)  # an optimiser that has its slots
             self._state = store.unpack(parts["state"], tensors, self._state)
         self._draws = store.unpack(parts["draws"], tensors, self._draws)
-        self._posterior = None
+        self._posterior, self._file = None, Path(file).resolve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ from dubito.apps.in_turn import Methods, fit_in_turn
 from dubito.apps.optimize.improvement import greedy_improvement
 from dubito.apps.optimize.surrogate import drawn
 from dubito.likelihoods import Gaussian
-from dubito.model import Model
-from dubito.posteriors import Posterior
+from dubito.model import Model, split_batch
+from dubito.posteriors import Point, Posterior
 from dubito.randomness import derive, generator
 
 NEAR = 0.05  # how far from the best known inputs candidates are drawn, in units of the box
@@ -68,12 +69,15 @@ class Optimization:
             raise ValueError(
                 "the values are numbers: use the likelihood dubito.Gaussian(scale=s), or Gaussian() to learn the noise"
             )
-        self.bounds = torch.as_tensor(bounds, dtype=torch.float64)
+        self.bounds = torch.as_tensor(bounds, dtype=torch.float64).cpu()
         if self.bounds.ndim != 2 or self.bounds.shape[1] != 2 or not bool((self.bounds[:, 0] < self.bounds[:, 1]).all()):
             raise ValueError("bounds are pairs (low, high), one for each dimension, with low < high")
+        if not bool(self.bounds.isfinite().all()):
+            raise ValueError("bounds are finite numbers: where a side has no end, give the furthest that makes sense")
         if min(initial, draws, candidates) < 1 or refine < 0:
             raise ValueError("initial, draws and candidates are at least 1, and refine is not negative")
-        self.model, self.method, self.acquisition, self.maximize = model, method, acquisition, maximize
+        self.model = replace(model, split=split_batch)  # the batches are pairs of ours
+        self.method, self.acquisition, self.maximize = method, acquisition, maximize
         self.initial, self.draws, self.candidates, self.refine = initial, draws, candidates, refine
         self.batch_size, self.seed = batch_size, seed
         self.x = torch.zeros(0, len(self.bounds), dtype=torch.float64)  # [n, d]
@@ -97,10 +101,12 @@ class Optimization:
             raise ValueError(f"{len(x)} inputs have {len(x)} values; got {len(y)}")
         if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(y).all()):
             raise ValueError("an input or a value is NaN or infinite: nothing was taken in")
-        outside = (x < self.bounds[:, 0]) | (x > self.bounds[:, 1])
+        inside = torch.minimum(torch.maximum(x, self.bounds[:, 0]), self.bounds[:, 1])
+        # what was asked for comes back rounded, if it has been through single precision
+        outside = (x - inside).abs() > 1e-6 * (self.bounds[:, 1] - self.bounds[:, 0] + self.bounds.abs().amax(1))
         if bool(outside.any()):
             raise ValueError(f"the input {x[outside.any(1)][0].tolist()} is outside of the bounds")
-        self.x, self.y = torch.cat([self.x, x]), torch.cat([self.y, y])
+        self.x, self.y = torch.cat([self.x, inside]), torch.cat([self.y, y])
 
     @property
     def posterior(self) -> Posterior:
@@ -111,7 +117,13 @@ class Optimization:
             shift, scale = self._units()
             data = (self._scaled(self.x), ((self.y - shift) / scale).to(self._like.dtype).unsqueeze(1))
             seed = derive(self.seed, "fit", len(self.y))
-            self._fitted = len(self.y), fit_in_turn(self.model, self.method, data, seed=seed, batch_size=self.batch_size)
+            found = fit_in_turn(self.model, self.method, data, seed=seed, batch_size=self.batch_size)
+            if isinstance(found, Point):
+                raise ValueError(
+                    "the posterior of this method is a point: with no uncertainty nothing is looked for but what is known to be good. "
+                    "Use an Ensemble, MCDropout, or [MAP(), NeuralLinear()]"
+                )
+            self._fitted = len(self.y), found
         return self._fitted[1]
 
     @property

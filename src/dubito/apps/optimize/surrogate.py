@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -62,7 +63,13 @@ def surrogate(posterior: Posterior, *, draws: int = 64, how: str | None = None, 
             self._width = values.shape[-1]
             values = values if output_indices is None else values[..., output_indices]
             values = values.reshape(len(values), *X.shape[:-1], values.shape[-1]).movedim(0, -3)  # [..., S, q, m]
-            made = EnsemblePosterior(values, weights=p.draw_weights.to(values))
+            weights = p.draw_weights.to(values)
+            if torch.allclose(weights, weights.mean()):
+                made = EnsemblePosterior(values)
+            elif "weights" in inspect.signature(EnsemblePosterior).parameters:
+                made = EnsemblePosterior(values, weights=weights)
+            else:
+                raise ImportError("draws with unequal weights need a BoTorch whose EnsemblePosterior has weights: upgrade it")
             return made if posterior_transform is None else posterior_transform(made)
 
     made = Surrogate()
