@@ -7,9 +7,10 @@
 
 Arms: `supervised` (the labels alone, augmented in the same way), `pi`, `temporal`, `teacher`, with the weights of the papers. Labels
 are balanced over the classes; all training images are given without labels. Nothing is chosen on test images: --tuning judges by
-training images that are in neither part. An arm and seed is a process, `--jobs` at a time; each measures its own steps first and makes
-as many as fit into the time that is left, so that learning rates have come down by the end. The result is written after each, beside
-what an earlier call has found of other cases.
+training images that are in neither part. An arm and seed is a process, `--jobs` at a time; with --seconds each measures its own steps
+first and plans as many as fit into its share, so that learning rates have come down by the end. Where steps take longer later than they
+did at first, a run is stopped before that: `steps` is then less than `planned`, and the headline says of how many. The result is
+written after each, beside what an earlier call has found of other cases.
 
     DUBITO_DATA=... python benchmarks/semi_supervised.py --cases mnist --device cuda --seeds 3 --jobs 12 --seconds 150
     DUBITO_DATA=... python benchmarks/semi_supervised.py --cases cifar10 --device cuda --jobs 4 --seconds 420
@@ -55,7 +56,7 @@ AUGMENT = {
 }
 STEPS = {"digits": 2000, "mnist": 20_000, "cifar10": 150_000}  # at most, where --steps says nothing
 HANDED = ("device", "pool", "test", "steps", "batch_size", "learning_rate", "scale")
-TRIAL = 30  # steps that are timed
+TRIAL, SKIPPED, MARGIN = 100, 20, 0.7  # steps that are timed, but for the first; share of the time that is planned for
 
 
 def perceptron() -> nn.Module:
@@ -145,7 +146,7 @@ def run(case: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, A
     steps = args.steps or STEPS[case]
     if args.until is not None:
         seconds = trial(model, method(case, arm, more, steps, args), (more[few], y[few]), options)
-        steps = max(1, min(steps, int((args.until - time.time() - 15) / seconds)))
+        steps = max(1, min(steps, int(MARGIN * (args.until - time.time() - 15) / seconds)))
     chosen = method(case, arm, more, steps, args)
     made, told = [0], []
 
@@ -174,13 +175,15 @@ def trial(model: Model, chosen: Any, data: tuple[Tensor, Tensor], options: dict[
     times: list[float] = []
 
     def note(event: Any) -> bool:
-        if model.device.type == "cuda" and event.step in (10, TRIAL):
+        if model.device.type == "cuda" and event.step in (SKIPPED, TRIAL):
             torch.cuda.synchronize()
         times.append(time.time())
         return event.step >= TRIAL
 
     dubito.fit(model, chosen, data, callbacks=[note], **options)
-    return (times[-1] - times[9]) / (len(times) - 10) if len(times) > 10 else times[-1] - times[0] + 1e-3
+    if len(times) <= SKIPPED:
+        return (times[-1] - times[0] + 1e-3) / len(times)
+    return (times[-1] - times[SKIPPED - 1]) / (len(times) - SKIPPED)
 
 
 def apart(case: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -210,33 +213,42 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def report(runs: dict[str, dict[str, list]], args: argparse.Namespace, *, last: bool) -> None:
-    headline: dict[str, list[Any]] = {}
+def merged(before: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier call has found of other cases stays, with its settings."""
+    return {key: {**before.get(key, {}), **figures[key]} for key in ("runs", "settings")}
+
+
+def summary(figures: dict[str, Any]) -> tuple[list[list[object]], dict[str, list[Any]]]:
+    """The rows of the table, and the headline."""
     rows: list[list[object]] = []
-    settings = {key: value for key, value in vars(args).items() if key not in ("until", "run", "began", "rounds")}
-    if args.device != "cpu":
-        settings["gpu"] = torch.cuda.get_device_name()
-    path = RESULTS / "semi_supervised.json"
-    before = json.loads(path.read_text())["figures"] if path.exists() else {"runs": {}, "settings": {}}
-    runs = {**before["runs"], **runs}  # what an earlier call has found of other cases stays
-    told = {**before["settings"], **dict.fromkeys(args.cases.split(","), settings)}
-    for case, arms in runs.items():
+    headline: dict[str, list[Any]] = {}
+    for case, arms in figures["runs"].items():
+        where = figures["settings"][case].get("gpu", "CPU")  # cases may come from different machines
         for arm, found in arms.items():
             if found:
                 error, beside = spread([one["error"] for one in found]), PUBLISHED.get((case, arm), "")
                 steps = round(statistics.mean(one["steps"] for one in found))
                 rows.append([case, arm, len(found), steps, error, spread([one["nll"] for one in found]), beside])
-                headline[f"{case}, {LABELS[case]:,} labels, {arm}: error in % ({len(found)} seeds, {steps:,} steps)"] = [
-                    error,
-                    beside,
-                ]
+                short = sum(one["steps"] < one["planned"] for one in found)
+                told = f"{len(found)} seeds, {steps:,} steps{f', {short} stopped early' if short else ''}, {where}"
+                headline[f"{case}, {LABELS[case]:,} labels, {arm}: error in % ({told})"] = [error, beside]
+    return rows, headline
+
+
+def report(runs: dict[str, dict[str, list]], args: argparse.Namespace, *, last: bool) -> None:
+    settings = {key: value for key, value in vars(args).items() if key not in ("until", "run", "began", "rounds")}
+    if args.device != "cpu":
+        settings["gpu"] = torch.cuda.get_device_name()
+    path = RESULTS / "semi_supervised.json"
+    before = json.loads(path.read_text())["figures"] if path.exists() else {}
+    figures = merged(before, {"runs": runs, "settings": dict.fromkeys(args.cases.split(","), settings)})
+    rows, headline = summary(figures)
     if last:
         try:
             show("Few labels", ["case", "arm", "seeds", "steps", "error %", "NLL", "published"], rows)
         except ImportError:  # rich is not everywhere
             for row in rows:
                 print(" | ".join(map(str, row)))
-    figures = {"runs": runs, "settings": told}
     write("semi_supervised", settings=settings, figures=figures, headline=headline, seconds=time.time() - args.began)
 
 

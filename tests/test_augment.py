@@ -61,3 +61,7 @@ def test_refusals():
         Noise(-1.0)
     with pytest.raises(ValueError, match="at least 0"):
         Shift(-1)
+    with pytest.raises(TypeError, match=r"real numbers; got torch.uint8"):
+        Noise(0.1)(torch.zeros(2, 3, dtype=torch.uint8), source())
+    with pytest.raises(ValueError, match=r"mirror; got \[2, 3\]"):
+        Flip()(torch.zeros(2, 3), source())

@@ -85,33 +85,49 @@ def test_without_weight_it_is_the_method_inside(kind):
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_the_log_likelihood_that_is_told_is_that_of_the_data(kind):
-    told = []
+def test_what_is_told_of_a_step(kind):
+    """The log likelihood of the student's view, and how far its predictions are from those of another; every second view is moved."""
+    views, told = [0], []
+
+    def augment(x, _):
+        views[0] += 1
+        return x + (views[0] - 1) % 2
+
     x, y = moons(16, 0)
+    more = moons(40, 1)[0]
     model = Model(net(), Categorical())
-    method = kind(MAP(epochs=1, learning_rate=1e-12), ramp_up=0.0, augment=lambda x, _: x, unlabelled=moons(40, 1)[0])
+    method = kind(MAP(epochs=2, learning_rate=1e-12), weight=9.0, ramp_up=0.0, augment=augment, unlabelled=more)
     dubito.fit(model, method, (x, y), callbacks=[lambda event: told.append(event.info)])
-    ll = model.log_likelihood(model.parameters(), (x, y), {})[0].mean()
-    assert float(told[0]["log_likelihood"]) == pytest.approx(float(ll), rel=1e-4)
-    assert float(told[0]["consistency"]) == pytest.approx(0.0, abs=1e-10)
+    moved = int(kind is Temporal)  # it has one view a step, and remembers that of the step before
+    params = model.parameters()
+    ll = model.log_likelihood(params, (x + moved, y), {})[0].mean()
+    z, other = (model.forward(params, torch.cat([x, more]) + by, {})[0].softmax(-1) for by in (moved, 1 - moved))
+    assert float(told[-1]["consistency"]) == pytest.approx(float((z - other).pow(2).mean()), rel=1e-4)
+    assert float(told[-1]["consistency"]) > 1e-3
+    assert float(told[-1]["log_likelihood"]) == pytest.approx(float(ll), rel=1e-4)
+
+
+def wrong(method) -> float:
+    """The share of errors, of two half circles with three labels each."""
+    x, y = moons(6, 1)
+    x_test, y_test = moons(500, 2)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        wide = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    p = dubito.fit(Model(wide, Categorical(), Normal(scale=10.0)), method, (x, y), seed=1)
+    return float((p.predict(x_test).mean.argmax(-1) != y_test).double().mean())
+
+
+@pytest.fixture(scope="module")
+def supervised() -> float:
+    return wrong(MAP(epochs=150, learning_rate=3e-3))
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_unlabelled_examples_help(kind):
-    """Two half circles with three labels each: what lies between is learned from the shape of the rest."""
-    x, y = moons(400, 1)
-    few = torch.tensor([0, 1, 2, 3, 4, 5])
-    x_test, y_test = moons(500, 2)
-
-    def wrong(method):
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            wide = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-        p = dubito.fit(Model(wide, Categorical(), Normal(scale=10.0)), method, (x[few], y[few]), seed=1)
-        return float((p.predict(x_test).mean.argmax(-1) != y_test).double().mean())
-
-    supervised = wrong(MAP(epochs=150, learning_rate=3e-3))
-    stable = wrong(kind(MAP(epochs=60, learning_rate=5e-3), unlabelled=x, augment=Noise(0.15), weight=30.0, ramp_up=0.5))
+def test_unlabelled_examples_help(kind, supervised):
+    """What lies between the labels is learned from the shape of the rest."""
+    inner = MAP(epochs=40, learning_rate=5e-3)
+    stable = wrong(kind(inner, unlabelled=moons(400, 3)[0], augment=Noise(0.15), weight=30.0, ramp_up=0.5))
     assert stable < 0.75 * supervised, (stable, supervised)
 
 
@@ -185,6 +201,26 @@ def test_networks_of_several_inputs():
     assert p.params["a.weight"].shape == (3, 2)
 
 
+def test_a_data_set_of_dicts_may_have_labels_which_are_not_looked_at():
+    class Named(Dataset):
+        def __init__(self, labels: bool):
+            self.x, self.labels = moons(30, 1)[0], labels
+
+        def __len__(self):
+            return len(self.x)
+
+        def __getitem__(self, i):
+            return {"input": self.x[i], **({"labels": -1} if self.labels else {})}
+
+    x, y = moons(8, 0)
+    labelled = [{"input": x, "labels": y}]
+    fits = [
+        dubito.fit(Model(net(), Categorical()), MeanTeacher(MAP(epochs=2), unlabelled=Named(labels)), labelled, n_data=8)
+        for labels in (True, False)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*map(tensors, fits), strict=True))
+
+
 def test_resuming_with_other_unlabelled_examples_is_refused(tmp_path):
     x, y = moons(20, 0)
     stop = [lambda event: event.step == 2]
@@ -231,6 +267,8 @@ def test_refusals(kind):
         kind(MAP(), unlabelled=DataLoader(TensorDataset(x)))
     with pytest.raises(TypeError, match="unlabelled is a tensor"):
         kind(MAP(), unlabelled=[x])
+    with pytest.raises(TypeError, match="give it a __len__"):
+        kind(MAP(), unlabelled=Dataset())
     with pytest.raises(ValueError, match="no unlabelled examples"):
         kind(MAP(), unlabelled=x[:0])
     with pytest.raises(ValueError, match="weight is at least 0"):
@@ -239,6 +277,11 @@ def test_refusals(kind):
         kind(MAP(), augment=0.1)
     with pytest.raises(ValueError, match=r"alike but for their number; got \[20, 2\] and \[20, 1\]"):
         dubito.fit(Model(net(), Categorical()), kind(MAP(), unlabelled=x[:, :1], augment=Noise(0.1)), (x, y))
+    method = kind(MAP(), unlabelled={"inputs": x}, augment=lambda x, _: x)
+    with pytest.raises(ValueError, match=r"\['input'\] and \['inputs'\]"):
+        dubito.fit(Model(net(), Categorical()), method, [{"input": x, "labels": y}], n_data=20)
+    with pytest.raises(ValueError, match="it was given 20 and made 5"):
+        dubito.fit(Model(net(), Categorical()), kind(MAP(), augment=lambda x, _: x[:5]), (x, y))
 
 
 def test_regression_agrees_in_its_mean():

@@ -130,3 +130,22 @@ def test_our_normals_are_for_many_in_single_precision_on_a_cpu():
     assert not randomness.Normals.pay([torch.empty(30_000, dtype=torch.float64)])
     assert not randomness.Normals.pay([torch.empty(300)])
     assert randomness.Normals.pay([torch.empty(10_000)] * 3) == torch.backends.mkl.is_available()
+
+
+def test_hashes_tell_rows_apart_and_know_them_again():
+    images = torch.randint(0, 2, (5000, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    for kind in (torch.float32, torch.uint8, torch.bool):
+        assert len(randomness.hashed([images.to(kind)]).unique()) == len(images.flatten(1).unique(dim=0))
+    words = torch.cartesian_prod(*[torch.arange(-1, 7)] * 5)  # small integers, of which sums over places are soon alike
+    keys = randomness.hashed([words])
+    assert len(keys.unique()) == len(words)
+    assert torch.equal(randomness.hashed([words.mT.contiguous().mT.flip(0)]).flip(0), keys)
+    assert len(randomness.hashed([words[:, :2], words[:, 2:]]).unique()) == len(words)
+    assert not torch.equal(randomness.hashed([words[:, :1], words[:, 1:2]]), randomness.hashed([words[:, 1:2], words[:, :1]]))
+
+
+def test_uniforms_of_hashes():
+    u = randomness.uniforms(torch.arange(-50_000, 50_000)).sort().values
+    assert 0 <= float(u[0]) <= float(u[-1]) < 1
+    even = (torch.arange(100_000) + 0.5) / 100_000
+    assert float((u - even).abs().max()) < 1.95 / 100_000**0.5  # Kolmogorov and Smirnov, at a thousandth

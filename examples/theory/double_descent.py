@@ -34,13 +34,12 @@ WIDTHS = (10, 20, 40, 80, 120, 160, 180, 190, 200, 210, 220, 240, 280, 340, 420,
 
 
 def features(width: int, seed: int) -> nn.Sequential:
-    """Random units with unit-norm weights, and the linear layer that is to be fitted."""
+    """Random units with weights of about unit norm, and the linear layer that is to be fitted."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10, bias=False)).double()
     with torch.no_grad():
-        for layer in (net[0],):
-            layer.weight.normal_(0.0, 64**-0.5)
-            layer.bias.normal_(0.0, 0.1)
+        net[0].weight.normal_(0.0, 64**-0.5)
+        net[0].bias.normal_(0.0, 0.1)
     return net
 
 
@@ -62,16 +61,16 @@ def run(width: int, seed: int, args: argparse.Namespace) -> dict[str, float]:
     def judged(f: Tensor) -> tuple[float, float]:
         return float((f.argmax(-1) != y_test).double().mean()), float((f - truth).pow(2).mean())
 
-    outputs, sizes = [], []
+    outputs, fitted, sizes = [], [], []
     for draw_ in range(args.draws):
         net = features(width, 1000 * seed + draw_)
         weights = least_squares(net, x, target)
         sizes.append(float(weights.norm()))
         with torch.no_grad():
             outputs.append(net[:2](x_test) @ weights)
-            fitted = float((net[:2](x) @ weights - target).pow(2).mean())
+            fitted.append(float((net[:2](x) @ weights - target).pow(2).mean()))
     found = dict(zip(("error", "squares"), judged(outputs[0]), strict=True))
-    found |= {"train squares": fitted, "norm": sizes[0]}
+    found |= {"train squares": fitted[0], "norm": sizes[0]}
     found |= dict(zip(("error, ensemble", "squares, ensemble"), judged(torch.stack(outputs).mean(0)), strict=True))
     model = Model(features(width, 1000 * seed), Gaussian(), only="^2")
     p = dubito.fit(model, NeuralLinear(), (x, target), batch_size=args.train, progress=False).predict(x_test)

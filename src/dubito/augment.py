@@ -31,6 +31,11 @@ class Noise:
             raise ValueError(f"scale is a standard deviation, at least 0; got {self.scale}")
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(
+                f"noise goes on one tensor of real numbers; got {found}: give a function of your own, (x, generator) -> x"
+            )
         return x + self.scale * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
@@ -74,6 +79,8 @@ class Flip:
     """
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        if x.ndim < 3:
+            raise ValueError(f"images [B, ..., H, W] are seen in a mirror; got {list(x.shape)}")
         turned = torch.rand((len(x), *[1] * (x.ndim - 1)), generator=generator, device=x.device) < 0.5
         return torch.where(turned, x.flip(-1), x)
 

@@ -30,6 +30,7 @@ from dubito.fit import Info, Method, Start
 from dubito.likelihoods import own
 from dubito.model import Model, Target, batch_size, mode
 from dubito.posteriors import Posterior
+from dubito.posteriors.posterior import inputs_of
 from dubito.randomness import derive
 from dubito.tree import Buffers, Params
 
@@ -78,7 +79,7 @@ class Stream:
         if self.dataset is None:
             return tree.apply_leaves(lambda leaf: leaf[rows], self.held), rows
         batch = default_collate([self.dataset[row] for row in rows.tolist()])
-        return tree.move(inputs_of(self.model, batch), self.model.device), rows.to(self.model.device)
+        return tree.move(inputs_of(self.model, batch)[0], self.model.device), rows.to(self.model.device)
 
 
 def count(unlabelled: Unlabelled) -> int:
@@ -89,7 +90,10 @@ def count(unlabelled: Unlabelled) -> int:
             f"{type(unlabelled).__name__}" + (": give its .dataset" if isinstance(unlabelled, DataLoader) else "")
         )
     if isinstance(unlabelled, Dataset):
-        assert isinstance(unlabelled, Sized)
+        if not isinstance(unlabelled, Sized):
+            raise TypeError(
+                f"a {type(unlabelled).__name__} does not tell how many unlabelled examples there are: give it a __len__"
+            )
         n = len(unlabelled)
     else:
         sizes = {len(leaf) for leaf in tree.leaves(tree.tensors(unlabelled))}
@@ -105,13 +109,6 @@ def batches_of(n: int, size: int) -> int:
     return math.ceil(n / size)
 
 
-def inputs_of(model: Model, batch: Any) -> Any:
-    """The inputs of a batch of a data set whose targets, if it has any, are not looked at."""
-    if isinstance(batch, list | tuple) and len(batch) >= 2:
-        return model.split(batch)[0]
-    return next(iter(batch)) if isinstance(batch, list | tuple) else batch
-
-
 def joined(x: Any, more: Any) -> Any:
     """Labelled inputs and, after them, unlabelled ones."""
     if isinstance(x, Tensor) and isinstance(more, Tensor) and x.shape[1:] == more.shape[1:]:
@@ -120,7 +117,10 @@ def joined(x: Any, more: Any) -> Any:
         return {key: joined(x[key], more[key]) for key in x}
     if isinstance(x, list | tuple) and isinstance(more, list | tuple) and len(x) == len(more):
         return tuple(joined(a, b) for a, b in zip(x, more, strict=True))
-    told = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (x, more)]
+    told = [
+        list(one.shape if isinstance(one, Tensor) else one) if isinstance(one, Tensor | dict) else type(one).__name__
+        for one in (x, more)
+    ]
     raise ValueError(f"labelled and unlabelled inputs must be alike but for their number; got {told[0]} and {told[1]}")
 
 
@@ -164,7 +164,15 @@ class Consistent(Target):
             x = joined(x, more)
 
         def view() -> Any:
-            return x if self.augment is None else self.augment(x, self.generator)
+            if self.augment is None:
+                return x
+            made = self.augment(x, self.generator)
+            sizes = [batch_size(one) for one in (x, made)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"augment returns one input for each that it is given; it was given {sizes[0]} and made {sizes[1]}"
+                )
+            return made
 
         kind = self.model.device.type
         with mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
@@ -234,7 +242,7 @@ class Consistency(ABC):
 
     @abstractmethod
     def begin(self, target: Target, state: ConsistencyState, x: Any, generator: torch.Generator) -> ConsistencyState:
-        """The state with what the teacher needs; x is a batch of inputs."""
+        """The state with what the teacher needs; x is a batch of inputs, labelled and unlabelled."""
 
     @abstractmethod
     def teach(self, state: Any, view: View) -> Tensor:
@@ -264,7 +272,7 @@ class Consistency(ABC):
         digest = "" if stream is None else stream.digest()
         state = ConsistencyState(student, 0, steps, 0, seed, digest, stream=stream, given=digest)
         if stream is not None:
-            joined(x, stream(0, seed)[0])  # fails early where they are not alike
+            x = joined(x, stream(0, seed)[0])  # fails early where they are not alike
         return self.begin(target, state, x, generator)
 
     def step(self, target: Target, state: Any, data: Iterable[Any], generator: torch.Generator) -> tuple[Any, Info]:

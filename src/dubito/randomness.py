@@ -1,4 +1,5 @@
-"""Global random number generators, borrowed and given back; and Gaussian noise faster than torch draws it on a CPU.
+"""Global random number generators, borrowed and given back; Gaussian noise faster than torch draws it on a CPU; and numbers that
+depend on an example alone.
 
 Our own code draws from explicit `torch.Generator`s. Where torch or a user's data set insists on the global generators (dropout,
 DataLoader, NumPy augmentations), `forked` lends them out: seeded by us inside, exactly as they were afterwards, also on error.
@@ -97,6 +98,39 @@ def forked(seed: int | None = None) -> Iterator[None]:
         random.setstate(python)
         for device, state in enumerate(cuda):
             torch.cuda.set_rng_state(state, device)
+
+
+def hashed(leaves: list[Tensor]) -> Tensor:
+    """A 64-bit hash of the values of each row, [B], over all leaves of a batch: an example is known by it wherever it comes.
+
+    >>> keys = hashed([torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])])
+    >>> bool(keys[0] == keys[2]), bool(keys[0] == keys[1])
+    (True, False)
+    """
+    keys = torch.zeros(len(leaves[0]), dtype=torch.int64, device=leaves[0].device)
+    for leaf in leaves:
+        rows = leaf.detach().reshape(len(leaf), -1)
+        bits = rows.double().view(torch.int64) if rows.is_floating_point() else rows.long()
+        # each number is scrambled at its place before they are added up, or small integers would make the same sum in many ways
+        place = torch.arange(1, bits.shape[1] + 1, device=bits.device) * -7046029254386353131
+        keys = _scrambled(keys) + _scrambled(bits + place).sum(1)
+    return keys
+
+
+def uniforms(keys: Tensor) -> Tensor:
+    """64-bit integers to numbers in [0, 1), in float64, that look independent and uniform.
+
+    >>> abs(float(uniforms(torch.arange(10_000)).mean()) - 0.5) < 0.01
+    True
+    """
+    return ((_scrambled(keys) >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def _scrambled(keys: Tensor) -> Tensor:
+    """64-bit integers one to one to others (the last steps of splitmix64); shifts bring in zeros, as for unsigned numbers."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        keys = (keys ^ ((keys >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return keys ^ ((keys >> 31) & (2**33 - 1))
 
 
 @contextmanager

@@ -14,11 +14,13 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 import dubito
 from contract.test_contract import assert_same, snapshot
-from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+from dubito import MAP, Bernoulli, Categorical, Ensemble, Gaussian, MCDropout, Model
 from dubito.apps.stability import lipschitz_bound, local_slopes, operator_norm, spectrally_normalised, stability
+from dubito.apps.stability.bound import SLOPES
 from dubito.posteriors import Point
 from dubito.report import stability as drawing
 from dubito.report.report import Report
+from dubito.shift import pgd
 
 
 def seeded(build, seed: int = 0):
@@ -83,6 +85,44 @@ def test_the_norm_of_a_convolution_is_not_that_of_its_kernel():
     assert exact > 1.2 * kernel
 
 
+def test_norms_of_which_many_are_nearly_alike():
+    """More directions than are kept at a time: it begins anew from the best."""
+    sizes = torch.linspace(1.0, 0.5, 1000, dtype=torch.float64)
+    assert operator_norm(lambda x: sizes * x, torch.zeros(1, 1000, dtype=torch.float64)) == pytest.approx(1.0, rel=1e-8)
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_of_activations_are_the_steepest(name):
+    function = getattr(F, name) if hasattr(F, name) else getattr(torch, name)
+    kwargs = (
+        [{"approximate": how} for how in ("none", "tanh")] if name == "gelu" else [{"min": -1.0}] if name == "clamp" else [{}]
+    )
+    for options in kwargs:
+        x = torch.linspace(-8, 8, 40_001, dtype=torch.float64).requires_grad_()
+        (slope,) = torch.autograd.grad(function(x, **options).sum(), x)
+        assert 0.999 * SLOPES[name] < float(slope.abs().max()) <= SLOPES[name] * (1 + 1e-6)  # torch rounds some of their settings
+
+
+@pytest.mark.parametrize(
+    ("layer", "exact"),
+    [
+        (lambda: nn.MaxPool2d(3, stride=2), 2.0),  # a number is in four windows at most
+        (lambda: nn.MaxPool2d(3, stride=1, padding=1), 3.0),
+        (lambda: nn.MaxPool2d((2, 1)), 1.0),
+        (lambda: nn.LeakyReLU(-2.0), 2.0),
+        (lambda: nn.ELU(3.0), 3.0),
+        (lambda: nn.CELU(3.0), 1.0),
+        (lambda: nn.Softmax(-1), 0.5),
+    ],
+)
+def test_bounds_of_pooling_and_of_activations_with_settings(layer, exact):
+    assert lipschitz_bound(_holding(layer()), torch.zeros(1, 1, 7, 7).double()).value == pytest.approx(exact, rel=1e-6)
+    x = torch.zeros(1, 1, 7, 7)
+    peak = x.clone()
+    peak[0, 0, 2, 2] = 1.0  # where windows overlap
+    assert float((layer()(peak) - layer()(x)).norm()) <= exact + 1e-6
+
+
 def test_the_bound_of_a_chain_is_the_product_and_above_every_slope():
     net = seeded(conv).double()
     x = torch.randn(16, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -124,15 +164,81 @@ def test_an_ensemble_is_bounded_by_the_mean():
     assert found == pytest.approx(sum(float(torch.linalg.matrix_norm(n.weight.detach(), 2)) for n in nets) / 2, rel=1e-6)
 
 
-def test_what_has_no_bound_is_refused():
-    class Squared(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * x
+class Calls(nn.Module):
+    """A function of a linear layer's output h and of the input."""
 
-    with pytest.raises(ValueError, match="mul, for which there is no bound"):
-        lipschitz_bound(Squared(2, 2), torch.zeros(1, 2))
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = seeded(lambda: nn.Linear(3, 3)), function
+
+    def forward(self, x):
+        return self.function(self.linear(x), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "least"),  # and the bound, in terms of the norm of the linear layer
+    [
+        (lambda h, x: torch.cat([h.relu()] * 2, -1), lambda a: math.sqrt(2) * a),
+        (lambda h, x: (lambda r: torch.stack([r, x, r], 1).flatten(1))(h.relu()), lambda a: math.sqrt(2 * a**2 + 1)),
+        (lambda h, x: torch.add(x, h.relu(), alpha=-5), lambda a: 1 + 5 * a),
+        (lambda h, x: torch.sub(x, other=h.relu()), lambda a: 1 + a),
+        (lambda h, x: 2 * h.detach(), lambda a: 2 * a),
+        (lambda h, x: torch.rsub(x, h.relu(), alpha=5), lambda a: 5 + a),
+        (lambda h, x: (h.relu().unsqueeze(1) + x.tanh().unsqueeze(2)).flatten(1), lambda a: math.sqrt(3) * (a + 1)),
+        (lambda h, x: h.relu()[:, [0, 0, 0, 0]], lambda a: 2 * a),
+        (lambda h, x: h.relu()[:, 1:, None].flatten(1), lambda a: a),
+        (lambda h, x: h.relu().mul_(3.0), lambda a: 3 * a),
+        (lambda h, x: h.log_softmax(-1), lambda a: math.sqrt(3) * a),
+        (lambda h, x: F.dropout(h.relu(), 0.5, training=False), lambda a: a),
+        (lambda h, x: h.double().relu() @ torch.eye(3).double(), lambda a: a),
+    ],
+)
+def test_bounds_count_what_comes_in_more_than_once(function, least):
+    net = Calls(function)
+    found = lipschitz_bound(net, torch.zeros(1, 3))
+    a = float(torch.linalg.matrix_norm(net.linear.weight.detach(), 2))
+    assert found.value == pytest.approx(least(a), rel=1e-5)
+    x = 3 * torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert ((net(x[0]) - net(x[1])).norm(dim=1) <= found.value * (x[0] - x[1]).norm(dim=1) + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda h, x: h * x, "mul"),
+        (lambda h, x: h * h, "mul"),
+        (lambda h, x: h / h, "div"),
+        (lambda h, x: 1 / h, "rdiv"),
+        (lambda h, x: torch.einsum("bi,bj->bij", h, h).flatten(1), "einsum"),
+        (lambda h, x: F.dropout(h, 0.5, training=True), "dropout"),
+        (lambda h, x: F.batch_norm(h, None, None, training=True), "batch_norm"),
+    ],
+)
+def test_what_has_no_bound_is_refused(function, name):
+    with pytest.raises(ValueError, match=f"calls {name}, for which there is no bound"):
+        lipschitz_bound(Calls(function), torch.zeros(3, 3))
+
+
+def test_bounds_are_of_real_numbers_in_whatever_mode():
     with pytest.raises(ValueError, match="embed words"):
         lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2).long())
+    net = seeded(lambda: nn.Linear(2, 2))
+    exact = float(torch.linalg.matrix_norm(net.weight.detach(), 2))
+    with torch.inference_mode():
+        assert lipschitz_bound(net, torch.zeros(1, 2).double()).value == pytest.approx(exact, rel=1e-6)
+
+
+def test_slopes_of_attention():
+    """Its fastest kernels cannot be differentiated twice."""
+    net = seeded(
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(12, 2))
+    ).eval()
+    x = torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(0))
+    point = Point(Model(net, Categorical()), {name: p.detach() for name, p in net.named_parameters()}, {})
+    exact = [torch.autograd.functional.jacobian(lambda one: net(one.unsqueeze(0)).squeeze(0), one).flatten(1) for one in x]
+    found = local_slopes(point, x, of="outputs", tolerance=1e-8, steps=500)
+    assert torch.allclose(found, torch.linalg.matrix_norm(torch.stack(exact), 2), rtol=1e-3)
 
 
 def test_slopes_are_norms_of_jacobians():
@@ -156,7 +262,8 @@ def test_slopes_of_a_posterior_are_those_of_its_mean_prediction():
     p = dubito.fit(model, MCDropout(epochs=5, draws=12), (x, y))
     found = local_slopes(p, x, tolerance=1e-7, steps=200)
     step = 1e-3 * F.normalize(torch.randn(200, 3, generator=torch.Generator().manual_seed(2)), dim=1)
-    seen = torch.stack([(p.predict(x + s).mean - p.predict(x - s).mean).norm(dim=1) / 2e-3 for s in step]).amax(0)
+    ahead, behind = (p.predict((x + sign * step.unsqueeze(1)).flatten(0, 1)).mean.view(200, 10, 2) for sign in (1, -1))
+    seen = ((ahead - behind).norm(dim=2) / 2e-3).amax(0)
     assert (seen <= found * 1.02 + 1e-3).all()
     assert (seen >= 0.9 * found - 1e-3).double().mean() > 0.7
     assert_same(before, snapshot(model))
@@ -195,6 +302,10 @@ def test_only_the_layers_that_are_named():
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="shared with other layers"):
         spectrally_normalised(tied, torch.zeros(1, 3))
+    zero = nn.Sequential(nn.Linear(3, 3))
+    nn.init.zeros_(zero[0].weight)
+    with pytest.raises(ValueError, match="all zero"):
+        spectrally_normalised(zero, torch.zeros(1, 3))
     with pytest.raises(ValueError, match="norm is positive"):
         spectrally_normalised(net, torch.zeros(1, 1, 8, 8), norm=0.0)
 
@@ -234,6 +345,48 @@ def test_what_is_certified_withstands_and_slopes_are_bounded(reports):
     assert found["ensemble"].level(0.0).epistemic > 0
 
 
+def test_whether_doubt_tells_wrong_and_attacked_inputs(reports):
+    """AUROCs as what they mean: how often one of these is more doubtful than one of those."""
+    fits, x, y, found = reports
+
+    def ahead(these, those):
+        apart = these.unsqueeze(1) - those
+        return float(((apart > 0).double() + 0.5 * (apart == 0).double()).mean())
+
+    moved = pgd(fits["plain"], x, y, size=0.2, bounds=(0, 1), norm="l2")
+    p, clean = fits["plain"].predict(moved), fits["plain"].predict(x)
+    total, wrong = p.uncertainty.total, p.mean.argmax(-1) != y
+    level = found["plain"].level(0.2)
+    assert level.noticed == pytest.approx(ahead(total, clean.uncertainty.total), abs=1e-5)
+    assert level.errors == pytest.approx(ahead(total[wrong], total[~wrong]), abs=1e-5)
+    assert level.confidence == pytest.approx(float(p.mean.amax(-1).mean()), abs=1e-5)
+    assert abs(level.noticed - 0.5) > 0.1
+    assert abs(level.errors - 0.5) > 0.1
+
+
+def test_pixels_without_a_class_do_not_count():
+    x, y = torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(5, 6, 6).long()
+    layer = seeded(lambda: nn.Conv2d(1, 2, 3, padding=1))
+    point = Point(Model(layer, Categorical(dim=1)), {name: p.detach() for name, p in layer.named_parameters()}, {})
+    y[:, :, 2:] = layer(x)[:, :, :, 2:].argmax(1)  # right, and in the first two columns by chance
+    y[:, :3, :2] = -100
+    found = stability(point, x, y, sizes=[1e-6], bounds=None).level(0.0)
+    p = point.predict(x)
+    counts = y >= 0
+    right, total = (p.mean.argmax(-1) == y)[counts], p.uncertainty.total[counts]
+    assert found.certified == pytest.approx(found.accuracy)
+    assert found.accuracy == pytest.approx(float(right.double().mean()))
+    ahead = (total[~right].unsqueeze(1) > total[right]).double().mean()
+    assert found.errors == pytest.approx(float(ahead), abs=1e-5)
+
+
+def test_inputs_of_another_precision(reports):
+    fits, x, y, found = reports
+    level = stability(fits["plain"], x.double(), y, sizes=[0.2], bounds=(0, 1)).level(0.2)
+    assert level.accuracy == pytest.approx(found["plain"].level(0.2).accuracy, abs=0.03)
+    assert level.certified == pytest.approx(found["plain"].level(0.2).certified)
+
+
 def test_pictures(reports, tmp_path):
     found = reports[3]
     made = drawing.section(found)
@@ -255,6 +408,9 @@ def test_refusals(reports):
         stability(fits["plain"], x, y, sizes=[], bounds=None)
     with pytest.raises(ValueError, match="outside the bounds"):
         stability(fits["plain"], x + 1, y, sizes=[0.1], bounds=(0, 1))
+    several = Point(Model(nn.Linear(4, 3), Bernoulli()), {}, {})
+    with pytest.raises(ValueError, match=r"one label for each input; got targets \[80, 3\]"):
+        stability(several, x, torch.zeros(80, 3), sizes=[0.1], bounds=None)
     point = Point(Model(nn.Linear(2, 1), Gaussian(scale=1.0)), {}, {})
     with pytest.raises(ValueError, match="of classifiers"):
         stability(point, x, y, sizes=[0.1], bounds=None)

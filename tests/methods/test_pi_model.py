@@ -24,8 +24,8 @@ def test_on_linear_regression_with_noise_it_is_ridge(temperature):
     precision = x.mT @ x / noise**2 + eye / scale**2 + 60 * s**2 * (1 / noise**2 + 4 * v) * eye
     exact = torch.linalg.solve(precision, x.mT @ y / noise**2)
     model = Model(nn.Linear(3, 1, bias=False).double(), Gaussian(scale=noise), Normal(scale=scale))
-    many = 100  # copies average over the noise within a step; what they stand for is still 60 examples
-    method = PiModel(MAP(epochs=200, learning_rate=0.05), augment=Noise(s), weight=v, ramp_up=0.0)
+    many = 60  # copies average over the noise within a step; what they stand for is still 60 examples
+    method = PiModel(MAP(epochs=100, learning_rate=0.1), augment=Noise(s), weight=v, ramp_up=0.0)
     found = dubito.fit(
         model, method, (x.repeat(many, 1), y.repeat(many, 1)), n_data=60, batch_size=60 * many, temperature=temperature
     )
@@ -38,8 +38,10 @@ def test_two_passes_that_cannot_differ_are_refused():
     data = torch.randn(8, 2), torch.arange(8) % 3
     with pytest.raises(ValueError, match="nothing to hold together"):
         dubito.fit(Model(nn.Linear(2, 3), Categorical()), PiModel(MAP(epochs=1)), data)
-    # dropout that the method puts on makes them differ
+    # dropout that the method puts on makes them differ, and one labelled example is enough for BatchNorm beside others without
     dubito.fit(Model(nn.Linear(2, 3), Categorical()), PiModel(MCDropout(epochs=1, at="", rate=0.5)), data)
+    network = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+    dubito.fit(Model(network, Categorical()), PiModel(MAP(epochs=1), unlabelled=data[0]), (data[0][:1], data[1][:1]))
 
 
 def test_running_statistics_follow_one_pass_a_step():

@@ -15,7 +15,7 @@ from dubito.fit import Info, Method, Start, _start
 from dubito.methods.map import MAP
 from dubito.model import Target
 from dubito.posteriors import Mixture, Point, Posterior, Samples
-from dubito.randomness import derive
+from dubito.randomness import derive, hashed, uniforms
 from dubito.restart import restarted
 from dubito.tree import Params
 
@@ -249,9 +249,9 @@ class Ensemble:
     def _bag(self, target: Target, batch: Any) -> Tensor:
         """How often each example counts for each member, [S, B]: Poisson(1), from a hash of the example's own bytes."""
         x, y = target.model.split(batch)
-        keys = _keys([*tree.leaves(x), *tree.leaves(y)])
+        keys = hashed([*tree.leaves(x), *tree.leaves(y)])
         salts = torch.tensor([derive("bag", i) for i in range(self.size)], device=keys.device)
-        uniform = _mixed(keys ^ salts.unsqueeze(1)).double()
+        uniform = uniforms(keys ^ salts.unsqueeze(1))
         counts = torch.zeros_like(uniform)
         cumulative = term = 0.36787944117144233  # e^-1
         for k in range(1, 12):
@@ -267,22 +267,3 @@ def _together(target: Target, starts: list[Start]) -> Start:
     first = starts[0].buffers
     buffers = {name: leaf if name in fixed else torch.stack([s.buffers[name] for s in starts]) for name, leaf in first.items()}
     return Start(tree.stack([s.params for s in starts]), buffers)
-
-
-def _mixed(keys: Tensor) -> Tensor:
-    """64-bit integers to uniform numbers in [0, 1)."""
-    keys = (keys ^ (keys >> 29)) * -4658895280553007687
-    keys = (keys ^ (keys >> 32)) * -7723592293110705685
-    return ((keys >> 11) & (2**53 - 1)).double() * 2.0**-53
-
-
-def _keys(leaves: list[Tensor]) -> Tensor:
-    """A hash of each row, [B], over all leaves of a batch."""
-    keys = torch.zeros(leaves[0].shape[0], dtype=torch.int64, device=leaves[0].device)
-    for leaf in leaves:
-        rows = leaf.detach().reshape(leaf.shape[0], -1)
-        bits = rows.double().view(torch.int64) if rows.is_floating_point() else rows.long()
-        position = torch.arange(1, bits.shape[1] + 1, device=bits.device) * -7046029254386353131
-        mixed = (bits ^ (bits >> 31)) * position + position
-        keys = keys * 31 + (mixed ^ (mixed >> 29)).sum(1)
-    return keys

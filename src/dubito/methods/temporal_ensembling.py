@@ -10,7 +10,9 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.consistency import Consistency, ConsistencyState, View, squared
-from dubito.model import Target, mode
+from dubito.likelihoods import own
+from dubito.model import Target
+from dubito.randomness import hashed
 
 
 @dataclass
@@ -32,7 +34,7 @@ class TemporalEnsembling(Consistency):
 
     `unlabelled` are inputs without targets: a tensor, or a Dataset whose targets are not looked at. An epoch is then a pass over
     those, where that is longer. `augment(x, generator)` returns inputs of the same shape: see `dubito.augment`. Labelled examples are
-    known again by their bytes, so they must come as they are, not augmented by their loader.
+    known again by their values, so they must come as they are, not augmented by their loader.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(2, 3), dubito.Categorical())
@@ -52,10 +54,9 @@ class TemporalEnsembling(Consistency):
 
     def begin(self, target: Target, state: ConsistencyState, x: Any, generator: torch.Generator) -> TemporalEnsemblingState:
         model = target.model
-        with torch.no_grad(), mode(model.network, False):
-            f, _ = model.call(state.student.params, x, tree.clone(state.student.buffers))
-            f = f.float() if f.dtype.itemsize < 4 else f
-            z = model.likelihood.mean(f, {name: leaf for name, leaf in state.student.params.items() if ":" in name})
+        with torch.no_grad():
+            f, _ = model.forward(state.student.params, x, tree.clone(state.student.buffers))
+            z = model.likelihood.mean(f.float() if f.dtype.itemsize < 4 else f, own(state.student.params))
         n = target.n_data + (0 if state.stream is None else state.stream.n)
         return TemporalEnsemblingState(
             **vars(state),
@@ -71,7 +72,7 @@ class TemporalEnsembling(Consistency):
         z, k = view.z.detach().to(state.sums.dtype), state.seen[rows]
         each = (-1, *[1] * (z.ndim - 1))
         before = state.sums[rows]
-        told = before / (1 - self.decay ** k.clamp_min(1)).to(before).view(each)
+        told = before / (1 - self.decay ** k.clamp_min(1).double()).to(before).view(each)
         # the whole batch is written at once: an example that is in it twice counts once
         state.sums[rows] = self.decay * before + (1 - self.decay) * z
         state.seen[rows] = k + 1
@@ -91,20 +92,3 @@ class TemporalEnsembling(Consistency):
             state.known += len(new)
         ordered, order = state.keys[: state.known].sort()
         return order[torch.searchsorted(ordered, keys)]
-
-
-def hashed(leaves: list[Tensor]) -> Tensor:
-    """A hash of the bytes of each row, [B].
-
-    >>> keys = hashed([torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])])
-    >>> bool(keys[0] == keys[2]), bool(keys[0] == keys[1])
-    (True, False)
-    """
-    keys = torch.zeros(len(leaves[0]), dtype=torch.int64, device=leaves[0].device)
-    for leaf in leaves:
-        rows = leaf.detach().reshape(len(leaf), -1)
-        bits = rows.double().view(torch.int64) if rows.is_floating_point() else rows.long()
-        place = torch.arange(1, bits.shape[1] + 1, device=bits.device) * -7046029254386353131
-        mixed = (bits ^ (bits >> 31)) * place + place
-        keys = keys * 31 + (mixed ^ (mixed >> 29)).sum(1)
-    return keys

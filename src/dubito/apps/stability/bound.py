@@ -32,13 +32,14 @@ SLOPES = {
 MOVES = {
     "flatten", "reshape", "view", "permute", "transpose", "t", "contiguous", "squeeze", "unsqueeze", "movedim", "swapaxes", "getitem",
     "unflatten", "clone", "to", "float", "double", "type", "narrow", "select", "flip", "chunk", "split", "unbind", "detach", "ravel",
-    "dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "view_as", "reshape_as", "pixel_shuffle",
+    "view_as", "reshape_as", "pixel_shuffle",
 }  # fmt: skip
-# affine in the one tensor that depends on the input
+ADDS, JOINS = {"add", "sub", "rsub"}, {"cat", "concat", "concatenate", "stack", "hstack", "vstack"}
+# affine in the one tensor that depends on the input, where that comes in at one place
 AFFINE = {
     "linear", "matmul", "mm", "bmm", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "batch_norm", "mean",
-    "sum", "mul", "div", "neg", "add", "sub", "rsub", "pad", "interpolate", "cumsum", "roll", "einsum", "expand", "repeat",
+    "sum", "mul", "div", "neg", "pad", "interpolate", "cumsum", "roll", "einsum", "expand", "repeat", "getitem",
 }  # fmt: skip
 
 
@@ -47,9 +48,7 @@ class Bound:
     """A bound on the Lipschitz constant of f(x), in Euclidean norms, and the factor of every operation that is not 1."""
 
     value: float
-    factors: dict[
-        str, float
-    ]  # by the path of the module, the operation and its place; of the first network, if there are several
+    factors: dict[str, float]  # by module, operation and place; of the first network, if there are several
 
 
 def lipschitz_bound(given: Posterior | Model | nn.Module, x: Tensor, *, draws: int = 10) -> Bound:
@@ -68,13 +67,15 @@ def lipschitz_bound(given: Posterior | Model | nn.Module, x: Tensor, *, draws: i
     """
     if not isinstance(x, Tensor) or not x.is_floating_point() or len(x) < 1:
         raise ValueError("a bound is for one tensor of real numbers, with an example at least: embed words first")
-    found = [(one.weight, _bounded(one, one.ready(x[:1]))) for one in networks(posterior_of(given), draws=draws)]
+    with torch.inference_mode(False):  # what is made in that mode has no gradients, by which norms are found
+        found = [(one.weight, _bounded(one, x[:1].clone())) for one in networks(posterior_of(given), draws=draws)]
     return Bound(sum(share * bound.value for share, bound in found), found[0][1].factors)
 
 
 def _bounded(network: Network, x: Tensor) -> Bound:
     params = {name: leaf for name, leaf in network.params.items() if ":" not in name}
-    found = trace(network.model, params, x, network.buffers)
+    like = next(network.model.network.parameters())
+    found = trace(network.model, params, x.to(like.device, like.dtype), network.buffers)
     return _Walk(found, {**network.buffers, **params}).walked()
 
 
@@ -96,7 +97,7 @@ class _Walk:
             )
             if not live:
                 self._compute(step)
-            elif len(live) == 1 and isinstance(step.out, Ref) and self._affine(step, live[0]):
+            elif len(live) == 1 and isinstance(step.out, Ref) and _affine(step, live[0]):
                 base, before = self.waiting.get(live[0], (live[0], []))
                 self.waiting[step.out.slot] = base, [*before, step]
             else:
@@ -112,9 +113,6 @@ class _Walk:
         outs, values = list(refs(step.out)), list(tree.leaves(made))
         self.values |= {ref.slot: value for ref, value in zip(outs, values, strict=True)}
 
-    def _affine(self, step: Step, live: int) -> bool:
-        return step.name in MOVES or (step.name in AFFINE and (step.name != "div" or _is(step.args[0], live)))
-
     def _of(self, slot: int) -> float:
         """The bound of a slot; where affine operations are waiting, they are made one."""
         if slot not in self.bounds:
@@ -124,16 +122,12 @@ class _Walk:
 
     def _norm(self, base: int, steps: list[Step]) -> float:
         values = {slot: _double(value) for slot, value in self.values.items()}
-        real = [step for step in steps if step.name not in MOVES]
+        real = [step for step in steps if not _moves(step)]
         if not real:
             return 1.0
-        if (
-            len(real) == 1
-            and real[0].name == "linear"
-            and len(real[0].args) > 1
-            and "getitem" not in {step.name for step in steps}
-        ):
-            norm = float(torch.linalg.matrix_norm(self._filled(real[0].args[1], values), 2))
+        matrix = real[0].args[1] if len(real) == 1 and real[0].name == "linear" and len(real[0].args) > 1 else None
+        if isinstance(matrix, Ref) and matrix.slot in values and "getitem" not in {step.name for step in steps}:
+            norm = float(torch.linalg.matrix_norm(values[matrix.slot], 2))
         else:
             # the trace has several examples, which an operation treats one by one: its norm is that of any
             one = torch.zeros(self.trace.shapes[base], dtype=torch.float64, device=self.device)
@@ -144,21 +138,24 @@ class _Walk:
 
     def _composed(self, base: int, steps: list[Step], values: dict[int, Any]) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:
-            known = {**values, base: x}
+            known = {**values, base: x.clone()}  # which an operation may change in place
             for step in steps:
-                x = step.func(*self._filled(step.args, known), **self._filled(step.kwargs, known))
+                func = torch.clone if step.name == "detach" else step.func  # the norm is found by gradients, which are to pass
+                x = func(*self._filled(step.args, known), **self._filled(step.kwargs, known)).double()
                 known[step.out.slot] = x
-            return x.double()
+            return x
 
         return call
 
     def _bound(self, step: Step, live: list[int]) -> float:
-        name, bounds = step.name, [self._of(slot) for slot in live]
-        if name in MOVES or name in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"):
+        name, places = step.name, _places(step, live)
+        bounds = [self._of(slot) for slot in places]  # what comes in twice counts twice
+        if name in JOINS:
             return math.sqrt(sum(bound**2 for bound in bounds))
-        if name in ("add", "sub", "rsub") and len(live) > 1:
-            return sum(bounds)
-        factor = self._factor(step) if len(live) == 1 else None
+        if name in ADDS:
+            terms = (*step.args[:2], step.kwargs.get("other"))
+            return sum(self._added(step, i, arg.slot) for i, arg in enumerate(terms) if isinstance(arg, Ref) and arg.slot in live)
+        factor = 1.0 if _moves(step) else self._factor(step) if len(places) == 1 else None
         if factor is None:
             raise ValueError(
                 f"{step.where or 'the network'} calls {name}, for which there is no bound: local_slopes tells what it does around "
@@ -167,6 +164,12 @@ class _Walk:
         if factor != 1.0:
             self.factors[f"{step.where or 'network'}: {name} ({len(self.factors)})"] = factor
         return factor * bounds[0]
+
+    def _added(self, step: Step, place: int, slot: int) -> float:
+        """The bound of one term of a sum, which may be multiplied, and repeated along axes that the other term has."""
+        times = abs(float(step.kwargs.get("alpha", 1))) if place == (0 if step.name == "rsub" else 1) else 1.0
+        copies = math.prod(self.trace.shapes[step.out.slot]) / max(1, math.prod(self.trace.shapes[slot]))
+        return times * math.sqrt(copies) * self._of(slot)
 
     def _factor(self, step: Step) -> float | None:
         """How much a function of single numbers, or a pooling, can stretch a distance; None where that is not known."""
@@ -181,6 +184,9 @@ class _Walk:
             return max(1.0, float(self._filled(step.args)[1].abs().max()))
         if name == "softmax":
             return 0.5
+        if name == "log_softmax":  # steepest where one class has all the probability
+            axis = self._argument(step, 1, "dim", -1)
+            return math.sqrt(self.trace.shapes[step.out.slot][-1 if axis is None else axis])
         return self._pooled(step) if name.startswith("max_pool") else None
 
     def _pooled(self, step: Step) -> float:
@@ -213,8 +219,29 @@ class _Walk:
         return value
 
 
-def _is(value: Any, slot: int) -> bool:
-    return isinstance(value, Ref) and value.slot == slot
+def _places(step: Step, live: list[int]) -> list[int]:
+    """The slots among these that an operation is given, as often as it is."""
+    return [ref.slot for ref in refs((step.args, step.kwargs)) if ref.slot in live]
+
+
+def _affine(step: Step, live: int) -> bool:
+    """Whether an operation is an affine function of the one tensor that depends on the input."""
+    name, first = step.name, step.args[0] if step.args else None
+    if name in ADDS or name in JOINS:
+        return True
+    if name not in AFFINE | MOVES or len(_places(step, [live])) > 1:  # x * x is not
+        return False
+    if name == "batch_norm":  # by the statistics of the batch it is no function of one example
+        return not (step.args[5] if len(step.args) > 5 else step.kwargs.get("training", False))
+    return name not in ("div", "getitem") or (isinstance(first, Ref) and first.slot == live)
+
+
+def _moves(step: Step) -> bool:
+    """Whether numbers are moved about or left out, and none is there twice, as in x[:, [0, 0]]."""
+    if step.name == "getitem":
+        index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
+        return all(one is None or one is ... or isinstance(one, int | slice | Size) for one in index)
+    return step.name in MOVES
 
 
 def _double(value: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.posteriors import Posterior
 from dubito.progress import Progress
@@ -59,12 +61,21 @@ def local_slopes(
 
     parts = x.detach().split(batch_size)
     done: list[Tensor] = []
-    with torch.inference_mode(False), Progress("slopes", len(parts), show=progress) as bar:
+    with torch.inference_mode(False), _twice(posterior.model.network), Progress("slopes", len(parts), show=progress) as bar:
         for i, part in enumerate(parts):
             place = part.clone().to(device, dtype)
             done.append(_steepest(prediction, place, steps, tolerance, generator("cpu", seed, "slopes", i)).to(x.device))
             bar.update(i + 1, {})
     return torch.cat(done) if done else x.new_zeros(0)
+
+
+@contextmanager
+def _twice(network: nn.Module) -> Iterator[None]:
+    """Attention and recurrent layers by kernels that can be differentiated twice, which the fastest cannot."""
+    recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
+    cudnn = torch.backends.cudnn
+    with sdpa_kernel(SDPBackend.MATH), cudnn.flags(enabled=cudnn.enabled and not recurrent):
+        yield
 
 
 def _steepest(function: Callable[[Tensor], Tensor], x: Tensor, steps: int, tolerance: float, source: torch.Generator) -> Tensor:

@@ -49,24 +49,24 @@ def operator_norm(apply: Callable[[Tensor], Tensor], like: Tensor, *, tolerance:
 
 def _lanczos(twice: Callable[[Tensor], Tensor], v: Tensor, most: int) -> tuple[float, Tensor, float]:
     """The largest eigenvalue of A^T A seen from v within so many products, its vector, and how far it is from being one."""
-    basis = [v / v.norm().clamp_min(torch.finfo(v.dtype).tiny)]
+    basis = v.new_empty(most, v.numel())
+    basis[0] = v / v.norm().clamp_min(torch.finfo(v.dtype).tiny)
     diagonal: list[float] = []
     beside: list[float] = []
-    for _ in range(most):
-        w = twice(basis[-1])
-        diagonal.append(float(w @ basis[-1]))
+    for k in range(1, most + 1):
+        w = twice(basis[k - 1])
+        diagonal.append(float(w @ basis[k - 1]))
         for _ in range(2):  # what rounding brings back of the earlier ones is taken out
-            stacked = torch.stack(basis)
-            w = w - stacked.mT @ (stacked @ w)
+            w = w - basis[:k].mT @ (basis[:k] @ w)
         length = float(w.norm())
         beside.append(length)
-        if length <= 1e-12 * max(max(diagonal), torch.finfo(v.dtype).tiny) or len(diagonal) == most:
+        if length <= 1e-12 * max(max(diagonal), torch.finfo(v.dtype).tiny) or k == most:
             break
-        basis.append(w / length)
+        basis[k] = w / length
     k = len(diagonal)
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     for i in range(k - 1):
         matrix[i, i + 1] = matrix[i + 1, i] = beside[i]
     values, vectors = torch.linalg.eigh(matrix)
     best = vectors[:, -1]
-    return float(values[-1]), torch.stack(basis[:k]).mT @ best.to(v), beside[-1] * abs(float(best[-1]))
+    return float(values[-1]), basis[:k].mT @ best.to(v), beside[-1] * abs(float(best[-1]))

@@ -30,8 +30,8 @@ def spectrally_normalised(
     not on the kernel as a matrix, whose norm is another number. With activations of slope 1 the Lipschitz constant of a chain of L
     layers is at most norm^L; `lipschitz_bound` tells what it is after training. BatchNorm is left as it is, and may undo this.
 
-    `at` picks layers by `re.search` over their names. The copy is an ordinary module: give it to a `dubito.Model`, and afterwards
-    `torch.nn.utils.parametrize.remove_parametrizations` makes plain layers of it.
+    `at` picks layers by `re.search` over their names; transposed convolutions are left as they are. The copy is an ordinary module:
+    give it to a `dubito.Model`, and afterwards `torch.nn.utils.parametrize.remove_parametrizations` makes plain layers of it.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> held = spectrally_normalised(net, torch.zeros(1, 2))
@@ -54,8 +54,13 @@ def spectrally_normalised(
         raise ValueError(
             f"the weights of {tied} are shared with other layers, and would be scaled for one of them: name others by `at`"
         )
-    shapes = _shapes(made, layers, x)
+    zero = [name for name, layer in layers.items() if not bool(layer.weight.detach().any())]
+    if zero:
+        raise ValueError(
+            f"the weights of {zero} are all zero, and no factor gives them a norm: initialise them, or name others by `at`"
+        )
     with forked(derive(seed, "spectral")):
+        shapes = _shapes(made, layers, x)
         for name, layer in layers.items():
             if isinstance(layer, nn.Linear):
                 spectral_norm(layer, n_power_iterations=iterations)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from dubito.apps.stability.bound import Bound, lipschitz_bound
 from dubito.apps.stability.local import Transform, local_slopes
+from dubito.likelihoods import Bernoulli
 from dubito.metrics import accuracy, ece, nll
 from dubito.metrics.decisions import auroc
+from dubito.metrics.reading import labelled, targets
 from dubito.posteriors import Point, Posterior
 from dubito.predictive import Predictive, concatenate
 from dubito.progress import Progress
@@ -35,9 +37,7 @@ class Level:
     errors: float  # AUROC of the total uncertainty at telling wrong predictions from right ones; NaN where all are alike
     noticed: float  # AUROC of the total uncertainty at telling these inputs from those as they are
     slope: float  # mean norm of the Jacobian of the probabilities
-    certified: (
-        float | None
-    )  # share that is right and that no change of this size can turn, by the bound; None where there is none
+    certified: float | None  # share that is right and that no change of this size can turn, by the bound, if there is one
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def stability(
     """
     if not posterior.model.likelihood.discrete:
         raise ValueError("the stability report is of classifiers: of regressions, local_slopes tells how steep they are")
+    if isinstance(posterior.model.likelihood, Bernoulli) and y.ndim > 1 and y.shape[-1] > 1:
+        raise ValueError(f"the stability report is of one label for each input; got targets {list(y.shape)} of several yes or no")
     levels = sorted({0.0, *(float(size) for size in sizes)})
     check(x, levels[-1], bounds, norm)
     if levels[0] < 0 or len(levels) < 2:
@@ -135,10 +137,10 @@ def _bound(posterior: Posterior, x: Tensor, transform: Transform | None) -> tupl
 def _predicted(
     posterior: Posterior, x: Tensor, how: str | None, draws: int | None, seed: int, transform: Transform | None, batch_size: int
 ) -> Predictive:
-    parts = []
+    parts, dtype = [], next(posterior.model.network.parameters()).dtype
     for part in x.split(batch_size):
         given = part if transform is None else transform(part)
-        parts.append(posterior.predict(given, how, draws=draws, seed=seed).to("cpu"))
+        parts.append(posterior.predict(given.to(dtype), how, draws=draws, seed=seed).to("cpu"))
     return concatenate(parts)
 
 
@@ -147,6 +149,8 @@ def _level(size: float, p: Predictive, clean: Predictive, y: Tensor, slope: floa
     u, was = p.uncertainty, clean.uncertainty
     wrong = p.mean.argmax(-1) != y if p.mean.shape[-1] > 1 else (p.mean.squeeze(-1) > 0.5) != (y.view(len(y)) > 0.5)
     total, before = u.total.flatten(), was.total.flatten()
+    counted = labelled(p, targets(p, y, "stability")).flatten()  # of images, some pixels may have no class
+    doubt, wrong = total[counted], wrong.flatten()[counted]
     mixed = bool(wrong.any()) and not bool(wrong.all())
     told = torch.cat([torch.zeros(len(before)), torch.ones(len(total))]).bool()
     return Level(
@@ -158,7 +162,7 @@ def _level(size: float, p: Predictive, clean: Predictive, y: Tensor, slope: floa
         float(total.double().mean()),
         float(u.aleatoric.double().mean()),
         float(u.epistemic.double().mean()),
-        float(auroc(total, wrong)) if mixed else math.nan,
+        float(auroc(doubt, wrong)) if mixed else math.nan,
         float(auroc(torch.cat([before, total]), told)) if size else 0.5,
         slope,
         certified,
@@ -174,4 +178,5 @@ def _certified(
     best = f.topk(2, dim=-1).values
     margin = best[..., 0] - best[..., 1]
     right = f.argmax(-1) == y.cpu()
-    return float((right & (margin > math.sqrt(2) * bound.value * size)).double().mean())
+    safe = right & (margin > math.sqrt(2) * bound.value * size)
+    return float(safe[labelled(clean, y.cpu())].double().mean())
