@@ -3,7 +3,7 @@
 One hidden layer of 50 ReLU units, inputs and targets standardised on the training part, a normal prior of scale 0.5 on all weights
 and a learned noise. Given several `--scales`, one is chosen for every split by the log likelihood of a fifth of its training part, with
 short chains: on the first split of boston, concrete and yacht this chose 0.5 of 0.2, 0.3 and 0.5. The test part is seen once, at the
-end. Chains start from networks initialised anew and go on, in rounds that double their draws, until rank-normalised split R-hat is at
+end. Chains start from networks initialised anew and go on, each time by half of what they have, until rank-normalised split R-hat is at
 most 1.01 for the predictions at all test inputs, or rounds or seconds are over.
 
 Splits and samplers are processes of their own, `--jobs` at a time: a network of this size fills a small part of a GPU
@@ -148,7 +148,7 @@ def rounds(name: str, which: dubito.Model, s: Standardized, args: argparse.Names
         )
         if history[-1]["R-hat"] <= AGREED or len(history) >= args.rounds:
             return
-        more = method(name, args.chains, 0, len(whole) // whole.chains, step)
+        more = method(name, args.chains, 0, len(whole) // whole.chains // 2, step)
         parts.append(fitted(more, which, data, seed=len(history), start=last(parts[-1]), device=args.device)[0])
 
 
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=16)
     parser.add_argument("--burn-in", type=int, default=100, help="trajectories of HMC, or draws of MCLMC")
     parser.add_argument("--draws", type=int, default=200, help="of the first round, a chain; MCLMC makes twice as many")
-    parser.add_argument("--rounds", type=int, default=4, help="at most; each doubles the draws")
+    parser.add_argument("--rounds", type=int, default=6, help="at most; each adds half of the draws so far")
     parser.add_argument("--scales", type=float, nargs="+", default=[0.5], help="of the prior, to choose from")
     parser.add_argument("--short", type=int, default=60, help="burn-in and draws of the chains that choose the prior's scale")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
