@@ -43,9 +43,9 @@ from dubito.priors import Normal
 
 ARMS = ("thompson", "thompson_episode", "epsilon", "epsilon_fast")
 WINDOWS = 10
-NEEDS = {"maze": None, "cartpole": "gymnasium", "minigrid": "minigrid"}
-STEPS = {"maze": 8000, "cartpole": 8000, "minigrid": 20_000}
-HANDED = ("device", "steps", "rate", "folder")
+NEEDS = {"maze": None, "cartpole": "gymnasium", "acrobot": "gymnasium", "mountaincar": "gymnasium", "minigrid": "minigrid"}
+STEPS = {"maze": 8000, "cartpole": 8000, "acrobot": 16_000, "mountaincar": 20_000, "minigrid": 20_000}
+HANDED = ("device", "steps", "rate", "initial", "folder")
 
 
 def environment(name: str) -> tuple[Any, int, int, dict[str, Any]]:
@@ -57,6 +57,14 @@ def environment(name: str) -> tuple[Any, int, int, dict[str, Any]]:
 
     if name == "cartpole":
         return gymnasium.make("CartPole-v1"), 4, 2, dict(discount=0.99, learning_rate=1e-3, noise=1.0, sync=100)
+    if name == "acrobot":
+        return gymnasium.make("Acrobot-v1"), 6, 3, dict(discount=0.99, learning_rate=1e-3, noise=1.0, sync=100)
+    if name == "mountaincar":
+
+        def scaled(seen: Any) -> torch.Tensor:
+            return (torch.as_tensor(seen, dtype=torch.float32) - torch.tensor([-0.3, 0.0])) / torch.tensor([0.9, 0.07])
+
+        return gymnasium.make("MountainCar-v0"), 2, 3, dict(discount=0.99, learning_rate=1e-3, noise=1.0, sync=100, observe=scaled)
     import minigrid  # noqa: F401  (registers its environments)
 
     def look(seen: Any) -> torch.Tensor:
@@ -88,7 +96,7 @@ def run(name: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, A
         kind(learning_rate=settings.pop("learning_rate")),
         actions,
         explore=explore,
-        initial=steps // 10,
+        initial=int(steps * args.initial),
         seed=seed,
         **settings,
     )
@@ -203,6 +211,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="runs that are not done by then hand in what they have")
     parser.add_argument("--steps", type=int, help="of the environment; its own number if not given")
     parser.add_argument("--rate", type=float, default=0.1, help="of dropout")
+    parser.add_argument("--initial", type=float, default=0.1, help="share of the steps that are random at first, for all arms")
     parser.add_argument("--folder", help="where agents are kept")
     parser.add_argument("--picture", help="where to draw the curves")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)

@@ -6,10 +6,11 @@ network, g'(m)^2 v for an activation, nothing but variances, and A^2 on the valu
 with first-order activations. "forward" carries variances only, "rank 64" 64 directions in which units move together, "full" all.
 
 The networks are like those of which such errors are known: trained on a smooth function, with variances by hand (a share of the
-weights' own scale), or on real data with a diagonal Laplace posterior, at a given prior or (evidence) at that which maximises the
-evidence; attention, and one LeNet, have weights as torch initialises them. Random weights in the others would flatter what carries
+weights' own scale), or on real data with a posterior by Laplace, at a given prior or (evidence) at that which maximises the
+evidence, by mean-field variational inference, or by IVON; attention, and one LeNet, have weights as torch initialises them. Random weights in the others would flatter what carries
 variances only: correlations of units then cancel.
 
+Networks that a call does not name keep what an earlier one found, and `earlier` in the settings says which call that was.
 On a CPU the networks that share weights between positions get fewer draws (`draws` in the results); n draws make a KL of about 1/n.
 
     OMP_NUM_THREADS=1 python benchmarks/streamlined_accuracy.py                    # minutes; DUBITO_DATA for the real data sets
@@ -34,13 +35,13 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from cifar10 import normalised
-from measure import interleaved, ratio, show, write
+from measure import earlier, interleaved, ratio, show, write
 from networks import lenet, mlp, resnet20
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dubito
-from dubito import MAP, Categorical, Laplace, Model
+from dubito import IVON, MAP, Categorical, Laplace, Model, Variational
 from dubito.data import cifar10, digits, mnist, standardize, uci
 from dubito.data.examples import Examples
 from dubito.data.root import locate
@@ -333,6 +334,22 @@ def on_digits(device: str) -> tuple[Gaussian, Tensor]:
     return at_laplace(model, (x.flatten(1), y), x_test[:16].flatten(1), epochs=60)
 
 
+def variational(method: Variational | IVON, *hidden: int, uci_set: str | None = None) -> Make:
+    """By a method whose posterior is a Gaussian of independent weights, on digits or on a set of UCI."""
+
+    def make(device: str) -> tuple[Gaussian, Tensor]:
+        x, y, x_test, *_ = standardize(uci(uci_set, 0)) if uci_set else digits()
+        x, x_test = x.flatten(1), x_test.flatten(1)
+        likelihood = dubito.Gaussian() if uci_set else Categorical()
+        network = mlp(x.shape[1], *hidden, 1 if uci_set else 10).to(device)
+        model = Model(network, likelihood, Normal.fan_in(network))
+        posterior = dubito.fit(model, method, (x, y), batch_size=32 if uci_set else 128, progress=False)
+        assert isinstance(posterior, Gaussian)
+        return posterior, x_test[: 32 if uci_set else 16].to(device)
+
+    return make
+
+
 def kronecker_on_digits(*hidden: int) -> Make:
     """The prior's precisions a hundred times those of the evidence, about where held-out images like them best."""
 
@@ -374,6 +391,7 @@ CLOSE = {"adjoint": 0.001, "full": 0.01}  # "full": forward with covariance
 ONE = CLOSE | {"forward": 0.003}
 REAL = {"adjoint": 0.01, "full": 0.01}
 VALUES, LAST = r"value\.weight", r"^(6|8)\..*value\.weight"  # of all four blocks, of the last two
+MEAN_FIELD = Variational(epochs=200, learning_rate=0.01)
 BLOCKS = r"^[2-9]\..*weight"
 CASES = {
     "ReLU 6-50-1, diagonal Laplace (yacht)": Case(on_uci("yacht", 50, prior=0.1), REAL | {"forward": 0.003}),
@@ -384,6 +402,12 @@ CASES = {
     "ReLU 64-100-10, diagonal Laplace, evidence (digits)": Case(on_digits, REAL | {"forward": 0.003}),
     "ReLU 64-50-10, Kronecker Laplace (digits)": Case(kronecker_on_digits(50), REAL, fewer=4),
     "ReLU 64-50-50-10, Kronecker Laplace (digits)": Case(kronecker_on_digits(50, 50), REAL, fewer=4),
+    "ReLU 6-50-1, mean-field VI (yacht)": Case(variational(MEAN_FIELD, 50, uci_set="yacht"), REAL | {"forward": 0.003}),
+    "ReLU 13-50-1, mean-field VI (boston)": Case(variational(MEAN_FIELD, 50, uci_set="boston"), REAL | {"forward": 0.003}),
+    "ReLU 8-50-50-1, mean-field VI (concrete)": Case(variational(MEAN_FIELD, 50, 50, uci_set="concrete"), REAL),
+    "ReLU 64-100-10, mean-field VI (digits)": Case(variational(MEAN_FIELD, 100), REAL | {"forward": 0.003}),
+    "ReLU 64-100-10, IVON (digits)": Case(variational(IVON(epochs=100), 100), REAL | {"forward": 0.003}),
+    "ReLU 64-50-50-10, IVON (digits)": Case(variational(IVON(epochs=100), 50, 50), REAL),
     **{f"{name} 8-64-1": Case(trained(name, 64, share=0.2), ONE) for name in ACTIVATIONS},
     "ReLU 8-64-64-1, small variances": Case(trained("ReLU", 64, 64, share=0.05), CLOSE),
     "tanh 8-64-64-1": Case(trained("tanh", 64, 64, share=0.1), CLOSE),
@@ -504,13 +528,14 @@ def main() -> None:
     args, began = parser.parse_args(), time.time()
     if args.quick:
         args.draws, args.repeats = 2000, 1
-    figures: dict[str, dict] = {}
     headline: dict[str, list[Any]] = {}
     misses: list[str] = []
     names = [name for name in CASES if any(part in name for part in args.only)]
     with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
         found = pool.map(named, names, repeat(args)) if args.workers > 1 else (named(name, args) for name in names)
-        figures |= {name: figure for name, figure in zip(names, found, strict=True) if figure is not None}
+        figures = {name: figure for name, figure in zip(names, found, strict=True) if figure is not None}
+    before, commands = earlier("streamlined_accuracy", figures)
+    figures = {name: figure for name in CASES if (figure := (figures | before).get(name)) is not None}
     for name, figure in figures.items():
         case = CASES[name]
         results = figure["ways"]
@@ -530,7 +555,7 @@ def main() -> None:
     print("\n".join(["targets missed:", *misses] if misses else ["all targets kept"]))
     if args.quick:
         return
-    settings = {"draws": args.draws, "repeats": args.repeats, "device": args.device, "workers": args.workers}
+    settings = {"draws": args.draws, "repeats": args.repeats, "device": args.device, "workers": args.workers, "earlier": commands}
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
     write("streamlined_accuracy", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
