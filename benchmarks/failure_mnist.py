@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import dubito
 from dubito import Categorical, MCDropout, Model
 from dubito.apps.failure import ConfidNet, Failure, errors, failures, one_minus_true, scores
-from dubito.apps.network import networks, score_loader
+from dubito.apps.network import score_loader
 from dubito.data import cifar10, mnist
 from dubito.metrics import accuracy, ece, nll
 from dubito.priors import Normal
@@ -101,9 +101,7 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     posterior = dubito.fit(model, method, data, batch_size=128, seed=seed, progress=False)
     fitted = time.time() - began
     memory = 1.0 if args.device == "cpu" else 8.0
-    centre = networks(posterior)[0]
-    still = dubito.posteriors.Point(model, centre.params, centre.buffers)
-    p, _ = still.predict_loader(list(x.split(1000)))
+    p, _ = posterior.predict_loader(list(x.split(1000)), "point")
     q, _ = posterior.predict_loader(list(x.split(1000)), draws=args.draws, memory=memory)
     row: dict[str, Any] = {"images": len(data[1]), "errors": int(errors(p, y).sum()), "seconds to fit": fitted}
     for name, one in (("mean weights", p), ("mc dropout", q)):

@@ -7,8 +7,8 @@ with first-order activations. "forward" carries variances only, "rank 64" 64 dir
 
 The networks are like those of which such errors are known: trained on a smooth function, with variances by hand (a share of the
 weights' own scale), or on real data with a posterior by Laplace, at a given prior or (evidence) at that which maximises the
-evidence, by mean-field variational inference, or by IVON; attention, and one LeNet, have weights as torch initialises them. Random weights in the others would flatter what carries
-variances only: correlations of units then cancel.
+evidence, by mean-field variational inference, or by IVON; attention, and one LeNet, have weights as torch initialises them. Random
+weights in the others would flatter what carries variances only: correlations of units then cancel.
 
 Networks that a call does not name keep what an earlier one found, and `earlier` in the settings says which call that was.
 On a CPU the networks that share weights between positions get fewer draws (`draws` in the results); n draws make a KL of about 1/n.

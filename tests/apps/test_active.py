@@ -729,3 +729,34 @@ def test_digits_are_learned_from_fewer_labels():
             found.append(learning.run(100, 20).history[-1].held_out["accuracy"])
         accuracy[name] = np.mean(found)
     assert accuracy["margin"] > accuracy["random"] + 0.01
+
+
+def test_batchbald_and_epig_refuse_what_is_not_finite():
+    values = torch.full((3, 5, 2), torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        batchbald(values, 2)
+    some = torch.rand(3, 5, 2)
+    some = some / some.sum(-1, keepdim=True)
+    some[:, 1] = torch.nan  # one input is enough
+    with pytest.raises(ValueError, match="not finite"):
+        batchbald(some, 2)
+
+
+def test_one_function_tells_nothing_by_epig():
+    torch.manual_seed(0)
+    model = dubito.Model(mlp(), dubito.Categorical())
+    view = View(Point(model, model.parameters(), model.buffers()), Pool(torch.randn(40, 3)), torch.arange(40))
+    assert torch.equal(EPIG().scores(view, generator()), torch.zeros(40))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_a_pool_of_numpy_numbers_has_the_dtype_of_the_network(kind):
+    model = dubito.Model(mlp().to(kind), dubito.Categorical())
+    x = np.random.default_rng(0).normal(size=(20, 3))
+    for pool in (Pool(x), Pool([x[:12], x[12:]])):
+        assert pool.take(model, [3, 1]).dtype == kind
+        assert {part.dtype for part in pool.batches(model, torch.arange(20), 6)} == {kind}
+    assert Pool({"x": x}).take(model, [0])["x"].dtype == kind
+    learning = ActiveLearning(model, dubito.MCDropout(epochs=1), x, acquisition="bald")
+    learning.tell([0, 1], [0, 1])
+    assert len(learning.ask(2)) == 2

@@ -601,3 +601,9 @@ def test_thompson_finds_what_is_best():
     one = dubito.Model(wide, dubito.Gaussian(scale=0.3), Normal(scale=1.0))
     agent = NeuralLinear(one, lambda n: dubito.MAP(epochs=epochs(40, n), learning_rate=0.02), 5, seed=1)
     assert simulate(bandit, agent).relative < 60
+
+
+def test_the_method_for_outputs_that_are_all_seen_is_refused_at_once():
+    model = dubito.Model(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)), dubito.Gaussian(scale=0.3))
+    with pytest.raises(ValueError, match=r"bandits\.NeuralLinear"):
+        Thompson(model, [dubito.MAP(), dubito.NeuralLinear()], 3)

@@ -401,3 +401,11 @@ def test_stripes_are_learned_and_where_they_blur_is_uncertain(fully_convolutiona
     assert result.detectors["aleatoric"].auroc > 0.8
     assert result["total"] == pytest.approx(result["aleatoric"] + result["epistemic"])
     assert float(maps(Point(model, fitted.params, fitted.buffers), x).epistemic.abs().max()) < 1e-6
+
+
+def test_numpy_numbers_have_the_dtype_of_the_network():
+    model = dubito.Model(nn.Conv2d(3, 4, 1), Categorical(dim=1))
+    posterior = Point(model, model.parameters(), model.buffers())
+    x, y = torch.rand(3, 3, 5, 6, dtype=torch.float64).numpy(), torch.randint(4, (3, 5, 6))
+    assert torch.equal(maps(posterior, x).prediction, maps(posterior, torch.from_numpy(x).float()).prediction)
+    assert assess(posterior, (x, y.numpy())).n == 90

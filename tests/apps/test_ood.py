@@ -298,3 +298,10 @@ def test_neighbours_far_from_the_origin():
     bank, points = torch.randn(80, 4) + 3000, torch.randn(20, 4) + 3000
     expected = torch.cdist(points.double(), bank.double()).sort(-1).values[:, 2]
     torch.testing.assert_close(kth_distance(points, bank, 3).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_advised_in_the_place_of_logits_works():
+    model = dubito.Model(nn.Linear(3, 1), dubito.Gaussian(scale=1.0))
+    with pytest.raises(ValueError, match="logits") as refused:
+        Energy().fit(Point(model, model.parameters(), model.buffers()), torch.randn(5, 3))
+    assert "entropy" not in str(refused.value)

@@ -37,3 +37,10 @@ def test_what_cannot_be_is_refused_in_words():
         Vocabulary.of(["a"]).encode(["a"], length=0)
     with pytest.raises(ValueError, match=r"has 3 words, and width=2 .* length=2"):
         Vocabulary.of(["a"]).encode(["a a a"], width=2)
+
+
+def test_one_string_is_no_list_of_sentences():
+    with pytest.raises(TypeError, match="list of sentences"):
+        Vocabulary.of("a b")
+    with pytest.raises(TypeError, match="list of sentences"):
+        Vocabulary.of(["a b"]).encode("a b")

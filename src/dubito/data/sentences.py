@@ -45,6 +45,7 @@ class Vocabulary:
         """
         if most < 1 or least < 1:
             raise ValueError(f"a vocabulary has at least one word that occurs at least once; got most={most}, least={least}")
+        _check_many(sentences)
         counts = Counter(word for sentence in sentences for word in words(sentence))
         kept = sorted((word for word, count in counts.items() if count >= least), key=lambda word: (-counts[word], word))
         if not kept:
@@ -67,6 +68,7 @@ class Vocabulary:
         """
         if length < 1:
             raise ValueError(f"length is the largest number of words that is kept of a sentence, at least 1, not {length}")
+        _check_many(sentences)
         rows = [[self._ids.get(word, UNKNOWN) for word in words(one)[:length]] or [UNKNOWN] for one in sentences]
         longest = max(map(len, rows), default=1)
         width = longest if width is None else width
@@ -80,3 +82,8 @@ class Vocabulary:
     def decode(self, ids: Tensor) -> str:
         """The words of one row [T], without its padding."""
         return " ".join(self.words[i] for i in ids.tolist() if i != PADDING)
+
+
+def _check_many(sentences: Iterable[str]) -> None:
+    if isinstance(sentences, str):
+        raise TypeError("sentences are several strings, and one string would be read as its letters: give a list of sentences")

@@ -81,8 +81,11 @@ class Conjugate(Posterior):
     def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture | StudentT:
-        """In one pass, exactly ("conjugate"): a Student-t, or a Gaussian for known noise. "sampled" averages `draws` of the weights."""
-        self._only(how, "conjugate", "sampled")
+        """In one pass, exactly ("conjugate"): a Student-t, or a Gaussian for known noise. "sampled" averages `draws` of the weights,
+        "point" is the network at their mean."""
+        self._only(how, "conjugate", "sampled", "point")
+        if how == "point":
+            return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)
         if how == "sampled":
             stacked = self._drawn(draws or DRAWS, generator("cpu", seed, "conjugate"))
             shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}

@@ -108,10 +108,11 @@ class Gaussian(Posterior):
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
         variances of the input, and `draws` is how often an operation without a rule is drawn; for `"streamlined"`, `rank` says how
         many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what. For `"adjoint"`,
-        `top` is how many outputs of each example are swept back, the largest; None: all, or 16 of more than 100.
+        `top` is how many outputs of each example are swept back, the largest; None: all, or 16 of more than 100. `how="point"` is the
+        network at the mean of the weights alone.
         """
         how = self.how if how is None else how
-        self._only(how, "linearized", "sampled", "streamlined", "adjoint")
+        self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point")
         if link not in LINKS:
             raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
         if how in ("streamlined", "adjoint"):
@@ -123,6 +124,8 @@ class Gaussian(Posterior):
             return p.stretched(self.variance_scale).linked(link)
         if x_var is not None or rank is not None or top is not None:
             raise ValueError('x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
+        if how == "point":
+            return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)
         source = generator(self.model.device, seed, "weights")
         if how == "linearized":
             p = linearized(

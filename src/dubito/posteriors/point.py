@@ -27,5 +27,5 @@ class Point(Posterior):
     def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
-        self._only(how, "sampled")
+        self._only(how, "sampled", "point")
         return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)

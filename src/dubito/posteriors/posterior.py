@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -94,7 +95,7 @@ def _joined(targets: list[Any]) -> Any:
 
 def inputs_of(model: Model, batch: Any) -> tuple[Any, Any]:
     """(x, y) of a batch, y None where a batch holds inputs only."""
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor | np.ndarray):
         return batch, None
     if isinstance(batch, list | tuple) and len(batch) == 1:
         return batch[0], None

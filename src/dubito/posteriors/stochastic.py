@@ -58,8 +58,9 @@ class Stochastic(Posterior):
         rank: int | None = None,
         top: int | None = None,
     ) -> LatentMixture:
-        """The predictive at x, by draws of masks or in one pass; `link`, `x_var`, `rank` and `top` are as in `Gaussian.predict`."""
-        self._only(how, "sampled", "streamlined", "adjoint")
+        """The predictive at x, by draws of masks, in one pass, or (`how="point"`) of the network with dropout off, as it is
+        used without Bayes; `link`, `x_var`, `rank` and `top` are as in `Gaussian.predict`."""
+        self._only(how, "sampled", "streamlined", "adjoint", "point")
         if link not in LINKS:
             raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
         if how == "streamlined":
@@ -68,10 +69,13 @@ class Stochastic(Posterior):
             return adjoint(self.streamlined, x, x_var=x_var, memory=memory, fallback=draws or 0, top=top).linked(link)
         if x_var is not None or rank is not None or top is not None:
             raise ValueError('x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
+        shared = {**self.buffers, **self.params}
+        if how == "point":
+            return sampled(self.model, x, shared=shared, memory=memory)
         return sampled(
             self.model,
             x,
-            shared={**self.buffers, **self.params},
+            shared=shared,
             dropout=self.dropout,
             seeds=self.sample(draws or self.draws, generator("cpu", seed, "masks"))["dropout:seed"],
             consistent=self.consistent if consistent is None else consistent,

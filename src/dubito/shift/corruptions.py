@@ -52,7 +52,8 @@ def corrupt(images: Tensor, name: str, *, severity: int = 3, seed: int = 0) -> T
     Images are real numbers in [0, 1], [B, C, H, W], or bytes, [B, H, W, C]; what comes back is the same in type, layout and device.
     Bytes are cut to whole levels, as those of CIFAR-10-C are, or rounded where its programs do; real numbers are not rounded. The same
     seed gives the same images, on every device, and the same random numbers at every severity, so that severities differ in nothing
-    else.
+    else. Random numbers are of all images that are given together: with one seed, a second batch has those of the first. Give all
+    images at once, or each batch a seed of its own.
 
     >>> x = torch.full((2, 3, 32, 32), 0.5)
     >>> corrupt(x, "contrast", severity=5).shape, corrupt(x, "fog").dtype

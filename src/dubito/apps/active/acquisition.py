@@ -33,14 +33,18 @@ class Scored(Acquisition, Protocol):
         ...
 
 
+def check_finite(scores: Tensor) -> None:
+    if bool(scores.isnan().any()):
+        raise ValueError("the scores hold NaN, so what the model predicts is not finite: its training has gone wrong")
+
+
 def best(scores: Tensor, k: int, generator: torch.Generator) -> Choice:
     """The k largest scores; those that are tied are taken in random order.
 
     >>> best(torch.tensor([0.1, 0.9, 0.5]), 2, torch.Generator())
     Choice(positions=tensor([1, 2]), scores=tensor([0.9000, 0.5000]))
     """
-    if bool(scores.isnan().any()):
-        raise ValueError("the scores hold NaN, so what the model predicts is not finite: its training has gone wrong")
+    check_finite(scores)
     order = torch.randperm(len(scores), generator=generator).to(scores.device)
     top = torch.topk(scores[order], k)
     return Choice(order[top.indices], top.values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito.apps.active.acquisition import Choice
+from dubito.apps.active.acquisition import Choice, check_finite
 from dubito.apps.active.joint import GIGABYTE, Outcomes, Spread, greedy
 from dubito.apps.active.view import Functions, View
 from dubito.likelihoods import entropy
@@ -101,9 +101,12 @@ def _single(at: Functions) -> Tensor:
     """BALD of each input on its own, [B]."""
     if at.noise is None:
         total = entropy(torch.tensordot(at.weights, at.values, dims=1))
-        return total - torch.tensordot(at.weights, entropy(at.values), dims=1)
-    joint = Spread(at.values.transpose(0, 1), at.noise, at.weights, memory=1.0)
-    return joint.gains(torch.arange(at.values.shape[1], device=at.values.device))
+        found = total - torch.tensordot(at.weights, entropy(at.values), dims=1)
+    else:
+        joint = Spread(at.values.transpose(0, 1), at.noise, at.weights, memory=1.0)
+        found = joint.gains(torch.arange(at.values.shape[1], device=at.values.device))
+    check_finite(found)
+    return found
 
 
 class _Kept:

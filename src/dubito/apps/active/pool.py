@@ -33,6 +33,7 @@ class Pool:
 
     def __init__(self, data: Any):
         self.arrays: Any = None
+        self.recast = False  # NumPy knows float64 alone, which no network asks for by that
         self.items: Any = None  # what has len and [i]
         self.stream: Any = None  # batches, to be gone through
         self.collate: Callable[[list], Any] = default_collate
@@ -44,6 +45,8 @@ class Pool:
             )
         if isinstance(data, Tensor | np.ndarray | dict):
             self.arrays = tree.tensors(data)
+            given = data.values() if isinstance(data, dict) else [data]
+            self.recast = any(isinstance(leaf, np.ndarray) for leaf in given)
             counts = {len(leaf) for leaf in tree.leaves(self.arrays)}
             if len(counts) != 1:
                 raise ValueError(f"all inputs of a pool have the same number of rows; got {sorted(counts)}")
@@ -79,7 +82,7 @@ class Pool:
     def _batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
         if self.arrays is not None:
             for rows in indices.split(size):
-                yield self._picked(rows)
+                yield self._cast(model, self._picked(rows))
         elif self.items is not None:
             part = Subset(self.items, indices.tolist())
             for batch in _fetched(DataLoader(part, batch_size=size, collate_fn=self.collate, num_workers=self.workers)):
@@ -92,7 +95,8 @@ class Pool:
                 rows = wanted[before : before + _rows(x)].nonzero().squeeze(1)
                 before += _rows(x)
                 if len(rows):
-                    yield tree.apply_leaves(lambda leaf, rows=rows: leaf[rows.to(leaf.device)], tree.tensors(x))
+                    kind = next(model.network.parameters()).dtype
+                    yield tree.apply_leaves(lambda leaf, rows=rows: leaf[rows.to(leaf.device)], tree.tensors(x, kind))
             if before != len(self):
                 raise ValueError(f"the pool gave {len(self)} inputs at first and {before} now: it must be the same every time")
 
@@ -102,12 +106,18 @@ class Pool:
             lambda leaf: leaf[int(rows[0]) : int(rows[-1]) + 1] if whole else leaf[rows.to(leaf.device)], self.arrays
         )
 
+    def _cast(self, model: Model, x: Any) -> Any:
+        if not self.recast:
+            return x
+        kind = next(model.network.parameters()).dtype
+        return tree.apply_leaves(lambda leaf: leaf.to(kind) if leaf.is_floating_point() else leaf, x)
+
     def take(self, model: Model, indices: Tensor | Sequence[int]) -> Any:
         """The inputs of some numbers as one batch, in the order that they are asked for."""
         which = torch.as_tensor(indices, dtype=torch.long).reshape(-1)
         kind = next(model.network.parameters()).dtype
         if self.arrays is not None:
-            return tree.tensors(tree.apply_leaves(lambda leaf: leaf[which.to(leaf.device)], self.arrays), kind)
+            return self._cast(model, tree.apply_leaves(lambda leaf: leaf[which.to(leaf.device)], self.arrays))
         with forked(0):
             if self.items is not None:
                 return tree.tensors(inputs_of(model, self.collate([self.items[i] for i in which.tolist()]))[0], kind)

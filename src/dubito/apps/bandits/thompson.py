@@ -13,6 +13,7 @@ from dubito.apps.bandits.agent import Log, first
 from dubito.apps.function import one_function
 from dubito.apps.in_turn import Methods, chain, fit_in_turn
 from dubito.apps.taken import check_width, taken
+from dubito.methods.neural_linear import NeuralLinear
 from dubito.model import Model
 from dubito.posteriors import Mixture, Posterior, Samples
 from dubito.randomness import derive, generator
@@ -66,6 +67,11 @@ class Thompson:
             )
         if members > 1 and any(getattr(one, "starts_anew", False) for one in chain(method, 1)):
             raise ValueError("this method has members of its own, that start anew: leave out `members`")
+        if any(isinstance(one, NeuralLinear) for one in chain(method, 1)):
+            raise ValueError(
+                "the method NeuralLinear is for outputs that are all seen, and of arms only one is: use the agent "
+                "bandits.NeuralLinear(model, MAP(), arms)"
+            )
         self.model, self.method, self.arms = taken(model), method, arms
         self.every, self.initial, self.members, self.epsilon = every, initial, members, epsilon
         self.standardize, self.batch_size, self.seed = standardize, batch_size, seed

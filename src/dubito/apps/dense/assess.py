@@ -254,7 +254,8 @@ def assess(
     (210, ['aleatoric', 'epistemic', 'total'], torch.Size([4, 4]))
     """
     tally, model = Tally(scores=scores, bins=bins, memory=memory), posterior.model if isinstance(posterior, Posterior) else None
-    loader, portions = _batches(data), Portions(memory)
+    kind = torch.get_default_dtype() if model is None else next(model.network.parameters()).dtype
+    loader, portions = _batches(data, kind), Portions(memory)
     total = len(loader) if hasattr(loader, "__len__") else 0  # pyright: ignore[reportArgumentType]
     with Progress("Assessing", total, show=progress if total else False) as bar, lent(loader), forked():
         for i, batch in enumerate(loader):
@@ -270,9 +271,9 @@ def assess(
     return tally.compute()
 
 
-def _batches(data: Any) -> Iterable[Any]:
+def _batches(data: Any, kind: torch.dtype) -> Iterable[Any]:
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
-        x, y = tree.tensors(data[0]), tree.tensors(data[1])
+        x, y = tree.tensors(data[0], kind), tree.tensors(data[1], kind)
         counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
         if len(counts) != 1 or counts == {0}:
             raise ValueError(f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")

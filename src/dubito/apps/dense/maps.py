@@ -101,7 +101,7 @@ def maps(
     >>> found.prediction.shape, found.aleatoric.shape, bool((found.epistemic > 0).all())
     (torch.Size([5, 6, 8]), torch.Size([5, 6, 8]), True)
     """
-    x, parts, done = tree.tensors(x), [], 0
+    x, parts, done = tree.tensors(x, _kind(posterior)), [], 0
     with torch.no_grad(), Progress("Maps", batch_size(x), show=progress) as bar:
         for p in predictives(posterior, x, Portions(memory), task=task, how=how, draws=draws, seed=seed):
             parts.append(maps_of(p, memory=memory).to("cpu"))
@@ -148,7 +148,7 @@ def predictives(
     seed: int,
 ) -> Iterator[Predictive]:
     """The predictives of inputs, portion by portion; the very first input goes alone, to tell how much one takes."""
-    x = tree.tensors(x)
+    x = tree.tensors(x, _kind(posterior))
     n, done = batch_size(x), 0
     if not n:
         raise ValueError("there are no inputs: x is empty")
@@ -158,6 +158,11 @@ def predictives(
         p = _predict(posterior, part, how, draws, portions.memory, seed)
         portions.each = portions.each or max(1, (p.means if isinstance(p, LatentMixture) else p.f_mean).nbytes)
         yield of_task(p, task)
+
+
+def _kind(posterior: Any) -> torch.dtype:
+    """What the network computes in, which NumPy's float64 becomes."""
+    return next(posterior.model.network.parameters()).dtype if isinstance(posterior, Posterior) else torch.get_default_dtype()
 
 
 def _predict(

@@ -103,7 +103,7 @@ class ConfidNet:
         if not isinstance(model.likelihood, Classes):
             raise ValueError(f"ConfidNet is for classifiers; {type(model.likelihood).__name__} predicts no class")
         if validation is None:
-            data, validation = self._split(data, seed)
+            data, validation = self._split(model, data, seed)
         with closing(examples(model, validation)) as batches:
             first = next(batches, None)
         if first is None or first[1] is None:
@@ -122,12 +122,12 @@ class ConfidNet:
             model, network.params, network.buffers, encoder, head.eval().requires_grad_(False), layer, tuple(history)
         )
 
-    def _split(self, data: Any, seed: int) -> tuple[Any, Any]:
+    def _split(self, model: Model, data: Any, seed: int) -> tuple[Any, Any]:
         if not (isinstance(data, tuple) and len(data) == 2):
             raise ValueError(
                 "a part of the data can be held out only of a tuple (x, y): give validation=..., of which nothing is learned"
             )
-        x, y = tree.tensors(data[0]), tree.tensors(data[1])
+        x, y = tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
         n = len(y)
         kept = math.ceil(self.held_out * n)
         if not 0 < kept < n:
@@ -322,7 +322,7 @@ def _rows(value: Any, rows: Tensor) -> Any:
 def _shuffled(model: Model, data: Any, size: int, seed: int) -> Generator[tuple[Any, Any]]:
     """Batches in another order; a loader keeps its own idea of that."""
     if isinstance(data, tuple) and len(data) == 2:
-        x, y = tree.tensors(data[0]), tree.tensors(data[1])
+        x, y = tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
         order = torch.randperm(len(y), generator=generator("cpu", seed))
         for rows in order.split(size):
             yield from examples(model, (_rows(x, rows), y[rows.to(y.device)]), size=size)

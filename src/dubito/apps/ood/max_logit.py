@@ -53,8 +53,10 @@ class MaxLogitScore:
 def with_logits(posterior: Posterior, name: str) -> Posterior:
     """The posterior, if the outputs of its network are the logits of classes."""
     if not isinstance(posterior.model.likelihood, Categorical):
+        likelihood = posterior.model.likelihood
+        measured = "Measured('predictive_entropy'), " if likelihood.discrete else ""
         raise ValueError(
-            f"{name} reads the logits of classes, and {type(posterior.model.likelihood).__name__} has none: use "
-            "Measured('predictive_entropy'), Measured('epistemic_variance'), Mahalanobis() or Neighbours()"
+            f"{name} reads the logits of classes, and {type(likelihood).__name__} has none: use {measured}"
+            "Measured('epistemic_variance'), Mahalanobis() or Neighbours()"
         )
     return posterior
