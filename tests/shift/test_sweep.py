@@ -155,3 +155,13 @@ def test_pictures_of_what_cannot_be_compared(sweeps, problem):
     with pytest.raises(ValueError, match="at least one sweep"):
         lines({}, "nll")
     assert section({"other": other}).figures[0].caption == "The mean over fog."
+
+
+def test_targets_may_be_numpy_and_loaders_are_refused_in_words():
+    model = dubito.Model(torch.nn.Linear(3, 4), dubito.Categorical())
+    point = dubito.posteriors.Point(model, model.parameters(), model.buffers())
+    x, y = torch.rand(6, 3), torch.randint(4, (6,))
+    attacks = Attacks((0.1,), (0, 1))
+    assert sweep(point, x, y.numpy(), shift=attacks).scores == sweep(point, x, y, shift=attacks).scores
+    with pytest.raises(TypeError, match="one tensor"):
+        sweep(point, [(x, y)], None, shift=attacks)

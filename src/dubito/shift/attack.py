@@ -144,6 +144,7 @@ def _attacked(
     batch_size: int,
 ) -> Tensor:
     """All examples, some at a time."""
+    y = torch.as_tensor(y)
     if len(x) != len(y):
         raise ValueError(f"there are {len(x)} inputs for {len(y)} targets: give one for each")
     if batch_size < 1:

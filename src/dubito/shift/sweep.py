@@ -177,6 +177,10 @@ def sweep(
         "nll", "rmse", "coverage", EPISTEMIC)  # fmt: skip
     if wrong := [name for name in names if name not in (*METRICS, EPISTEMIC, CONFIDENCE)]:
         raise ValueError(f"there is no metric {wrong[0]!r}: use some of {', '.join([*METRICS, EPISTEMIC, CONFIDENCE])}")
+    if not isinstance(x, Tensor) or y is None:
+        given = "no targets" if y is None else f"a {type(x).__name__}"
+        raise TypeError(f"x is one tensor, which is shifted as a whole, and y the targets of all its rows; got {given}")
+    y = torch.as_tensor(y)
     if len(x) != len(y) or not len(x):
         raise ValueError(f"there are {len(x)} inputs for {len(y)} targets: give one for each, and at least one")
     if batch_size < 1:

@@ -98,6 +98,7 @@ def stability(
     """
     if not posterior.model.likelihood.discrete:
         raise ValueError("the stability report is of classifiers: of regressions, local_slopes tells how steep they are")
+    y = torch.as_tensor(y)
     if isinstance(posterior.model.likelihood, Bernoulli) and y.ndim > 1 and y.shape[-1] > 1:
         raise ValueError(f"the stability report is of one label for each input; got targets {list(y.shape)} of several yes or no")
     levels = sorted({0.0, *(float(size) for size in sizes)})
