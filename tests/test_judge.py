@@ -305,3 +305,21 @@ def test_a_truth_whose_probability_is_no_float_any_more():
     p = LatentMixture(Categorical(), torch.tensor([[[0.0, 300.0]], [[0.0, 250.0]]]))
     y = torch.tensor([0])
     assert fed(p, y, metrics=["nll"])["nll"] == pytest.approx(250 + math.log(2))
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
+def test_one_prediction_that_is_nan_makes_the_accuracy_nan(likelihood):
+    f, y = spread(2, 5, 3), integers(3, 5) if isinstance(likelihood, Categorical) else integers(2, 5, 3)
+    f[:, 2] = math.nan
+    names = ["accuracy", "nll", "brier", "ece"]
+    found = fed(LatentMixture(likelihood, f), y, metrics=names)
+    assert all(math.isnan(found[name]) and METRICS[name].function(LatentMixture(likelihood, f), y).isnan() for name in names)
+
+
+def test_batches_without_examples_and_targets_in_lists():
+    found = Judge()
+    for n in (3, 0, 2):
+        found.update(LatentMixture(Gaussian(scale=1.0), spread(2, n, 1)), [0.5] * n if n else torch.zeros(0))
+    result = found.compute()
+    assert result.n == 5
+    assert all(map(math.isfinite, result.values.values()))

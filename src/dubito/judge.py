@@ -24,7 +24,7 @@ from dubito.measures import MEASURES
 from dubito.metrics import DECISIONS, METRICS, QuantileCalibration, Reliability, crps
 from dubito.metrics.calibration import ClassBins
 from dubito.metrics.decisions import Ranking, oracle_aurc
-from dubito.metrics.reading import labelled, targets
+from dubito.metrics.reading import labelled, precise, targets, tensor
 from dubito.metrics.regression import LEVELS, _interval_score, _pit
 from dubito.model import split_batch
 from dubito.posteriors.posterior import Posterior, inputs_of
@@ -151,9 +151,8 @@ class Judge:
     @torch.no_grad()
     def update(self, p: Predictive, y: Any) -> None:
         """Take in a batch: its predictive and its targets."""
-        y = tree.tensors(y)
         target = targets(p, y, "judge")
-        y = y.to(target.device)
+        y = tensor(y).to(target.device)
         if self.discrete is None:
             self._begin(p)
         elif self.discrete != p.likelihood.discrete:
@@ -198,15 +197,17 @@ class Judge:
         probs, several = found.probs, isinstance(p.likelihood, Bernoulli)
         self.n += len(probs)
         if several:
-            confidence, correct = torch.maximum(probs, 1 - probs), (probs > 1 - probs) == truth.bool()
+            confidence = torch.maximum(probs, 1 - probs)
+            correct = ((probs > 1 - probs) == truth.bool()) & ~confidence.isnan()
             wrong, beside = ~correct.all(-1), torch.minimum(probs, 1 - probs).sum(-1)
             gone = probs - truth
         else:
             confidence, top = probs.max(-1)
-            correct = top == truth
+            correct = (top == truth) & ~confidence.isnan()
             wrong, beside = ~correct, probs.scatter(-1, top.unsqueeze(-1), 0.0).sum(-1)
             gone = probs.scatter_add(-1, truth.unsqueeze(-1), probs.new_full((len(probs), 1), -1.0))
-        self._add(accuracy=correct.sum(dtype=torch.float64), choices=correct.numel(), nll=-found.log_prob)
+        right = torch.where(confidence.isnan().any(), math.nan, correct.sum(dtype=torch.float64))  # as the other metrics are NaN
+        self._add(accuracy=right, choices=correct.numel(), nll=-found.log_prob)
         self._add(total=found.total.sum(dtype=torch.float64), aleatoric=found.aleatoric.sum(dtype=torch.float64))
         if self._wants("brier"):
             self._add(brier=gone.square().sum(dtype=torch.float64))
@@ -236,6 +237,8 @@ class Judge:
             self._keep(**{f"score {name}": score})
 
     def _update_numbers(self, p: Predictive, given: Tensor, y: Tensor) -> None:
+        if not y.numel():  # the mean score of none is NaN, and would be that of all
+            return
         keep = labelled(p, y)
         self.n += keep.numel()
         gone, split = (p.mean - y).double().square(), p.uncertainty
@@ -402,8 +405,8 @@ def _class_terms(p: Predictive, y: Tensor, truth: Tensor, keep: Tensor | None) -
     if not isinstance(p, LatentMixture) or not isinstance(p.likelihood, Classes) or p._linked is not None:
         split, score = p.uncertainty, p.log_prob(y).double().sum()
         if keep is None:
-            return _Terms(p.mean.flatten(0, -2), score, split.total.flatten(), split.aleatoric.flatten())
-        return _Terms(p.mean[keep], score, split.total[keep], split.aleatoric[keep])
+            return _Terms(precise(p.mean).flatten(0, -2), score, split.total.flatten(), split.aleatoric.flatten())
+        return _Terms(precise(p.mean[keep]), score, split.total[keep], split.aleatoric[keep])
     points = p._points
     f = points.means.flatten(1, -2) if keep is None else points.means[:, keep]  # [S, n, C]
     draws, n, width = f.shape

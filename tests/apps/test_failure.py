@@ -76,8 +76,50 @@ def test_others_must_fit():
     p, y = predictive()
     with pytest.raises(ValueError, match="the score 'mine' is"):
         failure.failures(p, y, others={"mine": torch.zeros(3)})
-    with pytest.raises(ValueError, match="for one of several classes"):
-        failure.errors(LatentMixture(dubito.Gaussian(scale=1.0), torch.zeros(1, 3, 1)), torch.zeros(3))
+    mine = torch.rand(len(y))
+    expected = failure.failures(p, y, names=["mcp"], others={"mine": mine}, oracle=True)
+    assert failure.failures(p, y.numpy(), names=["mcp"], others={"mine": mine.numpy()}, oracle=True) == expected
+    assert failure.failures(p, y.tolist(), names=["mcp"], others={"mine": mine.tolist()}, oracle=True)["mcp"] == expected["mcp"]
+
+
+def test_one_label_is_two_classes():
+    f = 2 * torch.randn(3, 300, 1)
+    p, two = LatentMixture(dubito.Bernoulli(), f), LatentMixture(dubito.Categorical(), torch.cat([torch.zeros_like(f), f], -1))
+    y = torch.bernoulli(p.mean[:, 0]).long()
+    for given in (y, y.unsqueeze(-1), y.bool(), y.float(), y.tolist()):
+        assert torch.equal(failure.errors(p, given), failure.errors(two, y))
+        torch.testing.assert_close(failure.one_minus_true(p, given), failure.one_minus_true(two, y))
+    for name, score in failure.scores(two).items():
+        torch.testing.assert_close(failure.scores(p)[name], score)
+    found, expected = (failure.failures(one, y, oracle=True) for one in (p, two))
+    for name, figures in expected.items():
+        assert found[name] == pytest.approx(figures, abs=1e-3)  # but for ties
+
+
+def test_failures_of_other_than_classes_are_told_of():
+    numbers, y = LatentMixture(dubito.Gaussian(scale=1.0), torch.zeros(1, 3, 1)), torch.zeros(3)
+    for name in ("failures", "errors", "one_minus_true"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is for classes, and Gaussian predicts numbers: .*judge .*metrics.threshold"
+        ):
+            getattr(failure, name)(numbers, y)
+    labels = LatentMixture(dubito.Bernoulli(), torch.zeros(1, 3, 2))
+    with pytest.raises(ValueError, match="failures is for one class an input, and here are 2 labels .* one wrong label"):
+        failure.failures(labels, torch.zeros(3, 2))
+    tasks = dubito.MultiTask({"depth": (dubito.Gaussian(scale=1.0), 1), "label": (dubito.Categorical(), 2)})
+    with pytest.raises(ValueError, match=r"failures is for one task at a time: use p.task\(name\), one of \['depth', 'label'\]"):
+        failure.failures(LatentMixture(tasks, torch.zeros(1, 3, 3)), {"depth": torch.zeros(3), "label": torch.zeros(3)})
+
+
+def test_a_prediction_that_is_nan_is_an_error():
+    f = torch.zeros(1, 4, 3)
+    f[:, 1] = math.nan
+    p = LatentMixture(dubito.Categorical(), f)
+    assert failure.errors(p, torch.zeros(4).long()).tolist() == [False, True, False, False]
+    label = LatentMixture(dubito.Bernoulli(), f[..., :1])
+    assert failure.errors(label, torch.zeros(4)).tolist() == [False, True, False, False]
+    found = failure.failures(p, torch.zeros(4).long(), names=[], others={"mine": [0.1, 0.9, 0.2, 0.3]})
+    assert found["mine"].auroc == 1
 
 
 # --- selective prediction ---------------------------------------------------------------------------------------------
@@ -115,6 +157,29 @@ def test_the_wanted_risk_is_kept_on_new_data(score):
 def test_a_risk_that_cannot_be_had():
     selector = Selective(0.0, confidence=0.99).fit(logistic_network(), logistic(200))
     assert not selector(logistic(50)[0]).accepted.any()
+
+
+def test_selection_with_one_label_is_that_with_two_classes():
+    data, new = logistic(2000), logistic(50)[0]
+    network = nn.Linear(1, 1)
+    network.load_state_dict({"weight": torch.tensor([[2.0]]), "bias": torch.zeros(1)})
+    expected = Selective(0.05).fit(logistic_network(), data)
+    for y in (data[1], data[1].float().unsqueeze(-1)):
+        selector = Selective(0.05).fit(dubito.Model(network, dubito.Bernoulli()), (data[0], y))
+        assert selector.coverage == pytest.approx(expected.coverage, abs=2e-3)
+        answer = selector(new)
+        assert answer.prediction.tolist() == (new[:, 0] > 0).long().tolist()
+        assert answer.accepted.shape == (50,)
+
+
+def test_what_selection_cannot_answer():
+    model = dubito.Model(nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
+    with pytest.raises(ValueError, match=r"Selective is for classes, and Gaussian predicts numbers: .*metrics.threshold"):
+        Selective(0.1).fit(model, (torch.zeros(9, 1), torch.zeros(9, 1)))
+    selector = Selective(0.5, lambda x: x[:, 0].abs().nan_to_num().numpy()).fit(logistic_network(), logistic(400))
+    answer = selector(torch.tensor([[0.1], [math.nan]]))
+    assert answer.accepted.tolist() == [True, False]  # what is NaN is no answer
+    assert selector.accept([0.0, 1e9]).tolist() == [True, False]
 
 
 def test_bad_settings_of_selection():
@@ -395,9 +460,18 @@ def test_what_is_learned_is_always_the_probability_of_the_network_as_it_was(monk
 
 
 def test_nothing_is_learned_from_what_is_held_out():
-    x = torch.arange(50.0).unsqueeze(-1)
-    (x_train, y_train), (x_held, y_held) = ConfidNet(held_out=0.2)._split((x, torch.arange(50)), seed=0)
+    model, x = dubito.Model(nn.Linear(1, 2), dubito.Categorical()), torch.arange(50.0).unsqueeze(-1)
+    (x_train, y_train), (x_held, y_held) = ConfidNet(held_out=0.2)._split(model, (x, torch.arange(50)), seed=0)
     assert len(x_held) == 10
     assert torch.equal(torch.cat([y_train, y_held]).sort().values, torch.arange(50))
     assert torch.equal(x_train.squeeze().long(), y_train)
     assert torch.equal(x_held.squeeze().long(), y_held)
+
+
+def test_confidnet_takes_numpy_numbers():
+    model = dubito.Model(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)), dubito.Categorical())
+    x, y = torch.randn(60, 2, dtype=torch.float64).numpy(), torch.randint(3, (60,)).numpy()
+    posterior = dubito.fit(model, dubito.MAP(epochs=1), (x, y))
+    for given in ({}, {"validation": (x[:20], y[:20])}):
+        found = ConfidNet((8,), epochs=1, tune_epochs=1).fit(posterior, (x, y), progress=False, **given)
+        assert found(x).shape == (60,)

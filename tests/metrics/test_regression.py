@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian
-from dubito.metrics import coverage, interval_score, pit, quantile_calibration, quantile_error, sharpness, width
+from dubito.metrics import coverage, crps, interval_score, pit, quantile_calibration, quantile_error, sharpness, width
 from dubito.predictive import LatentMixture, StudentT
 
 DOUBLE = torch.float64
@@ -100,3 +100,9 @@ def test_the_level_of_an_interval_is_checked():
 def test_a_target_at_a_quantile_counts_as_below_it():
     p = LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 3, 1))
     assert quantile_calibration(p, torch.tensor([0.0, 0.0, 1.0]), levels=[0.5]).observed.tolist() == pytest.approx([2 / 3])
+
+
+def test_crps_of_no_examples():
+    assert crps(LatentMixture(Gaussian(scale=1.0), torch.zeros(3, 0, 2)), torch.zeros(0, 2)).isnan()
+    none, one = torch.zeros(1, 0, 1), torch.tensor([3.0])
+    assert crps(StudentT(Gaussian(), none, none, one, one), torch.zeros(0)).isnan()

@@ -104,3 +104,28 @@ def test_what_cannot_be_done_is_said():
         VectorScaling(penalty=-1.0)
     with pytest.raises(ValueError, match="'odir' or 'l2'"):
         MatrixScaling(regulariser="l1")
+
+
+def test_a_class_that_is_never_seen():
+    """ODIR leaves the diagonal free, and that of such a class would go to infinity, whatever the penalty."""
+    p, y = drawn(400, WEIGHT, torch.tensor([1.0, 0.0, -1e9], dtype=DOUBLE))
+    assert not bool((y == 2).any())
+    for method in (MatrixScaling(), MatrixScaling(penalty=1e-4), MatrixScaling(penalty=100.0), VectorScaling()):
+        fix = method.fit(p, y)
+        assert fix.weight.isfinite().all()
+        assert nll(fix(p), y) < nll(p, y)
+        assert float(fix(p).mean[:, 2].mean()) < float(p.mean[:, 2].mean())
+    assert MatrixScaling(penalty=0.1).fit(p, torch.zeros_like(y)).weight.isfinite().all()  # one class, and no other
+    for method in (MatrixScaling(penalty=0.0), VectorScaling(penalty=0.0)):
+        with pytest.raises(ValueError, match="has no minimum: class 2 is never seen in the held-out data; give a larger penalty"):
+            method.fit(p, y)
+    labels = LatentMixture(Bernoulli(), p.means)
+    with pytest.raises(ValueError, match="of label 1 the held-out data are all the same"):
+        VectorScaling(penalty=0.0).fit(labels, torch.stack([y, torch.ones_like(y), 1 - y], -1))
+
+
+def test_a_class_that_is_seen_once_does_not_decide_the_penalty():
+    """It is missing from one part of the cross-validation: that is no reason for the largest penalty."""
+    p, y = drawn(2000, WEIGHT, torch.tensor([1.0, 0.0, -1e9], dtype=DOUBLE))
+    y[0] = 2
+    assert MatrixScaling().fit(p, y).penalty < 100

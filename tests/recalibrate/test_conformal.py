@@ -9,7 +9,8 @@ from scipy import stats
 
 from dubito import Bernoulli, Categorical, Gaussian
 from dubito.predictive import LatentMixture
-from dubito.recalibrate import ConformalIntervals, ConformalSets, Temperature, Variance
+from dubito.recalibrate import ConformalIntervals, ConformalSets, Quantiles, Temperature, Variance
+from dubito.recalibrate.rank import conformal_quantile
 
 DOUBLE = torch.float64
 SETS = [
@@ -220,3 +221,50 @@ def test_errors_in_words():
         rule(LatentMixture(Categorical(), torch.zeros(1, 2, 3)))
     with pytest.raises(ValueError, match="zero or infinite has no scale"):
         ConformalIntervals().fit(LatentMixture(Gaussian(scale=1e-30), torch.zeros(1, 2, 1)), torch.zeros(2))
+
+
+def test_no_quantile_of_nan():
+    for level in (0.5, 0.99):
+        with pytest.raises(ValueError, match="2 of 5 held-out predictions are NaN"):
+            conformal_quantile(torch.tensor([[0.0, 1.0], [math.nan, math.nan], [1.0, 0.0], [2.0, math.nan], [1.0, 1.0]]), level)
+
+
+@pytest.mark.parametrize("settings", [*SETS, ConformalSets("lac", nonempty=True)])
+def test_the_set_of_a_prediction_that_is_nan_holds_all(settings):
+    f, y = drawn(200, source())
+    rule = settings.fit(LatentMixture(Categorical(), f), y, level=0.5, generator=source())
+    broken = f.clone()
+    broken[:, :3, 1] = math.nan
+    sets = rule(LatentMixture(Categorical(), broken), generator=source())
+    assert bool(sets[:3].all())
+    assert torch.equal(sets[3:], rule(LatentMixture(Categorical(), f), generator=source())[3:])
+    assert rule.judge(LatentMixture(Categorical(), broken[:, :3]), y[:3]).coverage == 1
+    labels = ConformalSets("lac").fit(LatentMixture(Bernoulli(), f), (f[0] > 1).long(), level=0.5)
+    assert bool(labels(LatentMixture(Bernoulli(), broken))[:3].all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", ["absolute", "scaled", "quantile"])
+def test_the_interval_of_a_prediction_that_is_nan_is_the_whole_line(score, bad):
+    f = torch.randn(1, 50, 2, generator=source())
+    p, y = LatentMixture(Gaussian(scale=1.0), f), torch.randn(50, 2, generator=source(1))
+    rule = ConformalIntervals(score).fit(p, y)
+    broken = f.clone()
+    broken[:, 4, 1] = bad
+    lower, upper = rule(LatentMixture(Gaussian(scale=1.0), broken))
+    assert (
+        lower[4].tolist() == [-math.inf] * 2
+    )  # of all outputs: what was promised was promised for examples like the held-out ones
+    assert upper[4].tolist() == [math.inf] * 2
+    assert torch.equal(lower[:4], rule(p)[0][:4])
+    found = rule.judge(LatentMixture(Gaussian(scale=1.0), broken[:, 4:5]), y[4:5])
+    assert (found.coverage, found.width) == (1, math.inf)
+
+
+def test_intervals_of_what_was_recalibrated():
+    f, y = torch.randn(1, 80, 1, generator=source()), torch.randn(80, 1, generator=source(1))
+    p = LatentMixture(Gaussian(scale=1.0), f)
+    fix = Quantiles().fit(p, y)
+    f[:, 3] = math.nan
+    with pytest.raises(ValueError, match="1 of 80 held-out predictions are NaN"):
+        ConformalIntervals("quantile").fit(fix(LatentMixture(Gaussian(scale=1.0), f)), y)

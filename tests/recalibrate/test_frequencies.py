@@ -1,5 +1,7 @@
 """Isotonic regression against scikit-learn, binning by hand."""
 
+import math
+
 import pytest
 import torch
 from sklearn.isotonic import IsotonicRegression
@@ -81,3 +83,16 @@ def test_positions_and_errors():
         Isotonic(floor=0.5)
     with pytest.raises(ValueError, match="at least one bin"):
         Histogram(bins=0)
+
+
+@pytest.mark.parametrize("method", [Isotonic(), Histogram(bins=3), Isotonic(floor=0.0)])
+def test_what_is_nan_stays_nan(method):
+    p, y = drawn()
+    fix = method.fit(p, y)
+    broken = p.means.clone()
+    broken[:, 3, 0] = math.nan
+    found = fix(LatentMixture(Categorical(), broken)).mean
+    assert found[3].isnan().all()
+    torch.testing.assert_close(found[4:], fix(p).mean[4:])
+    label = LatentMixture(Bernoulli(), p.means[..., :1])
+    assert method.fit(label, (y == 0).long())(LatentMixture(Bernoulli(), broken[..., :1])).mean[3].isnan().all()

@@ -2,7 +2,7 @@ r"""How good predictions are, given the truth: `(Predictive, y) -> scalar`.
 
 Dense outputs count every labelled position as an example; class targets equal to `ignore_index` are left out of
 everything. `Bernoulli` counts each label on its own in `accuracy` and `ece`. Regression with several outputs averages
-over them, except in `nll`, which scores all outputs of an example jointly.
+over them, except in `nll`, which scores all outputs of an example jointly. y is a tensor, a NumPy array or a list.
 
 `auroc`, `fpr95`, `risk_coverage`, `aurc` and the like are for decisions made with a score of uncertainty: larger
 scores should mean positives (errors, unfamiliar inputs).

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.metrics.reading import choices, forecasts
+from dubito.metrics.reading import Array, choices, forecasts, judged
 from dubito.predictive import Predictive
 
 Binning = Literal["width", "mass"]
@@ -67,7 +67,7 @@ class Reliability:
         )
 
 
-def reliability(p: Predictive, y: Tensor, *, bins: int = 15, by: Binning = "width", level: float = 0.9) -> Reliability:
+def reliability(p: Predictive, y: Array, *, bins: int = 15, by: Binning = "width", level: float = 0.9) -> Reliability:
     r"""How often predictions of each confidence come true: edges, count, mean confidence, accuracy and its interval, bin by bin.
 
     `by="mass"` takes bins with as many predictions each. The interval of the accuracy is Wilson's, of that `level`.
@@ -80,11 +80,10 @@ def reliability(p: Predictive, y: Tensor, *, bins: int = 15, by: Binning = "widt
     ([0.0, 4.0], [nan, 0.5], 0.75)
     """
     probs, label = choices(p, y, "reliability")
-    confidence, top = probs.max(-1)
-    return Reliability.of(confidence, top == label, bins=bins, by=by, level=level)
+    return Reliability.of(*judged(probs, label), bins=bins, by=by, level=level)
 
 
-def ece(p: Predictive, y: Tensor, *, bins: int = 15, by: Binning = "width") -> Tensor:
+def ece(p: Predictive, y: Array, *, bins: int = 15, by: Binning = "width") -> Tensor:
     r"""Expected calibration error, :math:`\sum_b \frac{n_b}{n} |\mathrm{accuracy}_b - \mathrm{confidence}_b|`.
 
     Confidence is the probability of the top class. The bins are (a, b]: one on an edge counts below it. They have equal width, or,
@@ -97,11 +96,10 @@ def ece(p: Predictive, y: Tensor, *, bins: int = 15, by: Binning = "width") -> T
     tensor(0.2500)
     """
     probs, label = choices(p, y, "ece")
-    confidence, top = probs.max(-1)
-    return Reliability.of(confidence, top == label, bins=bins, by=by).ece.to(probs.dtype)
+    return Reliability.of(*judged(probs, label), bins=bins, by=by).ece.to(probs.dtype)
 
 
-def mce(p: Predictive, y: Tensor, *, bins: int = 15, by: Binning = "width") -> Tensor:
+def mce(p: Predictive, y: Array, *, bins: int = 15, by: Binning = "width") -> Tensor:
     r"""Maximum calibration error, :math:`\max_b |\mathrm{accuracy}_b - \mathrm{confidence}_b|`, with the bins of `ece`.
 
     Bins with few predictions have large gaps by chance alone: with `by="mass"` there are none.
@@ -113,11 +111,10 @@ def mce(p: Predictive, y: Tensor, *, bins: int = 15, by: Binning = "width") -> T
     tensor(0.2500)
     """
     probs, label = choices(p, y, "mce")
-    confidence, top = probs.max(-1)
-    return Reliability.of(confidence, top == label, bins=bins, by=by).mce.to(probs.dtype)
+    return Reliability.of(*judged(probs, label), bins=bins, by=by).mce.to(probs.dtype)
 
 
-def classwise_ece(p: Predictive, y: Tensor, *, bins: int = 15, by: Binning = "width") -> Tensor:
+def classwise_ece(p: Predictive, y: Array, *, bins: int = 15, by: Binning = "width") -> Tensor:
     r"""The calibration error of every class's probability, averaged over the C classes (Kull et al. 2019).
 
     .. math:: \frac{1}{C} \sum_c \sum_b \frac{n_{bc}}{n} |\mathrm{frequency}_{bc} - \bar p_{bc}|
@@ -147,7 +144,7 @@ class Decomposition(NamedTuple):
         return self.reliability - self.resolution + self.uncertainty + self.within
 
 
-def brier_decomposition(p: Predictive, y: Tensor, *, bins: int | None = 15) -> Decomposition:
+def brier_decomposition(p: Predictive, y: Array, *, bins: int | None = 15) -> Decomposition:
     r"""Murphy's parts of the Brier score, class by class and summed as the score is.
 
     .. math:: \underbrace{\frac{1}{n} \sum_{ic} (\bar p_{ic} - y_{ic})^2}_{\text{Brier}}

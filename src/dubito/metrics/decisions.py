@@ -1,6 +1,7 @@
 r"""Decisions made with a score of uncertainty: larger scores should mean positives (errors, unfamiliar inputs).
 
 Tied scores are never told apart: a threshold takes all of them or none, and where an order is needed they share what they have.
+Scores and errors are tensors, NumPy arrays or lists.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dubito.likelihoods import Bernoulli
-from dubito.metrics.reading import suits
+from dubito.metrics.reading import Array, suits, tensor
 from dubito.predictive import Predictive
 
 STEPS = 50  # coverages that `threshold` looks at for a guarantee: 2 %, 4 %, ..., and all
@@ -68,7 +69,7 @@ class Ranking(NamedTuple):
         return negative.cumsum(0)[at] / negative.sum()
 
 
-def auroc(scores: Tensor, is_positive: Tensor) -> Tensor:
+def auroc(scores: Array, is_positive: Array) -> Tensor:
     r"""Area under the ROC curve, :math:`P(s_+ > s_-) + \frac12 P(s_+ = s_-)`; nan if there is only one kind.
 
     >>> auroc(torch.tensor([0.1, 0.4, 0.4, 9.0]), torch.tensor([False, False, True, True]))
@@ -77,7 +78,7 @@ def auroc(scores: Tensor, is_positive: Tensor) -> Tensor:
     return _detection(scores, is_positive, Ranking.auroc)
 
 
-def average_precision(scores: Tensor, is_positive: Tensor) -> Tensor:
+def average_precision(scores: Array, is_positive: Array) -> Tensor:
     r"""Area under the precision-recall curve, :math:`\sum_k (R_k - R_{k-1}) P_k`; nan if there is only one kind.
 
     >>> average_precision(torch.tensor([0.1, 0.4, 0.6, 9.0]), torch.tensor([False, True, False, True]))
@@ -86,7 +87,7 @@ def average_precision(scores: Tensor, is_positive: Tensor) -> Tensor:
     return _detection(scores, is_positive, Ranking.average_precision)
 
 
-def fpr_at_tpr(scores: Tensor, is_positive: Tensor, *, tpr: float = 0.95) -> Tensor:
+def fpr_at_tpr(scores: Array, is_positive: Array, *, tpr: float = 0.95) -> Tensor:
     r"""The share of negatives that are raised, too, at the highest threshold that raises a share `tpr` of the positives.
 
     It is read off the ROC curve at the first of its points with at least that TPR, without interpolation; nan if there is
@@ -101,7 +102,7 @@ def fpr_at_tpr(scores: Tensor, is_positive: Tensor, *, tpr: float = 0.95) -> Ten
     return _detection(scores, is_positive, lambda ranking: ranking.fpr_at_tpr(tpr))
 
 
-def fpr95(scores: Tensor, errors: Tensor) -> Tensor:
+def fpr95(scores: Array, errors: Array) -> Tensor:
     r"""The share of errors (or of unfamiliar inputs) that pass unnoticed where 95 % of the others pass: 0 is best.
 
     This is "FPR at 95 % TPR" as it is published, with what is right, or familiar, as the positives, found by low scores.
@@ -112,7 +113,7 @@ def fpr95(scores: Tensor, errors: Tensor) -> Tensor:
     return _detection(scores, errors, lambda ranking: ranking.reversed.fpr_at_tpr(0.95))
 
 
-def aupr_error(scores: Tensor, errors: Tensor) -> Tensor:
+def aupr_error(scores: Array, errors: Array) -> Tensor:
     r"""Average precision with errors as the positives, found by high scores. At random it is the share of errors.
 
     >>> aupr_error(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0, 0, 1, 0]))
@@ -121,7 +122,7 @@ def aupr_error(scores: Tensor, errors: Tensor) -> Tensor:
     return average_precision(scores, errors)
 
 
-def aupr_success(scores: Tensor, errors: Tensor) -> Tensor:
+def aupr_success(scores: Array, errors: Array) -> Tensor:
     r"""Average precision with successes as the positives, found by low scores. At random it is the share of successes.
 
     >>> aupr_success(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0, 0, 1, 0]))
@@ -130,7 +131,7 @@ def aupr_success(scores: Tensor, errors: Tensor) -> Tensor:
     return _detection(scores, errors, lambda ranking: ranking.reversed.average_precision())
 
 
-def risk_coverage(scores: Tensor | Predictive, errors: Tensor) -> tuple[Tensor, Tensor]:
+def risk_coverage(scores: Array | Predictive, errors: Array) -> tuple[Tensor, Tensor]:
     r"""The mean error of the k most certain examples, for every k: (coverage k/n, risk), each [n].
 
     `errors` are 0 and 1 or any loss. Scores that are tied are taken in random order, in expectation: each has the mean
@@ -139,24 +140,24 @@ def risk_coverage(scores: Tensor | Predictive, errors: Tensor) -> tuple[Tensor, 
     >>> risk_coverage(torch.tensor([0.2, 0.1, 0.3, 0.3]), torch.tensor([0, 0, 1, 0]))
     (tensor([0.2500, 0.5000, 0.7500, 1.0000]), tensor([0.0000, 0.0000, 0.1667, 0.2500]))
     """
-    scores = _matching(scores, errors)
+    scores, errors = _matching(scores, errors)
     dtype = _dtype(scores)
     risk = Ranking.of(scores, errors).risk
     count = torch.arange(1, len(risk) + 1, device=risk.device)
     return (count / max(1, len(risk))).to(dtype), risk.to(dtype)
 
 
-def aurc(scores: Tensor | Predictive, errors: Tensor) -> Tensor:
+def aurc(scores: Array | Predictive, errors: Array) -> Tensor:
     r"""Area under the risk-coverage curve, :math:`\frac{1}{n} \sum_k \mathrm{risk}_k`: lower is better.
 
     >>> aurc(torch.tensor([0.2, 0.1, 0.3, 0.3]), torch.tensor([0, 0, 1, 0]))
     tensor(0.1042)
     """
-    scores = _matching(scores, errors)
+    scores, errors = _matching(scores, errors)
     return Ranking.of(scores, errors).risk.mean().to(_dtype(scores))
 
 
-def excess_aurc(scores: Tensor | Predictive, errors: Tensor) -> Tensor:
+def excess_aurc(scores: Array | Predictive, errors: Array) -> Tensor:
     r"""How much the area under the risk-coverage curve exceeds the least possible for these errors (Geifman et al. 2019).
 
     The least is that of an oracle, which ranks by the errors themselves; it is found exactly, for any loss.
@@ -164,7 +165,7 @@ def excess_aurc(scores: Tensor | Predictive, errors: Tensor) -> Tensor:
     >>> excess_aurc(torch.tensor([0.2, 0.1, 0.3, 0.3]), torch.tensor([0, 0, 1, 0]))
     tensor(0.0417)
     """
-    scores = _matching(scores, errors)
+    scores, errors = _matching(scores, errors)
     return (Ranking.of(scores, errors).risk.mean() - oracle_aurc(errors)).to(_dtype(scores))
 
 
@@ -184,7 +185,7 @@ class Threshold(NamedTuple):
     bound: float  # the risk on new examples is at most that, with the confidence asked for; nan if none was
 
 
-def threshold(scores: Tensor, errors: Tensor, *, risk: float, confidence: float | None = None) -> Threshold:
+def threshold(scores: Array, errors: Array, *, risk: float, confidence: float | None = None) -> Threshold:
     r"""Where to stop answering: the threshold with the most coverage whose risk is at most the one wanted.
 
     Give scores and errors of held-out examples that were used for nothing else. Without `confidence` the risk is that of these
@@ -208,7 +209,7 @@ def threshold(scores: Tensor, errors: Tensor, *, risk: float, confidence: float 
     """
     if not 0 <= risk <= 1 and confidence is not None:
         raise ValueError(f"a risk with a guarantee lies between 0 and 1; got risk={risk}")
-    scores = _matching(scores, errors)
+    scores, errors = _matching(scores, errors)
     ranking = Ranking.of(scores, errors)
     count, lost = ranking.size.cumsum(0), ranking.losses.cumsum(0)
     if confidence is None:
@@ -257,11 +258,13 @@ def _answer(ranking: Ranking, count: Tensor, lost: Tensor, group: int, bound: fl
     return Threshold(float(ranking.values[group]), m / ranking.n, float(lost[group]) / m, bound)
 
 
-def _matching(scores: Tensor | Predictive, errors: Tensor) -> Tensor:
-    scores = (_doubt(scores) if isinstance(scores, Predictive) else scores).detach().flatten()
+def _matching(scores: Array | Predictive, errors: Array) -> tuple[Tensor, Tensor]:
+    """Scores, or those of a predictive, and as many errors, [n] each."""
+    scores = (_doubt(scores) if isinstance(scores, Predictive) else tensor(scores)).detach().flatten()
+    errors = tensor(errors).detach().flatten()
     if scores.numel() != errors.numel():
         raise ValueError(f"there are {scores.numel()} scores for {errors.numel()} errors: give one error for each score")
-    return scores
+    return scores, errors
 
 
 def _dtype(scores: Tensor) -> torch.dtype:
@@ -269,8 +272,9 @@ def _dtype(scores: Tensor) -> torch.dtype:
     return torch.promote_types(scores.dtype, torch.float32) if scores.is_floating_point() else torch.get_default_dtype()
 
 
-def _detection(scores: Tensor, is_positive: Tensor, function: Callable[[Ranking], Tensor]) -> Tensor:
-    scores, truth = scores.detach().flatten(), is_positive.detach().flatten().to(scores.device).bool()
+def _detection(scores: Array, is_positive: Array, function: Callable[[Ranking], Tensor]) -> Tensor:
+    scores = tensor(scores).detach().flatten()
+    truth = tensor(is_positive).detach().flatten().to(scores.device).bool()
     if scores.shape != truth.shape:
         raise ValueError(f"there are {scores.numel()} scores for {truth.numel()} truths: give one for each")
     ranking = Ranking.of(scores, truth)

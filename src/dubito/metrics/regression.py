@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from dubito.metrics.reading import suits, targets
+from dubito.metrics.reading import Array, precise, suits, targets
 from dubito.predictive import LatentMixture, Predictive
 
 PAIRS = 2**18  # pairs of components that `crps` works on at once: few enough to stay in the cache
 LEVELS = tuple(k / 100 for k in range(1, 100))
 
 
-def rmse(p: Predictive, y: Tensor) -> Tensor:
+def rmse(p: Predictive, y: Array) -> Tensor:
     r"""Root mean squared error of the mean, over examples and outputs alike.
 
     >>> from dubito import Gaussian
@@ -25,10 +25,10 @@ def rmse(p: Predictive, y: Tensor) -> Tensor:
     >>> rmse(p, torch.tensor([3.0, 4.0]))
     tensor(3.5355)
     """
-    return (p.mean - targets(p, y, "rmse", classes=False)).square().mean().sqrt()
+    return (precise(p.mean) - targets(p, y, "rmse", classes=False)).square().mean().sqrt()
 
 
-def crps(p: Predictive, y: Tensor) -> Tensor:
+def crps(p: Predictive, y: Array) -> Tensor:
     r"""Continuous ranked probability score, :math:`E|X - y| - \frac12 E|X - X'|`, the mean over examples and outputs.
 
     It is in the units of y and 0 at best; for a point it is the absolute error. Exact for a Student-t (see there), and for a
@@ -41,24 +41,21 @@ def crps(p: Predictive, y: Tensor) -> Tensor:
     """
     y = targets(p, y, "crps", classes=False)
     if (own := getattr(p, "crps", None)) is not None:  # of a Student-t, or recalibrated
-        return own(y).mean()
+        return precise(own(y)).mean()
     if not isinstance(p, LatentMixture):
         raise ValueError(f"crps is exact for mixtures of Gaussians; a {type(p).__name__} is none")
     marginal, weights = p.marginals
     if not isinstance(marginal, Normal):
         raise ValueError(f"crps is exact for Gaussian noise; {type(p.likelihood).__name__} has another")
-    mean, variance, weights = (
-        marginal.mean.flatten(1),
-        marginal.variance.flatten(1),
-        weights.to(y),
-    )  # [S, n], [S, n], [S]
+    mean, variance = (precise(part).flatten(1) for part in (marginal.mean, marginal.variance))  # [S, n] each
+    weights = weights.to(mean)  # [S]
     error = weights @ _mean_absolute(mean - y.flatten(), variance)  # [n]
     columns = max(1, PAIRS // len(mean))
     blocks = zip(mean.split(columns, 1), variance.split(columns, 1), strict=True)
     return (error - 0.5 * torch.cat([_spread(m, v, weights) for m, v in blocks])).mean()
 
 
-def coverage(p: Predictive, y: Tensor, *, level: float = 0.9) -> Tensor:
+def coverage(p: Predictive, y: Array, *, level: float = 0.9) -> Tensor:
     r"""The share of targets inside the central interval of that level; calibrated if equal to the level.
 
     >>> from dubito import Gaussian
@@ -68,10 +65,10 @@ def coverage(p: Predictive, y: Tensor, *, level: float = 0.9) -> Tensor:
     """
     y = targets(p, y, "coverage", classes=False)
     lower, upper = _interval(p, level)
-    return ((lower <= y) & (y <= upper)).to(y.dtype).mean()
+    return precise(((lower <= y) & (y <= upper)).to(y.dtype)).mean()
 
 
-def width(p: Predictive, y: Tensor | None = None, *, level: float = 0.9) -> Tensor:
+def width(p: Predictive, y: Array | None = None, *, level: float = 0.9) -> Tensor:
     r"""The mean width of the central interval of that level. y is not needed; it is there to call all metrics alike.
 
     >>> from dubito import Gaussian
@@ -80,10 +77,10 @@ def width(p: Predictive, y: Tensor | None = None, *, level: float = 0.9) -> Tens
     """
     suits(p, "width", classes=False)
     lower, upper = _interval(p, level)
-    return (upper - lower).mean()
+    return precise(upper - lower).mean()
 
 
-def interval_score(p: Predictive, y: Tensor, *, level: float = 0.9) -> Tensor:
+def interval_score(p: Predictive, y: Array, *, level: float = 0.9) -> Tensor:
     r"""The width of the central interval plus a fine for targets outside it, the mean over examples and outputs: lower is better.
 
     .. math:: (u - l) + \tfrac{2}{\alpha} \max(l - y, 0) + \tfrac{2}{\alpha} \max(y - u, 0), \qquad \alpha = 1 - \mathrm{level}
@@ -96,10 +93,10 @@ def interval_score(p: Predictive, y: Tensor, *, level: float = 0.9) -> Tensor:
     tensor(13.2897)
     """
     y = targets(p, y, "interval_score", classes=False)
-    return _interval_score(y, *_interval(p, level), level).mean()
+    return precise(_interval_score(y, *_interval(p, level), level)).mean()
 
 
-def sharpness(p: Predictive, y: Tensor | None = None) -> Tensor:
+def sharpness(p: Predictive, y: Array | None = None) -> Tensor:
     r"""How wide predictives are, :math:`\sqrt{\frac{1}{n} \sum_i \mathrm{Var}[y_i]}`, noise included, in units of y.
 
     Of predictives that are calibrated the sharper ones are better. y is not needed; it is there to call all metrics alike.
@@ -109,10 +106,10 @@ def sharpness(p: Predictive, y: Tensor | None = None) -> Tensor:
     tensor(2.)
     """
     suits(p, "sharpness", classes=False)
-    return p.uncertainty.total.mean().sqrt()
+    return precise(p.uncertainty.total).mean().sqrt()
 
 
-def pit(p: Predictive, y: Tensor) -> Tensor:
+def pit(p: Predictive, y: Array) -> Tensor:
     r"""Probability integral transform, :math:`F_i(y_i)` of every output, in the layout of p.mean: uniform on (0, 1) if calibrated.
 
     Exact for mixtures of Gaussians and for a Student-t. Many values near 0 and 1 mean predictives that are too narrow, many near 1/2
@@ -139,7 +136,7 @@ class QuantileCalibration(NamedTuple):
         return (self.observed - self.levels).abs().mean()
 
 
-def quantile_calibration(p: Predictive, y: Tensor, *, levels: Sequence[float] = LEVELS) -> QuantileCalibration:
+def quantile_calibration(p: Predictive, y: Array, *, levels: Sequence[float] = LEVELS) -> QuantileCalibration:
     r"""How often targets lie at or below the predicted quantile of each level: :math:`\frac{1}{n} \sum_i 1[F_i(y_i) \le \alpha]`.
 
     A calibrated predictive has :math:`\alpha` of them there (Kuleshov et al. 2018).
@@ -153,7 +150,7 @@ def quantile_calibration(p: Predictive, y: Tensor, *, levels: Sequence[float] = 
     return _quantile_calibration(p, y, levels, "quantile_calibration")
 
 
-def quantile_error(p: Predictive, y: Tensor, *, levels: Sequence[float] = LEVELS) -> Tensor:
+def quantile_error(p: Predictive, y: Array, *, levels: Sequence[float] = LEVELS) -> Tensor:
     r"""Mean distance between a quantile's level and the share of targets below it, :math:`\frac{1}{L} \sum_\alpha
     |\mathrm{observed}_\alpha - \alpha|`: 0 if calibrated, at most about 1/2.
 
@@ -162,10 +159,10 @@ def quantile_error(p: Predictive, y: Tensor, *, levels: Sequence[float] = LEVELS
     >>> quantile_error(p, torch.tensor([-2.0, -0.1, 0.1, 0.2]), levels=[0.1, 0.5, 0.9])
     tensor(0.0833)
     """
-    return _quantile_calibration(p, y, levels, "quantile_error").error.to(p.mean.dtype)
+    return _quantile_calibration(p, y, levels, "quantile_error").error.to(precise(p.mean).dtype)
 
 
-def _pit(p: Predictive, y: Tensor, name: str) -> Tensor:
+def _pit(p: Predictive, y: Array, name: str) -> Tensor:
     y = targets(p, y, name, classes=False)
     cdf = getattr(p, "cdf", None)
     if cdf is None:
@@ -173,7 +170,7 @@ def _pit(p: Predictive, y: Tensor, name: str) -> Tensor:
     return cdf(y).clamp(0, 1)
 
 
-def _quantile_calibration(p: Predictive, y: Tensor, levels: Sequence[float], name: str) -> QuantileCalibration:
+def _quantile_calibration(p: Predictive, y: Array, levels: Sequence[float], name: str) -> QuantileCalibration:
     at = torch.tensor(list(levels), dtype=torch.float64, device=p.mean.device)
     if not len(at) or not bool(((at > 0) & (at < 1)).all()):
         raise ValueError(f"the levels of quantiles lie between 0 and 1; got {list(levels)}")
@@ -195,7 +192,7 @@ def _interval_score(y: Tensor, lower: Tensor, upper: Tensor, level: float) -> Te
 def _spread(mean: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
     """E|X - X'| of mixtures of Gaussians, [n], from all pairs of their components [S, n]."""
     spread = torch.zeros_like(mean[0])
-    rows = max(1, PAIRS // mean.numel())
+    rows = max(1, PAIRS // max(1, mean.numel()))
     for i in range(0, len(mean), rows):
         # with the rows of this block and all after it: a pair that reaches over the block's end stands for its mirror image, too
         m, v, w, others = mean[i : i + rows], variance[i : i + rows], weights[i : i + rows], weights[i:].clone()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.likelihoods import Classes
-from dubito.metrics.reading import choices, forecasts, labelled, targets
+from dubito.metrics.reading import Array, choices, forecasts, judged, labelled, precise, targets, tensor
 from dubito.predictive import Predictive
 
 
-def accuracy(p: Predictive, y: Tensor) -> Tensor:
+def accuracy(p: Predictive, y: Array) -> Tensor:
     r"""The share of examples whose most probable class is the true one (of labels that are right, with `Bernoulli`).
+
+    nan if a prediction is, as other metrics are.
 
     >>> import torch
     >>> from dubito import Categorical
@@ -21,10 +26,11 @@ def accuracy(p: Predictive, y: Tensor) -> Tensor:
     tensor(0.5000)
     """
     probs, label = choices(p, y, "accuracy")
-    return (probs.argmax(-1) == label).to(probs.dtype).mean()
+    confidence, right = judged(probs, label)
+    return torch.where(confidence.isnan(), math.nan, right.to(probs.dtype)).mean()
 
 
-def nll(p: Predictive, y: Tensor) -> Tensor:
+def nll(p: Predictive, y: Array) -> Tensor:
     r"""Mean negative log predictive density, :math:`-\frac{1}{n} \sum_i \ln p(y_i \mid x_i, D)`, in nats.
 
     n counts examples; with dense outputs it counts the labelled positions (pixels, steps), each scored on its own.
@@ -38,10 +44,10 @@ def nll(p: Predictive, y: Tensor) -> Tensor:
     """
     target = targets(p, y, "nll")
     count = labelled(p, target).sum()
-    return -p.log_prob(y.to(target.device)).sum() / count
+    return -precise(p.log_prob(tensor(y).to(target.device))).sum() / count
 
 
-def brier(p: Predictive, y: Tensor) -> Tensor:
+def brier(p: Predictive, y: Array) -> Tensor:
     r"""Brier score, :math:`\frac{1}{n} \sum_i \sum_c (\bar p_{ic} - y_{ic})^2` with y one-hot: from 0 to 2.
 
     With `Bernoulli` y are the labels, and one label gives the binary score from 0 to 1.

@@ -56,7 +56,8 @@ class MatrixScaling:
         + \lambda \left(\frac{1}{C (C - 1)} \sum_{c \ne d} W_{cd}^2 + \frac{1}{C} \sum_c b_c^2\right)
 
     On log probabilities it is Dirichlet calibration, with the penalty on off-diagonal entries and offsets, ODIR, that goes with it
-    (Kull et al. 2019); `regulariser="l2"` draws all of W to the identity instead. There are C (C + 1) numbers to fit: for many
+    (Kull et al. 2019); `regulariser="l2"` draws all of W to the identity instead. So does ODIR with the diagonal entry of a class that
+    is always or never seen, since nothing else would keep that from infinity. There are C (C + 1) numbers to fit: for many
     classes and few examples it overfits where the penalty is small, and `penalty`, of several, is chosen by cross-validation.
 
     >>> import dubito
@@ -112,8 +113,9 @@ def _matrix(found: Held, penalty: float, *, odir: bool) -> Affine:
     features = torch.cat([found.logits, torch.ones_like(found.logits[:, :1])], -1).unsqueeze(1)  # [n, 1, C + 1]
     fines = features.new_full((classes, classes + 1), 2 * penalty / max(1, classes * (classes - 1)))
     fines[:, -1] = 2 * penalty / classes
-    if odir:
-        fines.fill_diagonal_(0.0)
+    if odir:  # the diagonal is free, but not where the data would take it to infinity
+        share = found.hits.mean(0)
+        fines.diagonal().masked_fill_((share > 0) & (share < 1), 0.0)
     change = convex.minimise(convex.Problem(found, features, fines), "MatrixScaling")
     return Affine(torch.eye(classes).to(change) + change[:, :-1], change[:, -1].clone(), penalty, len(found.truth))
 

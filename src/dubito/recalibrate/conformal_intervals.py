@@ -38,7 +38,8 @@ class ConformalIntervals:
       :math:`[l - q, u + q]`; q may be negative (conformalised quantile regression, Romano et al. 2019).
 
     The probability is over the held-out examples as well; it is at least `level`, and at most 1 / (n + 1) more if no scores are tied.
-    Each output is covered on its own; with `joint` all outputs of an example at once, by the largest of their scores.
+    Each output is covered on its own; with `joint` all outputs of an example at once, by the largest of their scores. Where a
+    prediction is NaN or infinite, the intervals are the whole line, so that the promise is kept; none may be among the held-out ones.
 
     >>> import dubito
     >>> from dubito.predictive import LatentMixture
@@ -89,7 +90,11 @@ class IntervalRule:
 
     def __call__(self, predictive: Predictive) -> tuple[Tensor, Tensor]:
         """(lower, upper), each [B, *D, C]."""
-        p = predictive
+        lower, upper = self._ends(predictive)
+        nothing = ~((lower < torch.inf) & (upper > -torch.inf)).all(-1, keepdim=True)  # NaN, or infinite on one side
+        return lower.masked_fill(nothing, -torch.inf), upper.masked_fill(nothing, torch.inf)
+
+    def _ends(self, p: Predictive) -> tuple[Tensor, Tensor]:
         held.fits("ConformalIntervals", p, len(self.threshold), classes=False)
         q = self.threshold.to(p.means)
         if self.settings.score == "quantile":
@@ -102,7 +107,7 @@ class IntervalRule:
     def judge(self, predictive: Predictive | Batches, y: Any = None) -> IntervalCoverage:
         """Coverage and width on data that is neither that of training nor that of `fit`."""
         inside, widths = [], []
-        for p, target in held.numbers("ConformalIntervals", predictive, y):
+        for p, target in held.numbers("ConformalIntervals", predictive, y, finite=False):
             lower, upper = self(p)
             inside.append(((lower <= target) & (target <= upper)).flatten(0, -2).cpu())
             widths.append((upper - lower).flatten(0, -2).double().cpu())
@@ -115,6 +120,6 @@ class IntervalRule:
 
 def _scale(p: Predictive) -> Tensor:
     scale = p.uncertainty.total.sqrt()
-    if not bool((scale.isfinite() & (scale > 0)).all()):
+    if not bool(((scale.isfinite() & (scale > 0)) | scale.isnan()).all()):
         raise ValueError("a predictive whose variance is zero or infinite has no scale: use score='quantile' or score='absolute'")
     return scale

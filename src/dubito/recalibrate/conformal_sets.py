@@ -43,7 +43,8 @@ class ConformalSets:
 
     u is uniform, one for each example; `randomised=False` takes 1, for larger sets that are the same each time. With `by_class`
     every class has a quantile of its own, from the examples of that class: it is then covered in each class (Mondrian). `nonempty` adds
-    the most probable class to an empty set. Labels (`Bernoulli`) have sets of {0, 1}, and each label its own quantile.
+    the most probable class to an empty set. Labels (`Bernoulli`) have sets of {0, 1}, and each label its own quantile. A prediction
+    that is NaN says nothing, and gets the set of all classes, so that the promise is kept; none may be among the held-out ones.
 
     >>> import dubito
     >>> from dubito.predictive import LatentMixture
@@ -106,6 +107,7 @@ class SetRule:
         if self.settings.nonempty:
             top = torch.zeros_like(sets).scatter(-1, probs.argmax(-1, keepdim=True), True)
             sets = sets | (top & ~sets.any(-1, keepdim=True))
+        sets = sets | probs.isnan().any(-1, keepdim=True).any(-2, keepdim=True)
         return sets if labels else sets.squeeze(-2)
 
     def judge(self, predictive: Predictive | Batches, y: Any = None, *, generator: torch.Generator | None = None) -> SetCoverage:

@@ -75,10 +75,18 @@ def minimise(problem: Problem, name: str) -> Tensor:
             x, logits, value = x + size * step, logits + size * change, new
         if damping > 1e3:
             break
-    raise ValueError(
-        f"{name} has no minimum: its classes can be told apart without an error, or one is never seen; give a larger penalty, or more "
-        "held-out data"
-    )
+    raise ValueError(f"{name} has no minimum: {_why(found)}; give a larger penalty, or more held-out data")
+
+
+def _why(found: Held) -> str:
+    share = found.hits.mean(0)
+    lacking = ((share == 0) | ((share == 1) & found.labels)).nonzero().flatten().tolist()
+    named = ", ".join(map(str, lacking[:10])) + (", ..." if len(lacking) > 10 else "")
+    if not lacking:
+        return "its classes can be told apart without an error"
+    if found.labels:
+        return f"of label {named} the held-out data are all the same"
+    return f"class {named} is never seen in the held-out data"
 
 
 def _endless(problem: Problem, logits: Tensor) -> bool:

@@ -88,16 +88,16 @@ class Frequencies:
         found = self._mapped((torch.sigmoid(z) if labels else z.exp()).flatten(0, -2)).reshape(z.shape)
         if labels:
             return recalibrated(predictive, torch.logit(found, eps=0.0 if self.floor else 1e-12))
-        found = torch.where(found.sum(-1, keepdim=True) > 0, found, 1.0)  # none of the classes, says each: as good as any
+        found = torch.where(found.sum(-1, keepdim=True) == 0, 1.0, found)  # none of the classes, says each: as good as any
         return recalibrated(predictive, found.log().clamp_min(held.FLOOR))
 
     def _mapped(self, probs: Tensor) -> Tensor:
-        """[n, C] to [n, C]."""
+        """[n, C] to [n, C]; what is NaN stays so."""
         x, knots, values = probs.mT.contiguous(), self.probs.to(probs), self.values.to(probs)
         last = knots.shape[1] - 1
         right = torch.searchsorted(knots, x).clamp(0, last)
         if self.steps:
-            return values.gather(1, right).mT
+            return torch.where(x.isnan(), torch.nan, values.gather(1, right)).mT
         left = (right - 1).clamp_min(0)
         a, b = knots.gather(1, left), knots.gather(1, right)
         share = ((x - a) / torch.where(b > a, b - a, 1.0)).clamp(0, 1)

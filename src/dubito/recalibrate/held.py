@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito import tree
 from dubito.likelihoods import Bernoulli, Classes, MultiTask
+from dubito.metrics.reading import tensor
 from dubito.predictive import LatentMixture, Predictive
 from dubito.randomness import forked
 from dubito.recalibrate.classes import RecalibratedClasses
+from dubito.recalibrate.numbers import RecalibratedNumbers
 
 Batches = Iterable[tuple[Predictive, Any]]
 FLOOR = math.log(torch.finfo(torch.float64).tiny)
@@ -57,19 +58,42 @@ def classes(name: str, predictive: Predictive | Batches, y: Any) -> Held:
         truth.append((target[keep].reshape(-1, found.shape[-1]) if labels else target[keep]).long())
     if not sum(map(len, truth)):
         raise ValueError(f"there is nothing to fit {name} to: no batch, or none with a labelled target")
-    return Held(finite(torch.cat(logits)), torch.cat(truth), labels)
+    found = torch.cat(logits)
+    refuse(name, int(found.isnan().any(-1).sum()), len(found))
+    return Held(finite(found), torch.cat(truth), labels)
 
 
-def numbers(name: str, predictive: Predictive | Batches, y: Any) -> Iterator[tuple[Predictive, Tensor]]:
-    """Predictives of a regression and targets in the layout of their means, batch by batch."""
-    some = False
+def numbers(name: str, predictive: Predictive | Batches, y: Any, *, finite: bool = True) -> Iterator[tuple[Predictive, Tensor]]:
+    """Predictives of a regression and targets in the layout of their means, batch by batch.
+
+    If some predictions are not `finite`, as they have to be for a fit, that is an error at the end, when they have been counted.
+    """
+    n = bad = 0
     for p, given in pairs(name, predictive, y):
         suits(name, p, classes=False)
         target = targets(p, given)
-        some = some or target.numel() > 0
-        yield p, target
-    if not some:
+        n += target.shape[:-1].numel()
+        bad += int(_broken(p).any(-1).sum()) if finite else 0
+        if not bad:
+            yield p, target
+    if not n:
         raise ValueError(f"there is nothing to fit {name} to: no batch, or none with a target")
+    refuse(name, bad, n)
+
+
+def _broken(p: Predictive) -> Tensor:
+    """Which outputs have no mean or no variance, [B, *D, C]; an infinite variance, as a Student-t may have, is one."""
+    p = p.before if isinstance(p, RecalibratedNumbers) else p  # whose map is finite
+    return ~p.mean.isfinite() | p.uncertainty.total.isnan()
+
+
+def refuse(name: str, bad: int, n: int) -> None:
+    """Raise, in words, if some of n held-out predictions are NaN or infinite."""
+    if bad:
+        raise ValueError(
+            f"{bad} of {n} held-out predictions are NaN or infinite, and {name} cannot be fitted to them: look for inputs or weights "
+            "that are not finite, or leave these rows out"
+        )
 
 
 def pairs(name: str, predictive: Predictive | Batches, y: Any) -> Iterator[tuple[Predictive, Any]]:
@@ -110,7 +134,7 @@ def suits(name: str, p: Predictive, *, classes: bool) -> None:
 def targets(p: Predictive, y: Any) -> Tensor:
     """Checked, in the layout of the predictive's mean: [B, *D] for classes, [B, *D, C] else."""
     f = p.means[0]
-    y = tree.tensors(y).to(f.device)
+    y = tensor(y).to(f.device)
     p.likelihood.check(f, y)
     return p.likelihood.target(y, f)
 
@@ -123,8 +147,8 @@ def fits(name: str, p: Predictive, width: int, *, classes: bool) -> None:
 
 
 def finite(logits: Tensor) -> Tensor:
-    """With a large number in the place of minus infinity, the logarithm of a probability of 0, which cannot be scaled."""
-    return torch.where(logits == -torch.inf, FLOOR, logits)
+    """With a large number in the place of infinity, the logarithm or the log odds of a probability of 0 or 1: it cannot be scaled."""
+    return logits.nan_to_num(nan=math.nan, posinf=-FLOOR, neginf=FLOOR)
 
 
 def log_forecasts(p: Predictive) -> Tensor:

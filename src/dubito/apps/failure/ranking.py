@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from dubito import metrics
-from dubito.apps.failure.scores import USUAL, errors, labelled, one_minus_true, scores
+from dubito.apps.failure.scores import USUAL, one_minus_true, read, scores, wrong
+from dubito.metrics.reading import Array, tensor
 from dubito.predictive import Predictive
 
 
@@ -28,7 +27,7 @@ class Failure(NamedTuple):
     excess_aurc: float
 
 
-def failure(score: Tensor, is_error: Tensor) -> Failure:
+def failure(score: Array, is_error: Array) -> Failure:
     """All figures of one score, [N], larger is less certain, and of the errors, [N].
 
     >>> import torch
@@ -40,7 +39,7 @@ def failure(score: Tensor, is_error: Tensor) -> Failure:
 
 
 def failures(
-    p: Predictive, y: Tensor, *, names: Sequence[str] = USUAL, others: Mapping[str, Tensor] | None = None, oracle: bool = False
+    p: Predictive, y: Array, *, names: Sequence[str] = USUAL, others: Mapping[str, Array] | None = None, oracle: bool = False
 ) -> dict[str, Failure]:
     """Scores of a predictive by name, and others that were found elsewhere ([B, *D] each), all judged by the errors of p.
 
@@ -51,11 +50,12 @@ def failures(
     >>> failures(p, torch.tensor([0, 1]), names=["mcp"])["mcp"].auroc
     1.0
     """
-    kept = labelled(p, y)
+    probs, target, kept = read(p, y, "failures")
     found = scores(p, names) | ({"tcp": one_minus_true(p, y)} if oracle else {})
-    for name, score in (others or {}).items():
+    for name, other in (others or {}).items():
+        score = tensor(other)
         if score.shape != kept.shape:
             raise ValueError(f"the score {name!r} is {list(score.shape)} for predictions {list(kept.shape)}")
         found[name] = score.to(kept.device)
-    wrong = errors(p, y)[kept]
-    return {name: failure(score[kept], wrong) for name, score in found.items()}
+    is_error = wrong(probs, target, kept)[kept]
+    return {name: failure(score[kept], is_error) for name, score in found.items()}

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dubito.likelihoods import Classes
+from dubito.likelihoods import Bernoulli, Classes, MultiTask
 from dubito.measures import MEASURES, one_minus_max, predictive_entropy
+from dubito.metrics.reading import Array, tensor
 from dubito.predictive import Predictive
 
 # the names that the literature has for them, and those of all measures
@@ -30,7 +31,7 @@ def scores(p: Predictive, names: Sequence[str] = USUAL) -> dict[str, Tensor]:
     return {name: SCORES[name](p) for name in names}
 
 
-def one_minus_true(p: Predictive, y: Tensor) -> Tensor:
+def one_minus_true(p: Predictive, y: Array) -> Tensor:
     r"""One minus the true class probability, :math:`1 - \bar p_y`, [B, *D]: the oracle, which has to be told the answer.
 
     Below 1/2 only where the most probable class is right, above :math:`1 - 1/C` only where it is wrong. NaN where the target is
@@ -41,34 +42,59 @@ def one_minus_true(p: Predictive, y: Tensor) -> Tensor:
     >>> one_minus_true(p, torch.tensor([0, 1]))
     tensor([0.1000, 0.6000])
     """
-    target, kept = _targets(p, y, "one_minus_true")
-    others = p.mean.scatter(
+    probs, target, kept = read(p, y, "one_minus_true")
+    others = probs.scatter(
         -1, torch.where(kept, target, 0).unsqueeze(-1), 0.0
     )  # all but the true one: 1 - p without its rounding
     return torch.where(kept, others.sum(-1), torch.nan)
 
 
-def errors(p: Predictive, y: Tensor) -> Tensor:
+def errors(p: Predictive, y: Array) -> Tensor:
     """Where the most probable class is not the true one, [B, *D]; False where the target is `ignore_index`.
+
+    A prediction that is NaN is an error. One label that is on or off (`Bernoulli`) is two classes, here as in all of this package.
 
     >>> import dubito
     >>> p = dubito.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
     >>> errors(p, torch.tensor([0, 1]))
     tensor([False,  True])
     """
-    target, kept = _targets(p, y, "errors")
-    return (p.mean.argmax(-1) != target) & kept
+    return wrong(*read(p, y, "errors"))
 
 
-def labelled(p: Predictive, y: Tensor) -> Tensor:
-    """Which positions have a target, [B, *D]."""
-    return _targets(p, y, "labelled")[1]
+def wrong(probs: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+    """Errors, [B, *D], of what `read` gives."""
+    confidence, top = probs.max(-1)
+    return ((top != target) | confidence.isnan()) & kept
 
 
-def _targets(p: Predictive, y: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    if not isinstance(p.likelihood, Classes):
-        raise ValueError(f"{name} is for one of several classes; {type(p.likelihood).__name__} predicts something else")
-    y = y.to(p.f_mean.device)
+def class_probs(p: Predictive, name: str) -> Tensor:
+    """Probabilities of classes, [B, *D, K], for the function of that name; one label is two classes."""
+    likelihood = p.likelihood
+    if isinstance(likelihood, Classes):
+        return p.mean
+    if isinstance(likelihood, MultiTask):
+        raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(likelihood.tasks)}")
+    if not isinstance(likelihood, Bernoulli):
+        raise ValueError(
+            f"{name} is for classes, and {type(likelihood).__name__} predicts numbers: dubito.judge ranks their squared errors, "
+            "and metrics.risk_coverage and metrics.threshold take any loss"
+        )
+    if likelihood.width(p.f_mean) > 1:
+        raise ValueError(
+            f"{name} is for one class an input, and here are {likelihood.width(p.f_mean)} labels that are each on or off: look at them "
+            "one by one, or use dubito.judge, for which one wrong label is an error"
+        )
+    return torch.cat([1 - p.mean, p.mean], -1)
+
+
+def read(p: Predictive, y: Array, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities of classes, [B, *D, K], the true class, and whether there is one, [B, *D] each."""
+    probs = class_probs(p, name)
+    y = tensor(y).to(p.f_mean.device)
     p.likelihood.check(p.f_mean, y)
     target = p.likelihood.target(y, p.f_mean)
-    return target, target != p.likelihood.ignore_index
+    if isinstance(p.likelihood, Classes):
+        return probs, target, target != p.likelihood.ignore_index
+    target = target.squeeze(-1).long()
+    return probs, target, torch.ones_like(target, dtype=torch.bool)

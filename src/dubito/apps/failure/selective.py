@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dubito import metrics
-from dubito.apps.failure.scores import SCORES, errors, labelled
+from dubito.apps.failure.scores import SCORES, class_probs, read, wrong
 from dubito.apps.network import examples, posterior_of
+from dubito.metrics.reading import Array, tensor
 from dubito.model import Model
 from dubito.posteriors import Posterior
 
-Score = str | Callable[[Any], Tensor]
+Score = str | Callable[[Any], Array]
 
 
 class Answer(NamedTuple):
@@ -65,20 +66,20 @@ class Selective:
     def fit(self, posterior: Posterior | Model | nn.Module, data: Any) -> Selector:
         """A threshold from held-out data, which is neither what the model was trained on nor what it will be judged by."""
         posterior = posterior_of(posterior)
-        found, wrong = [], []
+        found, is_error = [], []
         with closing(examples(posterior.model, data)) as batches:
             for x, y in batches:
                 if y is None:
                     raise ValueError("a risk is known where the answers are: give held-out batches of (x, y)")
                 p = posterior.predict(x)
-                kept = labelled(p, y)
+                probs, target, kept = read(p, y, "Selective")
                 found.append(_score(self.score, p, x)[kept].cpu())
-                wrong.append(errors(p, y)[kept].cpu())
+                is_error.append(wrong(probs, target, kept)[kept].cpu())
         if not found:
             raise ValueError("there is no data: the loader gave no batch")
-        return self.choose(posterior, torch.cat(found), torch.cat(wrong))
+        return self.choose(posterior, torch.cat(found), torch.cat(is_error))
 
-    def choose(self, posterior: Posterior, scores: Tensor, is_error: Tensor) -> Selector:
+    def choose(self, posterior: Posterior, scores: Array, is_error: Array) -> Selector:
         """The same from scores and errors that are there already, [N] each."""
         return Selector(posterior, self.score, *metrics.threshold(scores, is_error, risk=self.risk, confidence=self.confidence))
 
@@ -97,18 +98,19 @@ class Selector:
 
     def __call__(self, x: Any) -> Answer:
         p = self.posterior.predict(x)
-        score = _score(self.score, p, x)
-        return Answer(p.mean.argmax(-1), self.accept(score), score)
+        probs, score = class_probs(p, "Selective"), _score(self.score, p, x)
+        confidence, top = probs.max(-1)
+        return Answer(top, self.accept(score) & ~confidence.isnan(), score)  # what is NaN is no answer, whatever the score
 
-    def accept(self, scores: Tensor) -> Tensor:
+    def accept(self, scores: Array) -> Tensor:
         """Whether inputs with such scores are answered."""
-        return scores <= self.threshold
+        return tensor(scores) <= self.threshold
 
 
 def _score(score: Score, p: Any, x: Any) -> Tensor:
     if isinstance(score, str):
         return SCORES[score](p)
-    found, wanted = score(x), p.mean.shape[:-1]
+    found, wanted = tensor(score(x)), p.mean.shape[:-1]
     if found.shape != wanted:
         raise ValueError(f"the score is {list(found.shape)} for predictions {list(wanted)}: it gives one number for each")
     return found.to(p.mean.device)
