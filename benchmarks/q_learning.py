@@ -43,8 +43,8 @@ from dubito.priors import Normal
 
 ARMS = ("thompson", "thompson_episode", "epsilon", "epsilon_fast")
 WINDOWS = 10
-NEEDS = {"maze": None, "cartpole": "gymnasium", "acrobot": "gymnasium", "mountaincar": "gymnasium", "minigrid": "minigrid"}
-STEPS = {"maze": 8000, "cartpole": 8000, "acrobot": 16_000, "mountaincar": 20_000, "minigrid": 20_000}
+NEEDS = {"maze": None, "cartpole": "gymnasium", "minigrid": "minigrid"}
+STEPS = {"maze": 8000, "cartpole": 8000, "minigrid": 20_000}
 HANDED = ("device", "steps", "rate", "initial", "folder")
 
 
@@ -57,14 +57,6 @@ def environment(name: str) -> tuple[Any, int, int, dict[str, Any]]:
 
     if name == "cartpole":
         return gymnasium.make("CartPole-v1"), 4, 2, dict(discount=0.99, learning_rate=1e-3, noise=1.0, sync=100)
-    if name == "acrobot":
-        return gymnasium.make("Acrobot-v1"), 6, 3, dict(discount=0.99, learning_rate=1e-3, noise=1.0, sync=100)
-    if name == "mountaincar":
-
-        def scaled(seen: Any) -> torch.Tensor:
-            return (torch.as_tensor(seen, dtype=torch.float32) - torch.tensor([-0.3, 0.0])) / torch.tensor([0.9, 0.07])
-
-        return gymnasium.make("MountainCar-v0"), 2, 3, dict(discount=0.99, learning_rate=1e-3, noise=1.0, sync=100, observe=scaled)
     import minigrid  # noqa: F401  (registers its environments)
 
     def look(seen: Any) -> torch.Tensor:
