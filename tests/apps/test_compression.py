@@ -371,3 +371,59 @@ def test_regression():
     assert small.report.numbers[0] == small.report.parameters[0] + 40
     assert set(small.steps) == {"0.weight", "3.weight", "3.bias"} | ({"0.bias"} & set(small.steps))
     assert compression.cut(network, x).report is None
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_small_is_the_pruned_network(name):
+    """Also where all weights of an output are gone: its bias is not, and is the answer."""
+    network, x = build(name)[:2]
+    posterior = posterior_of(network)
+    pruned = prune(posterior, share=0.9)
+    small = dubito.compress(posterior, x, share=0.9, step=None, repeats=1)
+    with torch.no_grad():
+        f = torch.func.functional_call(network, pruned.params, (x,))
+        torch.testing.assert_close(small(x), f, rtol=1e-4, atol=1e-5)
+
+
+def test_an_intercept_stays():
+    model = dubito.Model(nn.Linear(2, 1), Gaussian(scale=0.1))
+    mean, variance = {"weight": torch.full((1, 2), 0.01), "bias": torch.tensor([5.0])}, {"weight": torch.ones(1, 2)}
+    posterior = Posterior.diagonal(model, mean, variance | {"bias": torch.full((1,), 1e-4)})
+    assert dubito.compress(posterior, torch.zeros(1, 2))(torch.zeros(1, 2)).item() == pytest.approx(5.0, abs=0.01)
+
+
+@pytest.mark.parametrize("shape", ["laplace", "logistic", "uniform"])
+def test_other_shapes_have_moments_to_decide_by(shape):
+    model = dubito.Model(nn.Linear(3, 2), Categorical())
+    x, y = torch.randn(30, 3), torch.randint(2, (30,))
+    posterior = dubito.fit(model, dubito.Variational(dubito.families.Factorised(shape), epochs=1, init_scale=0.3), (x, y))
+    mean, variance = posterior.family.weight_moments(posterior.leaves)
+    drawn = posterior.sample(3000, torch.Generator().manual_seed(0))
+    for leaf in mean:
+        torch.testing.assert_close(drawn[leaf].mean(0), mean[leaf], atol=0.05, rtol=0)
+        torch.testing.assert_close(drawn[leaf].var(0), variance[leaf], rtol=0.2, atol=0)
+    assert dubito.compress(posterior, x).report.parameters[0] == 8
+
+
+def test_what_has_no_moments_is_refused_with_advice():
+    model = dubito.Model(nn.Linear(3, 2), Categorical())
+    data = torch.randn(30, 3), torch.randint(2, (30,))
+    posterior = dubito.fit(model, dubito.Variational(dubito.families.Factorised("cauchy"), epochs=1), data)
+    with pytest.raises(TypeError, match="take a Gaussian one"):
+        dubito.compress(posterior, data[0])
+
+
+def test_binary_weights_are_compressed():
+    model = dubito.Model(nn.Linear(3, 2, bias=False), Categorical(), dubito.priors.Bernoulli(values=(-1.0, 1.0)))
+    data = torch.randn(30, 3), torch.randint(2, (30,))
+    posterior = dubito.fit(model, dubito.Variational(dubito.families.Binary((-1.0, 1.0)), epochs=1), data)
+    assert dubito.compress(posterior, data[0], threshold=0.0).report.parameters == (6, 6)
+
+
+def test_held_out_data_may_be_a_loader():
+    x, y = torch.randn(40, 3), torch.randint(2, (40,))
+    posterior = posterior_of(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+    assert thresholds(posterior, loader, allow=0.1) == thresholds(posterior, (x, y), allow=0.1)
+    reports = [dubito.compress(posterior, x, data=data, repeats=1).report for data in (loader, (x, y), (x.numpy(), y.numpy()))]
+    assert len({report.score for report in reports}) == 1

@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import dubito
 from dubito import tree
 from dubito.families import FAMILIES, Binary, Factorised, Flow, Full, Grouped, Layerwise, LowRank, MatrixNormal, MeanField
 from dubito.priors import Bernoulli, Normal
@@ -220,3 +222,56 @@ def test_binary_weights():
         family.divergence(leaves, family.noise(leaves, generator), Normal(), {})
     with pytest.raises(ValueError, match="names none"):
         Binary(at="head").leaves({"w": torch.zeros(1)}, {})
+
+
+@pytest.mark.parametrize("family", ["mean_field", "low_rank", "layerwise", "full", "matrix_normal"])
+def test_all_ways_to_predict_agree(family):
+    """A matrix and its bias may be in blocks of their own, and weights in single precision."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 2)
+    for network in (nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)), nn.Sequential(nn.Linear(2, 2))):
+        model = dubito.Model(network, dubito.Gaussian(scale=0.1))
+        method = dubito.Variational(family, epochs=20, init_scale=0.05)
+        posterior = dubito.fit(model, method, (x, x), progress=False)
+        truth = posterior.predict(x, "sampled", draws=20_000).f_var
+        for how in ("linearized", "streamlined", "adjoint"):
+            torch.testing.assert_close(posterior.predict(x, how).f_var, truth, rtol=0.06, atol=1e-5)
+        again = posterior.joint(x)[1].flatten(0, 1).flatten(1).diagonal().reshape(6, 2)
+        torch.testing.assert_close(again, posterior.predict(x, "linearized").f_var, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mean_field", "low_rank", "layerwise", "full", "matrix_normal"])
+def test_each_can_be_the_prior_of_what_follows(family):
+    torch.manual_seed(0)
+    x, network = torch.randn(20, 2), nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    likelihood = dubito.Gaussian(scale=0.1)
+    first = dubito.fit(dubito.Model(network, likelihood), dubito.Variational(family, epochs=2), (x, x[:, :1]))
+    prior = first.as_prior()
+    model = dubito.Model(network, likelihood, prior)
+    for method in (dubito.MAP(epochs=1), dubito.HMC(draws=2, burn_in=10, chains=1)):
+        dubito.fit(model, method, (x, x[:, :1]))
+    second = dubito.fit(model, dubito.Variational(epochs=1), (x, x[:, :1]))
+    assert math.isfinite(dubito.elbo(second, (x, x[:, :1]), draws=5).nats)
+    part = dubito.Model(network, likelihood, prior, only="^2")
+    if family == "mean_field":  # independent: the prior of some weights is known
+        assert torch.isfinite(dubito.fit(part, dubito.MAP(epochs=1), (x, x[:, :1])).predict(x).mean).all()
+    else:
+        with pytest.raises(ValueError, match="leaves these out"):
+            dubito.fit(part, dubito.MAP(epochs=1), (x, x[:, :1]))
+
+
+def test_low_rank_takes_a_number():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.linear = nn.Parameter(torch.tensor(1.0)), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.a * self.linear(x)
+
+    x = torch.randn(10, 2)
+    posterior = dubito.fit(
+        dubito.Model(Scaled(), dubito.Gaussian(scale=1.0)), dubito.Variational("low_rank", epochs=1), (x, x[:, :1])
+    )
+    assert math.isfinite(float(posterior.log_prob(tree.select(posterior.sample(1), 0))))
+    assert posterior.predict(x).mean.shape == (10, 1)

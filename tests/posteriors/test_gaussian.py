@@ -76,7 +76,7 @@ def test_for_a_linear_network_all_ways_to_predict_agree():
         torch.testing.assert_close(p.mean, exact.mean, rtol=0, atol=5 * (exact.f_var.max() / 2000) ** 0.5)
         torch.testing.assert_close(p.f_var, exact.f_var, rtol=0.2, atol=0)
     assert replace(posterior, how="sampled", draws=7).predict(x).means.shape == (7, 4, 2)
-    with pytest.raises(ValueError, match="'linearized' or 'sampled' or 'streamlined' or 'adjoint'; got 'linearised'"):
+    with pytest.raises(ValueError, match="'linearized' or 'sampled' or 'streamlined' or 'adjoint' or 'point'; got 'linearised'"):
         posterior.predict(x, how="linearised")
 
 

@@ -241,7 +241,7 @@ def test_a_mixture_is_the_average_of_its_members():
 def test_ways_to_predict_that_do_not_exist_are_named():
     model = Model(nn.Linear(2, 3), Categorical())
     point = Point(model, model.parameters(), model.buffers())
-    with pytest.raises(ValueError, match="'sampled'; got 'linearised'"):
+    with pytest.raises(ValueError, match="'sampled' or 'point'; got 'linearised'"):
         point.predict(torch.zeros(1, 2), how="linearised")
 
 

@@ -8,6 +8,7 @@ network runs; afterwards the network has no hook more than before.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,6 +219,33 @@ def examples(model: Model, data: Any, *, size: int = SIZE, seed: int = 0) -> Gen
         for batch in batches(model, data, n_data=1, size=size, shuffle=False):
             x, y = inputs_of(model, tree.tensors(batch, next(model.network.parameters()).dtype))
             yield x, y
+
+
+def joined(parts: list[Any]) -> Any:
+    """Batches of inputs, one after another, as one.
+
+    >>> joined([torch.zeros(2, 3), torch.ones(1, 3)]).shape
+    torch.Size([3, 3])
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return tuple(joined([part[i] for part in parts]) for i in range(len(first)))
+    return torch.cat(parts)
+
+
+def gathered(model: Model, data: Any) -> tuple[Any, Any]:
+    """All inputs and targets on the model's device, of (x, y), of a batch as the model reads it, of a data set or of a loader."""
+    several = isinstance(data, list) and data and isinstance(data[0], list | tuple | dict)
+    if not several and not isinstance(data, DataLoader | Dataset):
+        x, y = model.split(tree.tensors(data, next(model.network.parameters()).dtype))
+        return tree.move(x, model.device), tree.move(y, model.device)
+    with closing(examples(model, data)) as parts:
+        x, y = zip(*parts, strict=True)
+    return joined(list(x)), joined(list(y))
 
 
 def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *, size: int = SIZE) -> Tensor:

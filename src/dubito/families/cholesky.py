@@ -95,10 +95,12 @@ class Layerwise(Family):
     def covariance(self, leaves: Params) -> Covariance:
         factors, made = self._factors(leaves), []
         for block, mean in self._blocks(leaves).items():
-            precision = torch.cholesky_inverse(factors[block].double())
+            precision = torch.cholesky_inverse(factors[block].double()).to(factors[block])
             shapes = {name: list(leaf.shape) for name, leaf in mean.items()}
-            nothing = {name: precision.new_zeros(()) for name in mean}
-            made.append(Dense(shapes, precision.unsqueeze(0), nothing, precision.new_ones(1)))
+            # in the weights' own dtype, as its users expect; what rounding takes from a precision is given back where it has to be
+            lost = bool(torch.linalg.cholesky_ex(precision.double())[1])
+            shift = precision.diagonal().max() * (len(precision) * torch.finfo(precision.dtype).eps * lost)
+            made.append(Dense(shapes, precision.unsqueeze(0), dict.fromkeys(mean, shift), precision.new_ones(1)))
         return made[0] if len(made) == 1 else Blocks(tuple(made))
 
 

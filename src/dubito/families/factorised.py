@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,6 +66,17 @@ class Factorised(Family):
 
     def log_prob(self, leaves: Params, params: Params) -> Tensor:
         return torch.stack([part.log_prob(params[name]).sum() for name, part in self._parts(leaves).items()]).sum()
+
+    def weight_moments(self, leaves: Params) -> tuple[Params, Params] | None:
+        parts = self._parts(leaves)
+        if self.shape == "logistic" and type(self) is Factorised:  # of which torch does not know them
+            rho = kind(leaves, "rho")
+            return kind(leaves, "mean"), {name: (F.softplus(leaf) * math.pi).square() / 3 for name, leaf in rho.items()}
+        try:
+            mean, variance = ({name: getattr(part, what) for name, part in parts.items()} for what in ("mean", "variance"))
+        except NotImplementedError:
+            return None
+        return (mean, variance) if all(bool(leaf.isfinite().all()) for leaf in variance.values()) else None
 
     def entropy(self, leaves: Params) -> Tensor | None:
         try:

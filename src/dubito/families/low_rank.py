@@ -88,7 +88,7 @@ class LowRank(Family):
     def _inner(self, leaves: Params) -> tuple[Params, Tensor]:
         """Standard deviations, and I + V^T V."""
         scales, columns = self.scales(leaves), kind(leaves, "columns")
-        gram = torch.stack([rows.flatten(1) @ rows.flatten(1).T for rows in columns.values()]).sum(0)
+        gram = torch.stack([(flat := rows.reshape(self.rank, -1)) @ flat.T for rows in columns.values()]).sum(0)
         return scales, gram + torch.eye(self.rank, dtype=gram.dtype, device=gram.device)
 
     def _logdet(self, scales: Params, inner: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class LowRank(Family):
     def log_prob(self, leaves: Params, params: Params) -> Tensor:
         (scales, inner), columns, mean = self._inner(leaves), kind(leaves, "columns"), kind(leaves, "mean")
         away = {name: (params[name] - leaf) / scales[name] for name, leaf in mean.items()}
-        along = torch.stack([columns[name].flatten(1) @ away[name].flatten() for name in mean]).sum(0)
+        along = torch.stack([columns[name].reshape(self.rank, -1) @ away[name].flatten() for name in mean]).sum(0)
         square = torch.stack([leaf.square().sum() for leaf in away.values()]).sum() - along @ torch.linalg.solve(inner, along)
         return -0.5 * (square + self._logdet(scales, inner) + tree.size(mean) * math.log(2 * math.pi))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -74,6 +74,11 @@ class Diagonal(Covariance):
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Diagonal:
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return replace(self, prior={name: prior[name] for name in self.curvature}, scale=scale, temperature=temperature)
+
+    def over(self, names: Iterable[str]) -> Diagonal:
+        """Of some leaves alone."""
+        kept = list(names)
+        return replace(self, curvature={n: self.curvature[n] for n in kept}, prior={n: self.prior[n] for n in kept})
 
     def times(self, factor: float) -> Diagonal:
         return self if factor == 1 else replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})

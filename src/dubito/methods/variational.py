@@ -290,7 +290,10 @@ class Variational(Descent):
         noise = q.noise(leaves, generator)
         if (given := q.divergence(leaves, noise, prior, hyper)) is not None:
             if target.temperature != 1:
-                raise ValueError("this family brings its own prior, which no temperature divides: fit at temperature=1")
+                raise ValueError(
+                    f"the divergence of {type(q).__name__} from its prior is a whole, of which a temperature could not divide a part: "
+                    "fit at temperature=1, or with another family"
+                )
             return given
         moments, entropy = q.moments(leaves), q.entropy(leaves)
         if self.learn_prior and moments is not None and entropy is not None:

@@ -81,7 +81,7 @@ class Gaussian(Posterior):
             for n in self.covariance.shapes
         }
         pulled = self.covariance.solve(away)
-        quadratic = torch.stack([(away[n] * pulled[n]).double().flatten(1).sum(1) for n in away]).sum(0)
+        quadratic = torch.stack([(p := away[n] * pulled[n]).double().reshape(len(p), -1).sum(1) for n in away]).sum(0)
         value = -0.5 * (quadratic + self.covariance.logdet() + self.covariance.moving * math.log(2 * math.pi))
         return value if stacked else value[0]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito import tree
 from dubito.curvature.capture import Forward, example_count, forward
 from dubito.curvature.generic import Unrolled, along, example_gradients
-from dubito.curvature.layout import Layout, grouped, layout
+from dubito.curvature.layout import Layout, Part, grouped, layout
 from dubito.curvature.rows import Layer, pieces
 from dubito.likelihoods import own
 from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
@@ -174,12 +175,19 @@ class _Run:
         self.size = self.done.f.shape[0]
         shapes = {name: params[name].shape for name in names}
         self.layers = [
-            Layer(part, uses, self.size, {n: shapes[n] for n in part.names})
+            Layer(own, uses, self.size, {n: shapes[n] for n in own.names})
             for part, uses in grouped(self.done, found).items()
             if uses
+            for own in self._within(part)
         ]
         f = self.done.f.detach()
         self.f = f.float() if f.dtype.itemsize < 4 else f
+
+    def _within(self, part: Part) -> list[Part]:
+        """A layer as it is; or its matrix and its bias apart, where these are in blocks of their own."""
+        if any(set(part.names) <= set(block.shapes) for block in self.blocks):
+            return [part]
+        return [replace(part, bias=None), replace(part, weight=None)]
 
     def _output(self) -> Layer | None:
         """The layer, if it is the output layer alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +32,27 @@ class MultivariateNormal(Prior):
     def stacks(self) -> bool:
         return True
 
-    def _away(self, params: Params) -> Params:
-        missing = [name for name in params if name not in self.mean]
-        if missing:
+    def over(self, names: Iterable[str]) -> MultivariateNormal:
+        """The prior of some of the weights, which are independent of the others."""
+        names = [name for name in names if ":" not in name]
+        if missing := [name for name in names if name not in self.mean]:
             raise ValueError(f"the prior says nothing of {missing}: the model it is for has only {list(self.mean)}; set `only`")
+        lost = [name for name in self.mean if name not in names]
+        if not lost:
+            return self
+        if not isinstance(self.covariance, Diagonal):
+            raise ValueError(
+                f"the prior is of {lost} and of the other weights together, and this model leaves these out: give Model the `only` "
+                "that the earlier posterior had"
+            )
+        return MultivariateNormal({name: self.mean[name] for name in names}, self.covariance.over(names))
+
+    def _away(self, params: Params) -> Params:
         return {name: params[name] - self.mean[name].to(params[name]) for name in self.mean}
 
     def log_prob(self, params: Params) -> Tensor:
+        if (own := self.over(params)) is not self:
+            return own.log_prob(params)
         away = {name: leaf.unsqueeze(0) for name, leaf in self._away(params).items()}
         pulled = self._solved(away)
         quadratic = torch.stack([(away[name] * pulled[name]).sum() for name in away]).sum()
@@ -49,6 +64,8 @@ class MultivariateNormal(Prior):
         return {name: leaf.to(away[name]) for name, leaf in self.covariance.solve(own).items()}
 
     def gradient(self, params: Params) -> Params:
+        if (own := self.over(params)) is not self:
+            return own.gradient(params)
         away = self._away(params)
         first = next(iter(away))
         stacked = away[first].ndim > self.mean[first].ndim
@@ -59,11 +76,12 @@ class MultivariateNormal(Prior):
         """Where no weight is tied to another: by the prior, of which only the diagonal of the precision is then needed."""
         if not isinstance(self.covariance, Diagonal):
             return None
-        spread = [(variance[name] * p.to(variance[name])).sum() for name, p in self.covariance.precision.items()]
+        precision = self.covariance.precision
+        spread = [(leaf * precision[name].to(leaf)).sum() for name, leaf in variance.items()]
         return self.log_prob(mean) - 0.5 * torch.stack(spread).sum()
 
     def units(self, params: Params) -> Params:
-        return {name: leaf.sqrt().to(params[name]) for name, leaf in self.covariance.variance().items()}
+        return {name: leaf.sqrt().to(params[name]) for name, leaf in self.over(params).covariance.variance().items()}
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         drawn = self.covariance.sample(1, generator or fresh(next(iter(like.values())).device))

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.apps.active.acquisition import Acquisition
-from dubito.apps.active.pool import Pool, joined
+from dubito.apps.active.pool import Pool
 from dubito.apps.active.record import Folder, Labels, Round, read
 from dubito.apps.active.registry import acquisition as named
 from dubito.apps.active.view import View
 from dubito.apps.in_turn import Methods, chain, fit_in_turn
-from dubito.apps.network import only_network
+from dubito.apps.network import joined, only_network
 from dubito.judge import judge
 from dubito.likelihoods import MultiTask
 from dubito.model import Model

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
 from dubito import store, tree
+from dubito.apps.network import joined
 from dubito.model import Model
 from dubito.posteriors.posterior import inputs_of
 from dubito.randomness import derive, forked, lent
@@ -141,22 +142,6 @@ def _fetched(source: Iterable[Any]) -> Iterator[Any]:
         if batch is None:
             return
         yield batch
-
-
-def joined(parts: list[Any]) -> Any:
-    """Batches of inputs, one after another, as one.
-
-    >>> joined([torch.zeros(2, 3), torch.ones(1, 3)]).shape
-    torch.Size([3, 3])
-    """
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if isinstance(first, dict):
-        return {key: joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, list | tuple):
-        return tuple(joined([part[i] for part in parts]) for i in range(len(first)))
-    return torch.cat(parts)
 
 
 def _inputs_only(batch: Any) -> Any:

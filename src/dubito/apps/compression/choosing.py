@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dubito import metrics, tree
 from dubito.apps.compression.pruning import moments, scores
+from dubito.apps.network import gathered
 from dubito.posteriors import Point, Posterior
 from dubito.tree import Params
 
@@ -26,7 +27,8 @@ def thresholds(posterior: Posterior, data: Any, *, allow: float = 0.001, size: i
     Half of it is spent on a threshold for all tensors, found by bisection, the other half on going on with one tensor after another,
     those with the most weights first. At least one unit of a tensor stays. `size` is the number of examples in a pass.
 
-    `data` = (x, y) must be neither those that were trained on, which would allow too much, nor those that the result is judged by.
+    `data`, (x, y) or a loader, must be neither those that were trained on, which would allow too much, nor those that the result is
+    judged by.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(3, 1, bias=False), dubito.Gaussian(scale=0.1))
@@ -90,8 +92,7 @@ def _most(works: Callable[[int], bool], low: int, high: int) -> int:
 def _score(posterior: Posterior, mean: Params, needed: Params, data: Any, size: int) -> Callable[[dict[str, float]], float]:
     """The cost of thresholds: one minus accuracy, or the logarithm of the RMSE."""
     model = posterior.model
-    x, y = model.split(data)
-    x, y = tree.move(x, model.device), tree.move(y, model.device)
+    x, y = gathered(model, data)
     n = len(y)
     buffers = getattr(posterior, "buffers", None) or model.buffers()
     params, discrete = {**model.parameters(), **mean}, bool(model.likelihood.discrete)

@@ -9,7 +9,7 @@ import torch
 from dubito import tree
 from dubito.apps.compression import bits
 from dubito.apps.compression.cutting import cut
-from dubito.apps.compression.pruning import Threshold, masks, moments
+from dubito.apps.compression.pruning import Threshold, masks, moments, scores
 from dubito.apps.compression.report import compare
 from dubito.apps.compression.writing import Compressed
 from dubito.posteriors import Posterior
@@ -35,7 +35,7 @@ def compress(
     shape.
 
     `module.report` says what was saved: parameters, bits, multiply-adds, time for x (the median of `repeats` runs), and, with
-    `data` = (x, y), accuracy or RMSE before and after. `apps.compression.save` writes it to a file, entropy-coded.
+    `data`, (x, y) or a loader, accuracy or RMSE before and after. `apps.compression.save` writes it to a file, entropy-coded.
 
     >>> import dubito
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -52,27 +52,27 @@ def compress(
     with torch.no_grad(), forked():
         mean, variance = moments(posterior)
         full = {**model.parameters(), **mean}
-        gone = masks(posterior, threshold=threshold, share=share)
+        units, gone = scores(posterior), masks(posterior, threshold=threshold, share=share)
         pruned = {
             name: leaf.detach().masked_fill(gone[name], 0) if name in gone else leaf.detach() for name, leaf in full.items()
         }
         steps = {} if step is None else bits.exponents(pruned, variance, step=step)
         pruned |= {name: bits.rounded(pruned[name], t) for name, t in steps.items()}
         small = cut(model.network, x, params=pruned, buffers=buffers, output=model.output)
-        silent = _silent(small, pruned, gone)
-        if silent:  # filters that are gone but for a bias, which could not go into the next layer
+        if units is not None and (silent := _silent(small, pruned, gone, list(units)[:-1])):
             small = cut(model.network, x, params={**pruned, **silent}, buffers=buffers, output=model.output)
         _round(small, steps)
         small.meta["report"] = compare(model, full, buffers, small, x, data=data, repeats=repeats)
     return small
 
 
-def _silent(small: Compressed, pruned: Params, gone: Params) -> Params:
-    """Biases without those of units that were pruned as a whole and are there all the same."""
+def _silent(small: Compressed, pruned: Params, gone: Params, names: list[str]) -> Params:
+    """Biases without those of filters that were pruned, and are there all the same since padding keeps their bias from going into the
+    next layer. `names` are the weights whose units go as a whole; not that of the last layer, whose biases are part of the answer."""
     found = {}
     for name, rows in small.meta["rows"].items():
         bias = name.removesuffix("weight") + "bias"
-        if name not in gone or bias not in pruned or not name.endswith("weight"):
+        if name not in names or bias not in pruned or not name.endswith("weight") or pruned[name].ndim < 3:
             continue
         whole = gone[name].flatten(1).all(1) & torch.from_numpy(rows).to(gone[name].device)
         if bool((whole & (pruned[bias] != 0)).any()):

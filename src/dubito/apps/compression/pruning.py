@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dubito.linalg import Diagonal
-from dubito.posteriors import Gaussian, Posterior
+from dubito.posteriors import Drawn, Gaussian, Posterior
 from dubito.tree import Params
 
 THRESHOLD = 1.0  # a mean that is within a standard deviation of zero
@@ -30,32 +30,27 @@ def moments(posterior: Posterior) -> tuple[Params, Params]:
         variance = posterior.covariance.variance()
         return dict(posterior.params), {name: leaf for name, leaf in variance.items() if ":" not in name}
     own: Any = posterior
-    if hasattr(own, "moments"):
-        mean, variance = own.moments()
-        return {**getattr(own, "points", {}), **mean}, variance
-    family: Any = getattr(own, "family", None)
     found = None
-    if hasattr(family, "weight_moments"):
-        found = family.weight_moments(own.leaves)
-    elif hasattr(family, "moments"):
-        found = family.moments(own.leaves)
+    if isinstance(posterior, Drawn):
+        found = posterior.family.weight_moments(posterior.leaves)
+    elif hasattr(own, "moments"):  # a posterior of your own
+        found = own.moments()
     if found is None:
+        kind = f"{type(posterior.family).__name__} " if isinstance(posterior, Drawn) else ""
         raise TypeError(
-            f"a {type(posterior).__name__} posterior has no mean and variance of each weight to decide by: take a Gaussian one, "
+            f"a {kind}{type(posterior).__name__} posterior has no mean and variance of each weight to decide by: take a Gaussian one, "
             "such as that of Laplace or Variational, or `apps.compression.cut` the network by masks of your own"
         )
-    return {**own.points, **found[0]}, found[1]
+    return {**getattr(own, "points", {}), **found[0]}, found[1]
 
 
 def scores(posterior: Posterior) -> Params | None:
     """Of posteriors with a factor for every unit: by weight, how little each unit is needed. None for others."""
     own: Any = posterior
-    family: Any = getattr(own, "family", None)
-    found = None
-    if hasattr(own, "units"):
-        found = own.units()
-    elif hasattr(family, "units"):
-        found = family.units(own.leaves)
+    if isinstance(posterior, Drawn):
+        found = posterior.family.units(posterior.leaves)
+    else:
+        found = own.units() if hasattr(own, "units") else None
     if found is None:
         return None
     mean = moments(posterior)[0]

@@ -17,6 +17,7 @@ from dubito.apps.compression import bits
 from dubito.apps.compression.cutting import call
 from dubito.apps.compression.storage import packed
 from dubito.apps.compression.writing import Compressed
+from dubito.apps.network import gathered
 from dubito.likelihoods import Likelihood
 from dubito.model import Model, mode
 from dubito.posteriors import Point
@@ -136,7 +137,7 @@ def interleaved(first: Callable[[], object], second: Callable[[], object], *, re
 def compare(
     model: Model, params: Params, buffers: Buffers, small: Compressed, x: Any, *, data: Any = None, repeats: int = 15
 ) -> Report:
-    """The network with these weights beside the compressed one. `data` is (x, y), or a batch as the model reads it."""
+    """The network with these weights beside the compressed one. `data` is (x, y), a batch as the model reads it, or a loader."""
     weights = {name: leaf for name, leaf in params.items() if ":" not in name}
     full = {**buffers, **weights}
     before = [full.get(name, leaf) for name, leaf in model.network.named_parameters()]
@@ -175,8 +176,7 @@ def _nonzero(leaves: list) -> int:
 
 
 def _scores(model: Model, params: Params, buffers: Buffers, small: Compressed, data: Any) -> tuple[tuple[float, float], str]:
-    x, y = model.split(data)
-    x, y = tree.move(x, model.device), tree.move(y, model.device)
+    x, y = gathered(model, data)
     likelihood: Likelihood = model.likelihood
     learned = {name: leaf for name, leaf in params.items() if ":" in name}
     other = Model(small, likelihood, model.prior)

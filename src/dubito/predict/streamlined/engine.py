@@ -97,7 +97,7 @@ class Streamlined:
             if isinstance(weight, Weight) and weight.block is None:
                 assert name is not None
                 block = next(block for block in self.blocks if name in block.shapes)
-                self.weights[name] = weight._replace(block=noise_of(block, name, bias if bias in self.random else None))
+                self.weights[name] = weight._replace(block=noise_of(block, name, bias if bias in block.shapes else None))
 
     def prefix(self, found: Trace, slot: int, x: Any) -> Tensor:
         """The value of a slot that nothing random comes before."""

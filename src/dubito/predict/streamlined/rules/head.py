@@ -27,7 +27,9 @@ def head(input: Any, weight: Any, bias: Any = None) -> Output:
     if noise is not None:
         cov = noise.cov(m)
         assert s is not None
-        own = None if v is None else F.linear(v, s)
+        own = None if noise.biased or sb is None else sb.expand_as(mean)  # a bias in a block of its own
+        if v is not None:
+            own = F.linear(v, s, None if own is None else sb)
     elif s is not None:
         own = F.linear(m * m if v is None else torch.addcmul(v, m, m), s, sb)
     elif sb is not None:
