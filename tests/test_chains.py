@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dubito
-from dubito import HMC, MALA, MAMS, MAP, MCLMC, NUTS, ULA, Ensemble, Gaussian, Metropolis, Model, tree
+from dubito import HMC, MALA, MAMS, MAP, MCLMC, NUTS, ULA, Ensemble, Gaussian, Metropolis, Model, priors, tree
 from dubito.diagnostics import bfmi, ess_mean
 from dubito.posteriors import Samples
 from dubito.priors import Prior
@@ -219,6 +219,39 @@ def test_without_a_start_the_first_chain_is_at_the_network_and_the_others_are_el
     found = first(dubito.fit(model, replace(STILL, chains=4), (MILD.x, MILD.y)))
     assert torch.allclose(found[0], tree.flatten(model.parameters()), atol=1e-7)
     assert float(torch.cdist(found, found).add(10 * torch.eye(4)).min()) > 0.1
+
+
+BOUNDED = {
+    "bernoulli": priors.Bernoulli(temperature=0.5),
+    "signs": priors.Bernoulli(0.3, values=(-1.0, 1.0), temperature=0.2),
+    "log-uniform": priors.LogUniform(bounds=(1e-3, 3.0)),
+}
+
+
+@pytest.mark.parametrize("prior", BOUNDED.values(), ids=BOUNDED)
+def test_chains_start_where_the_prior_has_a_density(prior):
+    """Networks are initialised without regard to a prior's support: a start that nobody gave is drawn from the prior there."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1))
+    data = (torch.randn(12, 3), torch.randn(12, 1))
+    model = Model(network, Gaussian(scale=0.5), priors.ByName({"0": prior, "": priors.Normal(scale=1.0)}))
+    with torch.no_grad():
+        network[0].weight.view(-1)[0] = 5.0
+    found = dubito.fit(model, replace(STILL, chains=3), data)
+    assert found.trace["log_prior"].isfinite().all()
+    assert torch.allclose(found.params["2.weight"][0], network[2].weight, atol=1e-7), "the others stay"
+    found = dubito.fit(model, NUTS(1e-4, max_depth=2, chains=2, draws=3, burn_in=0, tune=False), data)
+    assert found.trace["log_prior"].isfinite().all()
+    with pytest.raises(ValueError, match="the prior, ByName, has no density where 2 of 2 chains start: give a start within"):
+        dubito.fit(model, replace(STILL, chains=2), data, start=model.parameters())
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_half_precision_is_refused(name):
+    """A step of a sampler is smaller than the gap between two such numbers."""
+    model = Model(nn.Linear(3, 1).bfloat16(), Gaussian(scale=0.5))
+    with pytest.raises(ValueError, match='in half precision lose the small steps of a sampler.*precision="bfloat16"'):
+        dubito.fit(model, FIXED[name], (MILD.x.bfloat16(), MILD.y.bfloat16()))
 
 
 def test_more_starts_than_chains_are_taken_evenly():

@@ -240,6 +240,17 @@ def test_a_gradient_derived_by_hand_is_the_same(name, n_data, temperature):
     assert_agrees(held, data)
 
 
+@pytest.mark.parametrize("factor", [torch.nan, 1e30])
+def test_where_the_density_is_not_finite_a_gradient_by_hand_cannot_be_judged(factor):
+    """NaN in the data, or data that overflow: no error of a comparison, so that a sampler can say where its chains start."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+    held = make(Model(network, Gaussian(scale=0.3)), [(REGRESSION[0] * factor, REGRESSION[1])])
+    held.fit_chunks(3)
+    assert held.hand is None
+    assert not held(positions(held, 3)).log_likelihood.isfinite().any()
+
+
 @pytest.mark.parametrize("held_at_hand", [True, False])
 @pytest.mark.parametrize("own_generator", [True, False])
 def test_a_loader_that_shuffles_is_one_function_to_the_bit(held_at_hand, own_generator, monkeypatch):

@@ -1,6 +1,7 @@
 """The networks in examples/ are what they say, and run in dubito."""
 
 import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import dubito
 from dubito.density import Density
 from dubito.model import Target
 from dubito.priors import Normal
+from dubito.registry import METHODS
 
 PATH = Path(__file__).parents[1] / "examples" / "resnet20_frn.py"
 
@@ -48,3 +50,16 @@ def test_runs(resnet20_frn):
     value = density(dubito.tree.flatten(params).unsqueeze(0))
     expected = target.gradient(params, [(x, y)], {})
     torch.testing.assert_close(value.gradient[0], dubito.tree.flatten(expected.gradient), rtol=1e-3, atol=1e-3)
+
+
+def test_closeness_has_a_setting_for_every_method(monkeypatch):
+    """One that joins the registry and cannot be made without arguments needs a line there, or the example does not run."""
+    folder = PATH.parent / "posteriors"
+    monkeypatch.syspath_prepend(str(folder))
+    closeness = runpy.run_path(str(folder / "closeness.py"))
+    rows, refused = closeness["compared"](closeness["Setting"](), None)
+    known = closeness["named"](closeness["Setting"](), None)
+    assert set(known) <= set(METHODS)
+    assert set(refused) == {"pi_model", "temporal_ensembling", "mean_teacher"}
+    assert len(rows) == sum(len(known.get(name, [name])) for name in METHODS if name not in refused)
+    assert all(method.data in ("batches", "full") for _, method, _ in rows)

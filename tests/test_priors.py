@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,6 +93,20 @@ def test_slopes_do_not_remember_how_they_came_about():
 def test_scales_that_make_no_sense(scale):
     with pytest.raises(ValueError, match="positive standard deviation"):
         Normal(scale=scale)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])
+def test_scales_may_be_numbers_of_numpy_or_torch(number):
+    """They are kept as plain numbers: priors can be compared, and fields cannot change from outside."""
+    assert Normal(scale=number) == Normal(scale=0.5)
+    assert type(Normal(scale=number).scale) is float
+    assert Normal(scale={"w": number, "": 1}).scale == {"w": 0.5, "": 1}
+    assert Normal(scale=np.int64(2)) == Normal(scale=2)
+
+
+def test_a_scale_that_is_to_be_trained_is_no_constant():
+    with pytest.raises(ValueError, match="requires_grad"):
+        Normal(scale=torch.tensor(0.5, requires_grad=True))
 
 
 def test_a_parameter_without_a_pattern():

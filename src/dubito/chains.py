@@ -22,7 +22,7 @@ from dubito.integrators import Point, kinetic, rise
 from dubito.likelihoods import own
 from dubito.model import Target
 from dubito.posteriors import Posterior, Samples
-from dubito.priors import concerned
+from dubito.priors import Prior, concerned
 from dubito.priors.prior import PREFIX
 from dubito.restart import restarted
 from dubito.tree import Buffers, Params
@@ -97,7 +97,14 @@ class Chains(ABC):
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> ChainState:
         if target.members is not None:
             raise ValueError(f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
+        if any(leaf.dtype.itemsize < 4 for leaf in start.params.values()):
+            raise ValueError(
+                "weights in half precision lose the small steps of a sampler: keep the network in float32, and give "
+                'fit(precision="bfloat16") to run it in half precision'
+            )
         stacked = starts(target, start, self.chains, generator)
+        if not start.given:
+            stacked = within(target.model.prior, stacked, generator)
         position = tree.flatten(stacked, stacked=True)
         nothing = torch.zeros(self.chains, dtype=torch.float64, device=position.device)
         state = ChainState(
@@ -154,6 +161,12 @@ class Chains(ABC):
         state.gradient, state.log_likelihood, state.log_prior = density(state.position)
         lost = ~(state.log_likelihood + state.log_prior).isfinite()
         if lost.any():
+            prior, params = density.target.model.prior, density.unflatten(state.position)
+            if outside := sum(not supported(prior, tree.select(params, number)) for number in range(self.chains)):
+                raise ValueError(
+                    f"the prior, {type(prior).__name__}, has no density where {outside} of {self.chains} chains start: give a start "
+                    "within its support, such as weights that `prior.sample` draws"
+                )
             raise ValueError(
                 f"the log posterior is not finite where {int(lost.sum())} of {self.chains} chains start: give a start that fits the "
                 "data better, such as fit(..., start=map_posterior), or look for NaN in the data"
@@ -234,6 +247,29 @@ def starts(target: Target, start: Start, chains: int, generator: torch.Generator
         believed = concerned(start.params)
         others = [{**start.params, **target.model.prior.sample(believed, generator)} for _ in seeds]
     return tree.stack([start.params, *others])
+
+
+def supported(prior: Prior, params: Params) -> bool:
+    """Whether the prior has a density there."""
+    with torch.no_grad():
+        return not prior.log_prob(tree.apply(Tensor.double, concerned(params))).isneginf()
+
+
+def within(prior: Prior, stacked: Params, generator: torch.Generator) -> Params:
+    """Starts where the prior has a density: leaves of a chain that lie outside its support, since networks are initialised without
+    regard to it, become draws of the prior, and all others stay as they are."""
+    chains = [tree.select(stacked, number) for number in range(tree.count(stacked))]
+    for chain in chains:
+        for _ in range(10):  # a draw may be rounded to the edge of the support
+            if supported(prior, chain):
+                break
+            try:
+                drawn = prior.sample(concerned(chain), generator)
+            except (NotImplementedError, ValueError):  # it cannot be drawn from: `begin` says what is wrong
+                break
+            if supported(prior, drawn):
+                chain |= {name: leaf for name, leaf in drawn.items() if not supported(prior, {**drawn, name: chain[name]})}
+    return tree.stack(chains)
 
 
 def units(target: Target, params: Params) -> Tensor:

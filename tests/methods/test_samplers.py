@@ -133,3 +133,16 @@ def test_an_asymmetric_proposal_needs_its_hastings_ratio(right):
     else:
         with pytest.raises(AssertionError, match="off by"):
             assert_moments(by_chain(found), MILD.mean, MILD.covariance)
+
+
+@pytest.mark.parametrize("chains", [1, 2, 4])
+@pytest.mark.parametrize(
+    "proposal",
+    [lambda p, s, g: p, lambda p, s, g: (p, 0.0), lambda p, s, g: (p, p), lambda p, s, g: (p[:, :1], p[:, 0])],
+    ids=["no ratio", "a number", "positions twice", "one weight"],
+)
+def test_a_proposal_that_returns_something_else_is_refused_in_words(proposal, chains):
+    """With two chains, positions alone would be taken apart into a position and a ratio."""
+    method = Metropolis(proposal=proposal, chains=chains, draws=1, burn_in=0)
+    with pytest.raises(ValueError, match=rf"new positions \({chains}, 3\) and the logarithm of the Hastings ratio \({chains},\)"):
+        dubito.fit(MILD.model, method, (MILD.x, MILD.y))

@@ -17,10 +17,16 @@ from dubito.density import Density
 from dubito.linalg import Diagonal
 from dubito.model import Target
 from dubito.priors import (
+    NNGP,
+    RBF,
     Bernoulli,
     ByName,
     Centred,
     ConvCorrelated,
+    Gamma,
+    HalfCauchy,
+    Horseshoe,
+    InverseGamma,
     Laplace,
     LogUniform,
     MatrixNormal,
@@ -289,6 +295,35 @@ def test_patterns():
 def test_settings_that_make_no_sense(make):
     with pytest.raises(ValueError, match="got|matrix"):
         make()
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), torch.tensor(0.5)])
+def test_settings_may_be_numbers_of_numpy_or_torch(half):
+    for kind, names in {
+        Laplace: ["scale"],
+        StudentT: ["width", "df"],
+        ConvCorrelated: ["scale", "length"],
+        Bernoulli: ["temperature"],
+        Horseshoe: ["width"],
+        HalfCauchy: ["width"],
+        Gamma: ["shape", "rate"],
+        InverseGamma: ["shape", "rate"],
+        NNGP: ["scale"],
+        RBF: ["scale", "length"],
+    }.items():
+        made, plain = kind(**dict.fromkeys(names, half)), kind(**dict.fromkeys(names, 0.5))
+        assert made == plain, kind
+        assert all(type(getattr(made, name)) is float for name in names), kind
+    assert ScaleMixture(scales=(half, half)) == ScaleMixture(scales=(0.5, 0.5))
+    assert SpikeAndSlab((half, half), scale=half) == SpikeAndSlab((0.5, 0.5), scale=0.5)
+
+
+def test_draws_of_relaxed_binary_weights_have_a_density():
+    """In float32 one in four thousand would be rounded to a value, where there is none."""
+    for values in [(0.0, 1.0), (-1.0, 1.0), (100.0, 101.0)]:
+        prior = Bernoulli(values=values, temperature=0.3)
+        drawn = prior.sample({"w": torch.zeros(100_000)}, torch.Generator().manual_seed(0))
+        assert prior.log_prob(drawn).isfinite(), values
 
 
 def test_stacked_members_under_a_prior_that_does_not_stack():

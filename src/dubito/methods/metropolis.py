@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Metropolis(Chains):
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
         step = state.tuning["log_step"].exp().to(state.position.dtype)
-        proposed, log_ratio = (self.proposal or self._walk(state))(state.position, step.unsqueeze(1), generator)
+        proposed, log_ratio = self._proposed(state, step.unsqueeze(1), generator)
         value = density.values(proposed)
         after = Point(proposed, state.velocity, state.gradient, value.log_likelihood, value.log_prior)
         change = rise(density, Value(state.gradient, state.log_likelihood, state.log_prior), after) - log_ratio
@@ -68,6 +69,20 @@ class Metropolis(Chains):
             average(state.tuning, probability, self.target_acceptance)
         lost = ~(value.log_likelihood + value.log_prior).isfinite()
         return {"acceptance": probability, "accepted": accepted.double(), "divergent": lost.double(), "step_size": step}
+
+    def _proposed(self, state: ChainState, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """What the proposal gives, if it is what it should be: positions alone could be unpacked by chains, and nobody would notice."""
+        found: Any = (self.proposal or self._walk(state))(state.position, step, generator)
+        parts = found if isinstance(found, tuple | list) else [found]
+        shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+        wanted = [tuple(state.position.shape), tuple(state.log_prior.shape)]
+        if shapes != wanted or parts is not found:
+            raise ValueError(
+                f"a proposal returns the new positions {wanted[0]} and the logarithm of the Hastings ratio {wanted[1]}, "
+                "log q(old | new) - log q(new | old), which is 0 if it is symmetric: `return new, torch.zeros(len(new))`; "
+                f"got {shapes}"
+            )
+        return found[0], found[1]
 
     def _walk(self, state: ChainState) -> Proposal:
         def walk(position: Tensor, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.priors.factorised import Factorised
-from dubito.priors.scales import positive
+from dubito.priors.scales import keep_positive
 from dubito.tree import Params
 
 
@@ -39,7 +39,7 @@ class Bernoulli(Factorised):
         if not self.values[0] < self.values[1]:
             raise ValueError(f"the two values are in order, such as (0, 1) or (-1, 1); got {self.values}")
         if self.temperature is not None:
-            positive(temperature=self.temperature)
+            keep_positive(self, "temperature")
 
     @property
     def _logit(self) -> float:
@@ -82,9 +82,12 @@ class Bernoulli(Factorised):
         u = torch.rand(leaf.shape, dtype=torch.float64, device=leaf.device, generator=generator)
         if self.temperature is None:
             x = (u < self.probability).double()
-        else:
-            x = ((torch.logit(u) + self._logit) / self.temperature).sigmoid()
-        return (low + (high - low) * x).to(leaf)
+            return (low + (high - low) * x).to(leaf)
+        x = low + (high - low) * ((torch.logit(u) + self._logit) / self.temperature).sigmoid()
+        edge = torch.finfo(leaf.dtype).eps * max(
+            abs(low), abs(high), high - low
+        )  # rounded to a value, a draw would have no density
+        return x.clamp(low + edge, high - edge).to(leaf)
 
     def typical(self) -> float:
         return (self.values[1] - self.values[0]) * math.sqrt(self.probability * (1 - self.probability))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.priors.prior import Prior
-from dubito.priors.scales import positive
+from dubito.priors.scales import keep_positive
 from dubito.randomness import fresh
 from dubito.tree import Params
 
@@ -31,7 +31,7 @@ class ConvCorrelated(Prior):
     length: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self):
-        positive(scale=self.scale, length=self.length)
+        keep_positive(self, "scale", "length")
 
     def covariance(self, shape: tuple[int, ...]) -> Tensor:
         """Of the positions of a kernel, [k, k], in float64."""

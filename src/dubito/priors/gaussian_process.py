@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.linalg.covariance import normal
-from dubito.priors.scales import positive
+from dubito.priors.scales import keep_positive
 
 JITTER = 1e-8  # of the largest variance: kernels of near points are singular but for rounding
 
@@ -28,7 +28,7 @@ class RBF:
     length: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self):
-        positive(scale=self.scale, length=self.length)
+        keep_positive(self, "scale", "length")
 
     def __call__(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         gaps = (x.unsqueeze(1) - (x if z is None else z)).square().sum(2)
@@ -51,7 +51,7 @@ class GaussianProcess:
     data: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)  # x [N, d] and y [N] or [N, C], in float64
 
     def __post_init__(self):
-        positive(noise=self.noise)
+        keep_positive(self, "noise")
 
     def given(self, x: Tensor, y: Tensor) -> GaussianProcess:
         """The process given observations, x [N, d] and y [N] or [N, C]."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dubito.priors.groups import Groups
 from dubito.priors.scaled import Scaled
-from dubito.priors.scales import HalfCauchy, Scale
+from dubito.priors.scales import HalfCauchy, Scale, keep_positive
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Horseshoe(Scaled):
     groups: str | Groups = field(default="weight", kw_only=True)
 
     def __post_init__(self):
-        HalfCauchy(self.width)
+        keep_positive(self, "width")
         Groups.of(self.groups)
 
     @property

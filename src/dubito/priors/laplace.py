@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.priors.factorised import Factorised
-from dubito.priors.scales import positive
+from dubito.priors.scales import keep_positive
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Laplace(Factorised):
     scale: float = 1.0
 
     def __post_init__(self):
-        positive(scale=self.scale)
+        keep_positive(self, "scale")
 
     @property
     def _b(self) -> float:

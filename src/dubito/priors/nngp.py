@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dubito.priors.scales import positive
+from dubito.priors.scales import keep_positive
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NNGP:
     bias: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self):
-        positive(scale=self.scale)
+        keep_positive(self, "scale")
         if self.activation not in ("relu", "erf"):
             raise ValueError(f"the activation is 'relu' or 'erf', whose recursions are known; got {self.activation!r}")
         if self.depth < 0 or not self.bias >= 0:

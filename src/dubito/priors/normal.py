@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.priors.prior import Prior
+from dubito.priors.scales import plain
 from dubito.randomness import fresh
 from dubito.tree import Params
 
@@ -38,9 +39,12 @@ class Normal(Prior):
         return True
 
     def __post_init__(self):
-        scales = self.scale.values() if isinstance(self.scale, Mapping) else [1.0 if self.scale is None else self.scale]
+        given = self.scale
+        scale = {name: plain(one) for name, one in given.items()} if isinstance(given, Mapping) else plain(given)
+        scales = scale.values() if isinstance(scale, Mapping) else [1.0 if scale is None else scale]
         if not scales or not all(isinstance(s, int | float) and s > 0 and math.isfinite(s) for s in scales):
-            raise ValueError(f"a prior scale is a positive standard deviation; got {self.scale}")
+            raise ValueError(f"a prior scale is a positive standard deviation; got {given!r}")
+        object.__setattr__(self, "scale", scale)
 
     @staticmethod
     def fan_in(network: nn.Module, scale: float = 1.0, *, bias: float | None = None) -> Normal:

@@ -29,7 +29,8 @@ class ScaleMixture(Factorised):
     def __post_init__(self):
         if not 0 < self.share < 1:
             raise ValueError(f"share is that of the first normal, between 0 and 1; got {self.share}")
-        positive(first=self.scales[0], second=self.scales[1])
+        first, second = self.scales
+        object.__setattr__(self, "scales", (positive("first", first), positive("second", second)))
 
     def _logs(self, leaf: Tensor) -> tuple[Tensor, Tensor]:
         """Log densities of both normals with their shares; a narrow one may be far below what a float can exponentiate."""

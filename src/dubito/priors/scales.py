@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +20,24 @@ IMPROPER = (
 )
 
 
-def positive(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
-            raise ValueError(f"{name} is a positive number; got {number}")
+def plain(value: Any) -> Any:
+    """A number of NumPy or torch as Python's own, so that priors can be compared and printed; anything else as it is."""
+    constant = isinstance(value, Tensor) and value.ndim == 0 and not value.requires_grad  # one to be trained would stand still
+    return float(value) if constant or (isinstance(value, Real) and not isinstance(value, int)) else value
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a plain number, if it is a positive one."""
+    number = plain(value)
+    if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
+        raise ValueError(f"{name} is a positive number; got {value!r}")
+    return number
+
+
+def keep_positive(owner: object, *names: str) -> None:
+    """See that these fields of a frozen dataclass are positive numbers, and keep them as plain ones."""
+    for name in names:
+        object.__setattr__(owner, name, positive(name, getattr(owner, name)))
 
 
 class Scale(ABC):
@@ -68,7 +84,7 @@ class HalfCauchy(Scale):
     width: float = 1.0
 
     def __post_init__(self):
-        positive(width=self.width)
+        keep_positive(self, "width")
 
     @property
     def start(self) -> float:
@@ -105,7 +121,7 @@ class Gamma(Scale):
     rate: float = 2.0
 
     def __post_init__(self):
-        positive(shape=self.shape, rate=self.rate)
+        keep_positive(self, "shape", "rate")
 
     @property
     def start(self) -> float:
@@ -138,7 +154,7 @@ class InverseGamma(Scale):
     rate: float = 2.0
 
     def __post_init__(self):
-        positive(shape=self.shape, rate=self.rate)
+        keep_positive(self, "shape", "rate")
 
     @property
     def start(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.priors.prior import PREFIX, Prior, weights
-from dubito.priors.scales import positive
+from dubito.priors.scales import keep_positive, plain, positive
 from dubito.randomness import fresh
 from dubito.tree import Params
 
@@ -35,11 +35,13 @@ class SpikeAndSlab(Prior):
     spike: float = field(default=0.01, kw_only=True)
 
     def __post_init__(self):
-        positive(scale=self.scale)
+        keep_positive(self, "scale")
+        object.__setattr__(self, "spike", plain(self.spike))
         if not 0 <= self.spike < self.scale:
             raise ValueError(f"the spike is narrower than the slab: 0 <= spike < {self.scale}; got {self.spike}")
         if isinstance(self.share, tuple):
-            positive(a=self.share[0], b=self.share[1])
+            a, b = self.share
+            object.__setattr__(self, "share", (positive("a", a), positive("b", b)))
         elif not 0 < self.share < 1:
             raise ValueError(f"share is a probability between 0 and 1, or (a, b) of its Beta prior; got {self.share}")
 

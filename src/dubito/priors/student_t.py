@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.priors.factorised import Factorised
-from dubito.priors.scales import positive
+from dubito.priors.scales import keep_positive
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StudentT(Factorised):
     df: float = field(default=3.0, kw_only=True)
 
     def __post_init__(self):
-        positive(width=self.width, df=self.df)
+        keep_positive(self, "width", "df")
 
     def density(self, leaf: Tensor) -> Tensor:
         half = 0.5 * (self.df + 1)
