@@ -370,3 +370,19 @@ def test_variational_inference_through_a_network():
     assert (p["mean"] - torch.sin(2 * x)).square().mean().sqrt() < 0.25
     torch.testing.assert_close(p["mean"], draws.mean, rtol=0, atol=0.05)
     torch.testing.assert_close(p["total"].sqrt(), draws.uncertainty.total.sqrt(), rtol=0.15, atol=0)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + torch.tanh(self.inner(x)))
+
+
+def test_the_adjoint_of_what_is_no_chain():
+    """The first time, and for another number of examples."""
+    posterior, x = around(Around()), torch.randn(6, 4)
+    found = as_module(posterior, x, how="adjoint")(x[:4])
+    torch.testing.assert_close(found["f_cov"].diagonal(dim1=1, dim2=2), posterior.predict(x[:4], "adjoint").f_var)

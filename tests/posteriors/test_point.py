@@ -54,3 +54,12 @@ def test_an_attacker_who_knows_the_network_alone():
     alone = sweep(posterior, x, y, shift=Attacks((0.3,), (0, 1), how="point"), how="point")
     assert known.mean("epistemic") > 1e-3
     assert abs(alone.mean("epistemic")) < 1e-6
+
+
+def test_members_are_given_what_they_take():
+    mixture = forms()["mixture"]
+    x = torch.randn(7, 3)
+    p = mixture.predict(x, "linearized", link="probit")
+    torch.testing.assert_close(p.mean, mixture.predict(x, "linearized").linked("probit").mean)
+    with pytest.raises(TypeError, match="Stochastic posterior predicts without colour"):
+        Mixture.equal([forms()["stochastic"]]).predict(x, colour="red")

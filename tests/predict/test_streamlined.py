@@ -522,3 +522,50 @@ def test_half_precision_on_a_gpu(how):
     exact = around(Token("packed").cuda(), variance=0.001)
     assert (found.f_var > 0).all()
     assert exact.predict(x.float(), how).f_var.shape == found.f_var.shape
+
+
+class Again(nn.Module):
+    """One layer, used four times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        nn.init.ones_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.sin(self.layer(x))
+        return self.layer(x)
+
+
+def test_uses_of_one_weight_move_together():
+    model = Model(Again(), Gaussian(scale=1.0))
+    posterior = Posterior.diagonal(model, {}, {name: torch.full_like(leaf, 1e-6) for name, leaf in model.parameters().items()})
+    x = torch.zeros(1, 1)
+    torch.testing.assert_close(posterior.predict(x, "adjoint").f_var, torch.full((1, 1), 1.6e-5), rtol=1e-3, atol=0)
+    assert posterior.predict(x, "streamlined").how.endswith("uses of a weight apart")
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "dense", "lowrank"])
+@pytest.mark.parametrize("network", [(1, 8, 1), (1, 3)])
+def test_biases_alone_move_together(structure, network):
+    """Of a linear network all ways agree; the biases are strongly anticorrelated, since their sum is what the data know."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in pairwise(network)]
+    net = nn.Sequential(*(part for layer in layers for part in (layer, nn.Identity())))
+    model = Model(net, Gaussian(scale=0.1), dubito.priors.Normal(scale=1.0), only=r"0\.bias")
+    x = torch.randn(50, 1)
+    posterior = dubito.fit(model, Laplace(structure, check=False), (x, x.expand(-1, network[-1])))
+    exact = posterior.predict(x, "linearized").f_var
+    torch.testing.assert_close(posterior.predict(x, "streamlined", rank=-1).f_var, exact, rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(posterior.predict(x, "adjoint").f_var, exact, rtol=0.01, atol=1e-6)
+
+
+def test_a_computed_weight_is_no_chain():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
+    model, x = Model(net, Gaussian(scale=0.5)), torch.randn(20, 4)
+    with pytest.raises(ValueError, match="computed from others"):
+        dubito.fit(model, Laplace(check=False, subset="last_layer"), (x, x[:, :2]))
+    posterior = dubito.fit(model, Laplace(check=False, subset=r"2\.bias"), (x, x[:, :2]))
+    torch.testing.assert_close(posterior.predict(x, "adjoint").f_var, posterior.predict(x, "linearized").f_var)

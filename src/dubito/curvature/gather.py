@@ -358,6 +358,11 @@ def last_layer(model: Model, params: Params, x: Any, buffers: Buffers, names: tu
     uses = [use for use in forward(model, {**params, **wanted}, x, rest, wanted=wanted).uses if use.kind == "affine"]
     if not uses:
         raise ValueError("the network's last layer is not a linear or convolutional one: name its weights with subset='...'")
+    if uses[-1].weight is None:
+        raise ValueError(
+            "the weight of the last layer is computed from others, as a parametrisation such as weight_norm does: name those with "
+            "subset='...', or remove the parametrisation"
+        )
     found = tuple(name for name in (uses[-1].weight, uses[-1].bias) if name in names)
     if not found:
         raise ValueError(

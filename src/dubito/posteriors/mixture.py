@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -41,11 +42,19 @@ class Mixture(Posterior):
         return tree.select(tree.concatenate(drawn), torch.randperm(n, generator=source, device=source.device))
 
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0, **options: Any
     ) -> LatentMixture:
-        """`draws` is shared out evenly among the members."""
+        """`draws` is shared out evenly among the members; `options`, such as `link` of Gaussians, are handed to each."""
+        for member in self.members:
+            if unknown := set(options) - set(signature(member.predict).parameters):
+                raise TypeError(
+                    f"a member that is a {type(member).__name__} posterior predicts without {', '.join(sorted(unknown))}"
+                )
         if how is None and any(isinstance(member, Conjugate) and member.rate is not None for member in self.members):
             how = "sampled"  # Student-t predictives cannot be mixed in closed form
         each = None if draws is None else -(-draws // len(self.members))
-        parts = [member.predict(x, how, draws=each, memory=memory, seed=derive(seed, i)) for i, member in enumerate(self.members)]
+        parts = [
+            member.predict(x, how, draws=each, memory=memory, seed=derive(seed, i), **options)
+            for i, member in enumerate(self.members)
+        ]
         return mix(parts, list(self.weights))

@@ -56,7 +56,7 @@ def chain(found: Trace, random: tuple[str, ...]) -> Chain | None:
     if not steps or steps[0].name != "linear" or steps[-1].name != "linear":
         return None
     start = steps[0].args[0]
-    at = start
+    at, used = start, set[str | None]()
     for step, after in zip(steps, [*steps[1:], None], strict=True):
         if step.name not in FUNCTIONS | {"linear"} or not isinstance(step.out, Ref) or not step.args or step.args[0] != at:
             return None
@@ -64,6 +64,11 @@ def chain(found: Trace, random: tuple[str, ...]) -> Chain | None:
             return None
         if step.name == "linear" and after is not None and after.name == "linear":
             return None
+        if step.name == "linear":
+            own = [found.weights.get(ref.slot) for ref in refs((step.args[1:], step.kwargs))]
+            if None in own or used & {name for name in own if name in random}:
+                return None  # a weight that is computed, or one that is used again: the passes would be taken as independent
+            used |= set(own)
         if len(found.shapes[step.out.slot]) != 2 or found.axes.get(step.out.slot) != 0:
             return None
         at = step.out

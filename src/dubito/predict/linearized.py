@@ -261,7 +261,8 @@ class _Run:
 
     def _swept(self, f: Tensor, edges: list[Any], unit: Tensor, by: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of every output, [C, ...], times `by`. All outputs at once where one at a time would be mostly overhead."""
-        small = f.is_cuda or self.size * self.found.taps < SMALL
+        traced = isinstance(self.size, torch.SymInt)  # a batch of gradients would fix the number of examples
+        small = not traced and (f.is_cuda or self.size * self.found.taps < SMALL)
         if small and self.model.network not in _UNBATCHED:
             try:
                 with warnings.catch_warnings():

@@ -8,6 +8,7 @@ in which units move together, or all of them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,10 +24,10 @@ from dubito.model import Model
 from dubito.predict.dropout import Dropout
 from dubito.predict.streamlined.commute import commuted
 from dubito.predict.streamlined.moments import Moments, Output, Weight, mean_of
-from dubito.predict.streamlined.noise import noise_of
+from dubito.predict.streamlined.noise import noise_of, shift_of
 from dubito.predict.streamlined.program import WIDE, lower
 from dubito.predict.streamlined.prune import pruned
-from dubito.predict.streamlined.trace import Ref, Trace, trace
+from dubito.predict.streamlined.trace import Ref, Trace, refs, trace
 from dubito.predictive import LatentMixture
 from dubito.tree import Buffers, Params
 
@@ -97,7 +98,21 @@ class Streamlined:
             if isinstance(weight, Weight) and weight.block is None:
                 assert name is not None
                 block = next(block for block in self.blocks if name in block.shapes)
-                self.weights[name] = weight._replace(block=noise_of(block, name, bias if bias in block.shapes else None))
+                weight = weight._replace(block=noise_of(block, name, bias if bias in block.shapes else None))
+                self.weights[name] = weight
+            alone = self.weights[bias] if bias in self.correlated else None
+            inside = isinstance(weight, Weight) and weight.block is not None and weight.block.biased
+            if bias is not None and isinstance(alone, Weight) and not inside and alone.mean.ndim == 1:
+                block = next(block for block in self.blocks if bias in block.shapes)
+                self.weights[bias] = alone._replace(block=shift_of(block, bias))
+
+    def _apart(self, found: Trace) -> list[str]:
+        """What depends on each other and is carried as if it did not, in words; `adjoint` knows better."""
+        uses = Counter(found.weights.get(ref.slot) for step in found.steps for ref in refs((step.args, step.kwargs)))
+        again = any(uses[name] > 1 for name in self.random)
+        wide = (block for block in self.blocks if not isinstance(block, Diagonal))
+        across = any(len({name.rpartition(".")[0] for name in block.shapes}) > 1 for block in wide)
+        return ["uses of a weight apart"] * again + ["layers apart"] * across
 
     def prefix(self, found: Trace, slot: int, x: Any) -> Tensor:
         """The value of a slot that nothing random comes before."""
@@ -180,6 +195,7 @@ class Streamlined:
             how = {0: "streamlined, variances only", -1: "streamlined, full covariance"}.get(
                 rank, f"streamlined, {rank} directions"
             )
+            how = ", ".join([how, *self._apart(self.trace(x))])
             mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
             mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in (mean, cov))
             return LatentMixture(self.model.likelihood, mean, cov, params=own(self.params), how=how)

@@ -95,6 +95,20 @@ class Directions:
         return _root(self.cov(m))
 
 
+@dataclass(frozen=True)
+class Shift:
+    """A bias whose entries move together, apart from the layer's matrix: whatever comes in, the same."""
+
+    sigma: Tensor  # [O, O]
+
+    def cov(self, m: Tensor) -> Tensor:
+        return self.sigma.expand(*m.shape[:-1], *self.sigma.shape)
+
+    def directions(self, m: Tensor) -> Tensor:
+        root = _root(self.sigma)
+        return root.view(len(root), *[1] * (m.ndim - 1), -1).expand(-1, *m.shape[:-1], -1)
+
+
 def _root(cov: Tensor) -> Tensor:
     """Columns [O, ..., O] whose outer products add up to the covariance."""
     values, vectors = torch.linalg.eigh(cov)
@@ -102,6 +116,14 @@ def _root(cov: Tensor) -> Tensor:
 
 
 Noise = Rotated | Full | Directions
+
+
+def shift_of(block: Covariance, bias: str) -> Shift:
+    """The noise of a bias alone in a block."""
+    (outputs,), like = block.shapes[bias], next(iter(block.variance().values()))
+    unit = {name: like.new_zeros(outputs, *shape) for name, shape in block.shapes.items()}
+    unit[bias] = torch.eye(outputs, dtype=like.dtype, device=like.device)
+    return Shift(block.product(unit)[bias])
 
 
 def noise_of(block: Covariance, weight: str, bias: str | None) -> Noise | None:

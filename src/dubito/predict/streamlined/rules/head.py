@@ -22,6 +22,8 @@ def head(input: Any, weight: Any, bias: Any = None) -> Output:
     w, s, b, sb = mean_of(weight), var_of(weight), mean_of(bias), var_of(bias)
     mean = F.linear(m, w, b)
     noise = weight.block if isinstance(weight, Weight) else None
+    shift = bias.block if isinstance(bias, Weight) else None
+    sb = None if shift is not None else sb
     own = None  # variances that are each output's own
     cov = None
     if noise is not None:
@@ -40,6 +42,8 @@ def head(input: Any, weight: Any, bias: Any = None) -> Output:
             along = F.linear(input.factor, w)  # [R, B, C]
             shared = shared + torch.einsum("r...c,r...d->...cd", along, along)
         cov = shared if cov is None else cov + shared
+    if shift is not None:
+        cov = shift.cov(m) if cov is None else cov + shift.cov(m)
     if own is not None:
         cov = torch.diag_embed(own) if cov is None else cov + torch.diag_embed(own)
     assert cov is not None

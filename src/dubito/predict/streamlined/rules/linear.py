@@ -66,6 +66,8 @@ def affine(
             var = spread if var is None else var + spread
         if rank and block is not None and apply is F.linear and m.ndim == 2:  # outputs move together by their weights too
             factor = _joined(factor, block.directions(m), rank)
+        if rank and isinstance(bias, Weight) and bias.block is not None and apply is F.linear and m.ndim == 2:
+            factor = _joined(factor, bias.block.directions(m), rank)
         if sb is not None:
             shape = [1] * mean.ndim
             shape[_channel(apply, mean)] = -1
