@@ -19,8 +19,11 @@ from sklearn.datasets import load_diabetes, load_digits, load_iris, load_wine
 import dubito
 from dubito import store
 from dubito.cli import main
-from dubito.commands.fit import First, assembled, methods, wrapped
+from dubito.commands.fit import First, assembled, methods, remarks, wrapped
 from dubito.commands.fitted import Reading
+from dubito.commands.flags import headline
+from dubito.commands.predict import _text
+from dubito.commands.recipe import Scaling, _contrast
 from dubito.descent import Descent
 from dubito.posteriors import Samples
 from dubito.registry import METHODS
@@ -152,6 +155,43 @@ def test_units_are_those_of_the_target(ok, tables, tmp_path):
     assert big["coverage"] == small["coverage"]
     assert big["nll"] == pytest.approx(small["nll"] + math.log(scale), rel=1e-5)
     np.testing.assert_allclose(means[1], scale * means[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("offset", "scale"), [(0.0, 1.0), (1e9, 1.0), (0.0, 1e28)])
+def test_columns_far_from_zero_keep_their_digits(ok, tmp_path, offset, scale):
+    step = np.arange(200)
+    truth = offset + scale * (step * 0.5 + 0.25)
+    data, folder = tmp_path / "t.csv", tmp_path / "out"
+    data.write_text("t,price\n" + "".join(f"{1_700_000_000 + i},{float(y)!r}\n" for i, y in zip(step, truth, strict=True)))
+    ok("fit", "map", data, "--target", "price", "--out", folder, "--epochs", 60, *QUICK)
+    predictions = rows(ok("predict", folder, data))
+    mean, lower, upper, total = (column(predictions, name) for name in ("mean", "lower", "upper", "total"))
+    assert np.sqrt(np.mean((mean - truth) ** 2)) < 2 * scale  # the deviation of the targets is 29
+    np.testing.assert_allclose(upper - lower, 2 * 1.644854 * np.sqrt(total), rtol=1e-4)
+    assert np.isfinite(total).all()
+    scores = json.loads(ok("evaluate", folder, data, "--json"))
+    assert scores["rmse"] == pytest.approx(np.sqrt(np.mean((mean - truth) ** 2)), rel=1e-4)
+    assert math.isfinite(scores["nll"])
+
+
+def test_scaling():
+    x = torch.stack(
+        [1.7e9 + torch.arange(4).double(), torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.3]).double(), torch.ones(4).double()], 1
+    )
+    scaling = Scaling.of(x)
+    assert scaling.mean[0] == 1.7e9 + 1.5
+    assert scaling.scale[1:] == (1, 1)  # constants, but for their rounding
+    assert scaling.apply(x).dtype == torch.float32
+    torch.testing.assert_close(scaling.apply(x)[:, 0], (torch.arange(4) - 1.5) / 1.25**0.5)
+    assert Scaling.of(torch.tensor([[1e-200], [2e-200]], dtype=torch.float64)).scale == (1,)
+
+
+def test_digits_tell_lower_from_upper():
+    assert _text(1.5, 1.25, 1.75, 1 / 3) == ["1.5", "1.25", "1.75", "0.3333333"]
+    assert _text(1e9 + 1 / 3, 1e9, 1e9 + 1) == ["1000000000.333333", "1000000000", "1000000001"]
+    assert _text(1.0, 1.0, 1.0) == ["1", "1", "1"]
+    assert _text(1.0, -math.inf, math.inf, math.inf) == ["1", "-inf", "inf", "inf"]
+    assert _text(math.nan, math.nan, math.nan) == ["nan", "nan", "nan"]
 
 
 def test_classification_round_trip_with_names_of_classes(ok, tables, tmp_path):
@@ -338,12 +378,15 @@ def test_resume_continues_bit_for_bit(cli, ok, refused, tables, tmp_path, monkey
         return step(*args)
 
     monkeypatch.setattr(Descent, "step", interrupted)
-    assert cli(*command("cut", "--checkpoint-every", 0))[0::2] == (130, "")  # quietly
+    told = f"Interrupted: the same command with --resume goes on from the last checkpoint in {tmp_path / 'cut'}\n"
+    assert cli(*command("cut", "--checkpoint-every", 0))[0::2] == (130, told)
     monkeypatch.undo()
 
     assert "not finished: go on with it" in refused("predict", tmp_path / "cut", tables / "iris.csv")
     assert "go on with the run in it by --resume" in refused(*command("cut"))
     assert "different: training.seed (was 0, is 1)" in refused(*command("cut", "--resume", "--seed", 1))
+    changed = refused(*command("cut", "--resume", "--no-record"))
+    assert "different: method (was ...record=True), is ...record=False))" in changed
     ok(*command("cut", "--resume"))
     assert not (tmp_path / "cut" / "checkpoint").exists()
     whole, cut = (store.read(tmp_path / name / "posterior.safetensors")[0] for name in ("whole", "cut"))
@@ -373,7 +416,7 @@ def test_resume_in_either_stage(cli, ok, tables, tmp_path, monkeypatch, cut):
 
     for kind in (Descent, dubito.Laplace):
         monkeypatch.setattr(kind, "step", interrupted(kind.step))
-    assert cli(*command("cut", "--checkpoint-every", 0))[0::2] == (130, "")
+    assert cli(*command("cut", "--checkpoint-every", 0))[0] == 130
     monkeypatch.undo()
     ok(*command("cut", "--resume"))
     assert not (tmp_path / "cut" / "checkpoint").exists()
@@ -383,8 +426,113 @@ def test_resume_in_either_stage(cli, ok, tables, tmp_path, monkeypatch, cut):
 
 def test_a_refused_run_leaves_nothing_behind(refused, tables, tmp_path):
     args = ("--target", "progression", "--out", tmp_path / "out", "--learning-rate", 1e30, "--optimizer", "sgd")
-    assert "not finite" in refused("fit", "map", tables / "diabetes.csv", *args)
+    for method in ("map", "laplace"):  # whose training has a folder of its own
+        assert "not finite" in refused("fit", method, tables / "diabetes.csv", *args)
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_before_the_first_checkpoint_is_told(cli, tables, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Descent, "step", interrupted)
+    code, _, err = cli("fit", "map", tables / "iris.csv", "--target", "species", "--out", tmp_path / "out")
+    assert code == 130
+    assert err.startswith(f"Interrupted: nothing was saved yet, so {tmp_path / 'out'} is removed")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_elsewhere_is_told(cli, fitted, tables, monkeypatch):
+    def interrupted(p, y):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dubito.commands.evaluate.scores", interrupted)
+    assert cli("evaluate", fitted, tables / "iris.csv")[0::2] == (130, "Interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
+def test_a_full_disk_is_told_in_words(tables, tmp_path):
+    def run(blocks: int, *more: str) -> subprocess.CompletedProcess:
+        args = ["fit", "map", str(tables / "iris.csv"), "--target", "species", "--out", str(tmp_path / "out"), "--epochs", "2"]
+        limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({blocks} * 1024, resource.RLIM_INFINITY))"
+        code = f"{limit}; import sys; from dubito.cli import main; sys.exit(main())"
+        return subprocess.run([sys.executable, "-c", code, *args, *more], capture_output=True, text=True, timeout=120)
+
+    for blocks in (8, 1):  # no room for a checkpoint, nor for what the run is
+        full = run(blocks)
+        assert full.returncode == 2
+        assert full.stderr.startswith("dubito: ")
+        assert full.stderr.count("\n") == 1
+        assert "File too large" in full.stderr
+        assert "Errno" not in full.stderr
+    assert "make room, and go on with --resume" in run(8, "--resume").stderr
+    assert run(10**6, "--resume").returncode == 0
+
+
+def test_what_cannot_be_written_at_the_end_goes_on_later(ok, refused, tables, tmp_path, monkeypatch):
+    args = ("fit", "map", tables / "iris.csv", "--target", "species", "--out", tmp_path / "out", "--epochs", 2)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dubito.commands.fit.io.save", full)
+    line = refused(*args)
+    assert "out: the run could not be written (No space left on device)" in line
+    assert "go on with --resume" in line
+    monkeypatch.undo()
+    ok(*args, "--resume")
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(cli, tables, tmp_path, monkeypatch):
+    command = ["fit", "map", tables / "iris.csv", "--target", "species", "--out", tmp_path / "out", "--epochs", 3, "--hidden", 8]
+    step, other = Descent.step, []
+
+    def meanwhile(*args):
+        if not other:
+            other.append(None)
+            other.append(main([str(arg) for arg in (*command, "--resume")]))
+        return step(*args)
+
+    monkeypatch.setattr(Descent, "step", meanwhile)
+    code, _, err = cli(*command)
+    assert (code, other[1]) == (0, 2)
+    assert f"dubito: {tmp_path / 'out'} is in use by another run" in err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["fit.json", "posterior.safetensors"]
+
+
+# Remarks
+
+
+def test_what_is_no_better_than_a_constant_is_remarked_on(ok, tables, tmp_path):
+    out = ok("fit", "map", tables / "diabetes.csv", "--target", "progression", "--out", tmp_path / "a", "--epochs", 0)
+    words = " ".join(out.split())
+    assert "Note: on the held-out rows this is no better than always to predict the mean of the training rows (rmse " in words
+    assert "try more --epochs or another --learning-rate" in words
+    out = ok("fit", "map", tables / "iris.csv", "--target", "species", "--out", tmp_path / "b", "--epochs", 20, *QUICK)
+    assert "Note" not in out
+
+
+def test_remarks():
+    y, held = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
+    flags = {"epochs", "learning_rate"}
+    assert not list(remarks({"accuracy": 0.75, "nll": 9.0}, y, held, flags))
+    assert not list(remarks({"accuracy": 0.5, "nll": 0.6}, y, held, flags))  # as good a guess, but surer where it should be
+    (note,) = remarks({"accuracy": 0.5, "nll": 0.9}, y, held, flags)
+    assert note.endswith("the most frequent class (accuracy 0.5): try more --epochs or another --learning-rate")
+    assert list(remarks({"accuracy": 0.25, "nll": 0.1}, y, held, flags))
+    assert list(remarks({"accuracy": float(torch.tensor(1 / 3)), "nll": 2.0}, y, held[1:], flags))  # in single precision
+    (note,) = remarks({"rmse": 2.0, "coverage": 0.9}, torch.ones(4, 1), torch.zeros(9, 1), {"step_size", "burn_in"})
+    assert note.endswith("(rmse 1): try another --step-size or a longer --burn-in")
+    for n, coverage, told in ((50, 0.6, "60% of the"), (50, 1.0, "too large"), (50, 0.8, ""), (50, 0.98, ""), (49, 0.1, "")):
+        found = list(remarks({"rmse": 0.5, "coverage": coverage}, torch.ones(4, 1), torch.zeros(n, 1), flags))
+        assert len(found) == bool(told)
+        assert told in "".join(found)
+
+
+def test_calibration_is_remarked_on(ok, tables, tmp_path):
+    args = ("--target", "progression", "--out", tmp_path / "out", "--epochs", 300, "--hidden", 64, "--prior-scale", 100)
+    out = ok("fit", "map", tables / "diabetes.csv", *args, "--learning-rate", 0.01)  # the training rows by heart
+    assert re.search(r"Note: the 90 % intervals hold \d+% of the held-out targets: the uncertainty is not calibrated", out)
 
 
 def test_a_bug_of_ours_shows_a_traceback(fitted, tables, monkeypatch):
@@ -539,6 +687,13 @@ def test_bad_data(refused, tables, tmp_path):
         (["FIT", "--device", "meta"], "--device meta: it cannot be used here"),
         (["FIT:mc_dropout"], "mc_dropout needs dropout in the network: give --dropout 0.1"),
         (["FIT:ensemble:mc_dropout"], "mc_dropout needs dropout in the network: give --dropout 0.1"),
+        (["FIT:pi_model"], "pi_model needs dropout in the network: give --dropout 0.1"),
+        (["FIT:ensemble:pi_model:map"], "pi_model needs dropout in the network: give --dropout 0.1"),
+        (["FIT", "--target", "species"], "--target species is given twice"),
+        (["compare", "--data", "DATA", "--target", "species", "--out", "WINE"], "wine.csv is a file, not a folder"),
+        (["label", "--data", "digits", "--out", "WINE"], "wine.csv is a file, not a folder"),
+        (["label", "--port", "99999"], "a port is a number from 0 to 65535; got --port 99999"),
+        (["label", "--port", "-5"], "a port is a number from 0 to 65535; got --port -5"),
         (["FIT:neural_linear"], "neural_linear is for numbers; for classes use laplace --subset last_layer --structure dense"),
         (["FIT:ensemble:neural_linear"], "neural_linear is for numbers"),
         (["FIT:ensemble:laplace", "--patience", "3"], "--patience might end the run while the members are still being trained"),
@@ -584,6 +739,7 @@ def test_bad_arguments(refused, tables, fitted, tmp_path, args, message):
         (lambda folder: (folder / "fit.json").write_bytes(b"\xff\xfe"), "fit.json: damaged, or not written by `dubito fit`"),
         (lambda folder: edit(folder, '"relu"', '"tanh"'), "the contents do not match their checksum"),
         (lambda folder: edit(folder, '"format": 1', '"format": 2'), "written by a newer dubito"),
+        (lambda folder: edit(folder, '"format": 1', '"format": "x"'), "fit.json: damaged, or not written by `dubito fit`"),
         (lambda folder: (folder / "posterior.safetensors").unlink(), "posterior.safetensors: there is no such file"),
         (lambda folder: truncate(folder / "posterior.safetensors"), "it is truncated or of another kind"),
     ],
@@ -595,6 +751,21 @@ def test_damaged_folder(refused, fitted, tables, tmp_path, damage, message):
         (folder / path.name).write_bytes(path.read_bytes())
     damage(folder)
     assert message in refused("predict", folder, tables / "iris.csv")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder is needed in which nobody can write")
+def test_what_cannot_be_written_is_named_as_it_was_given(refused, fitted, tables):
+    assert refused("predict", fitted, tables / "iris.csv", "--out", "/proc/x.csv").startswith("dubito: /proc/x.csv: ")
+
+
+def test_long_texts_are_shown_where_they_differ():
+    one = "MAP(epochs=10, " + ", ".join(f"field{i}={i}" for i in range(18)) + ")"
+    rest = ", field16=16, field17=17)"
+    assert _contrast(one, one.replace("field15=15", "field15=x")) == f"was ...field15=15{rest}, is ...field15=x{rest}"
+    assert _contrast("(0.5, 0.25)", "(0.5, 0.75)") == "was (0.5, 0.25), is (0.5, 0.75)"
+    was, now = (f"({', '.join(['0.125'] * 30)}, {end})" for end in (1, 2))
+    assert _contrast(was, now) == "was ....125, 0.125, 0.125, 1), is ....125, 0.125, 0.125, 2)"
+    assert _contrast(one, "None") == f"was {one[:57]}..., is None"
 
 
 def edit(folder: Path, old: str, new: str) -> None:
@@ -686,6 +857,14 @@ def test_help_shows_every_field_of_a_method(ok, monkeypatch, name, width):
     assert max(map(len, out.splitlines())) <= width
     assert ">>>" not in out
     assert ":math:" not in out
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_first_sentence_of_a_method_stands_alone(name):
+    line = headline(METHODS[name])
+    assert line.endswith(".")
+    assert not set(line) & set("\\{}^_=")
+    assert line.rstrip(".").split()[-1] not in ("on", "by", "with", "of", "to", "probability")
 
 
 def test_overviews(ok):

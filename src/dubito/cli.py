@@ -6,6 +6,7 @@ Input that cannot be used ends in one line on standard error and exit code 2. A 
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from dubito.commands.fit import fit
 from dubito.commands.flags import headline
 from dubito.commands.label import label
 from dubito.commands.predict import predict
-from dubito.commands.refusal import Refusal
+from dubito.commands.refusal import Refusal, told
 from dubito.registry import METHODS
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -37,6 +38,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "label": label,
 }
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk or a quota: nobody's bug, wherever it is noticed
 
 EXAMPLES = """\
 dubito fit ensemble houses.csv --target price --out houses
@@ -70,10 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `dubito predict ... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL:
             raise
-        return _complain(f"{error.filename2 or error.filename}: {error.strerror}")
-    except KeyboardInterrupt:
+        return _complain(told(error))
+    except KeyboardInterrupt as end:
+        print(": ".join(["Interrupted", *map(str, end.args)]), file=sys.stderr)
         return 130
     return 0
 

@@ -87,7 +87,10 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """A scratch file to write, which takes the place of `path` once it is whole: after a crash there is the old file or the new."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:  # which names a file that nobody asked for
+        raise OSError(error.errno, error.strerror, str(path)) from error
     os.close(handle)
     scratch = Path(name)
     try:
@@ -161,8 +164,10 @@ def _open(path: str | os.PathLike, prefix: str | None = "") -> tuple[dict[str, T
         raise FileError(f"{path}: a safetensors file, but not one written by dubito")
     try:
         written = json.loads(metadata["dubito"]).get("format", 0)
-    except ValueError:
+    except (ValueError, AttributeError):
         raise _damaged(path) from None
+    if not isinstance(written, int):
+        raise _damaged(path)
     if written > FORMAT:
         raise FileError(f"{path}: written by a newer dubito (file format {written}); upgrade dubito to read it")
     return tensors, metadata["dubito"], metadata["checksum"]

@@ -362,6 +362,21 @@ def test_tables_are_standardised_by_their_training_rows_and_judged_in_their_own_
         of_table("t.csv", data.Table(x, y, (), ("y",), ()), held_out=1.0)
 
 
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_a_table_keeps_its_digits_until_it_is_standardised(tmp_path, kind):
+    path = tmp_path / "t.csv"
+    path.write_text("t,y\n" + "".join(f"{1_700_000_000 + i},{10**9 + i % 2}\n" for i in range(50)))
+    part = of_table("t.csv", data.table(path, kind=kind, dtype=torch.float64)).part(0)
+    assert part.x_train.dtype == part.x_test.dtype == torch.float32
+    assert len(part.x_train.unique()) == 40
+    if kind == "classification":
+        return
+    assert part.y_train.dtype == torch.float32
+    assert len(part.y_train.unique()) == len(part.y_test.unique()) == 2
+    assert part.shift is not None
+    assert float(part.shift) == pytest.approx(1e9 + 0.5, abs=0.5)
+
+
 def test_limits_and_sizes(digits):
     part = digits.part(3)
     assert (len(part.x_train), len(part.x_test)) == (120, 80)

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -121,10 +123,32 @@ def test_bad_csv(text, message, csv):
         ("a,y\n1,dog\n2,dog\n", "column 'y': every row is of the one class 'dog'"),
         ("a,y\n1,dog\n2,\n", "column 'y', row 2 \\(line 3\\): the class is missing"),
         ("a,y\n1,0.5\n2,1\n", "column 'y', row 1 \\(line 2\\): 0.5 is a number, not a class"),
+        *(
+            (f"a,y\n1,dog\n2,cat\n3,{text}\n", f"column 'y', row 3 \\(line 4\\): {re.escape(text)} stands for a missing class")
+            for text in ("NA", "none", "?", "null", "NaN")
+        ),
     ],
 )
 def test_bad_classes(text, message, csv):
     refused(message, csv(text), kind="classification")
+
+
+def test_a_class_may_have_such_a_name_where_it_is_asked_for(csv):
+    t = table(csv("a,y\n1,none\n2,few\n"), kind="classification", classes=("none", "few"))
+    assert t.y is not None
+    assert t.y.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_digits_are_kept_where_they_are_asked_for(dtype, csv, npz):
+    exact = dtype == torch.float64
+    for path in (csv("a,y\n1700000001,1e9\n1700000002,1000000000.5\n"), npz(x=[[1700000001], [1700000002]], y=[1e9, 1e9 + 0.5])):
+        t = table(path, dtype=dtype)
+        assert t.y is not None
+        assert t.x.dtype == t.y.dtype == dtype
+        assert (float(t.x[1] - t.x[0]), float(t.y[1] - t.y[0])) == ((1, 0.5) if exact else (0, 0))
+    with pytest.raises(ValueError, match="1e39 is too large or infinite"):
+        table(csv("a,y\n1,1e39\n"), dtype=dtype)
 
 
 def test_not_text(csv):

@@ -122,6 +122,25 @@ def test_undo_skip_and_the_model_follow(tmp_path):
     assert rows(tmp_path) == [(ROWS[b], "2"), (ROWS[d], "5"), (ROWS[c], "7")]
 
 
+def test_the_file_of_labels_is_never_behind(tmp_path, monkeypatch):
+    one = opened(tmp_path)
+    one.queue = a, b, _ = one.learning.ask(3).tolist()
+    one.answer(a, 1)
+    assert rows(tmp_path) == [(ROWS[a], "1")]
+    one.answer(b, 2)
+    one.undo(a)
+    assert rows(tmp_path) == [(ROWS[b], "2")]
+
+    def full():
+        raise store.WriteError(28, "no room")
+
+    monkeypatch.setattr(one, "_write_labels", full)
+    one.answer(a, 3)  # taken: it is in the journal
+    assert one.journal.standing == {b: 2, a: 3}
+    assert a not in one.queue
+    one._held.close()
+
+
 def test_what_the_model_was_told_is_taken_back(tmp_path):
     one = opened(tmp_path)
     a, b, c = one.learning.ask(3).tolist()

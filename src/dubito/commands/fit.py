@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -14,23 +15,31 @@ import torch
 from torch import Tensor
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
-from dubito import io, randomness
+from dubito import io, randomness, store
 from dubito.commands.fitted import CHECKPOINT, POSTERIOR, Fitted, usable
 from dubito.commands.flags import parse, together
 from dubito.commands.network import Network, reason
 from dubito.commands.recipe import NAME, Recipe, Scaling
-from dubito.commands.refusal import Refusal, refusing
+from dubito.commands.refusal import Refusal, refusing, told
 from dubito.commands.scores import finite, scores, show
 from dubito.data import Table, detect, table
 from dubito.fit import Method, Start
 from dubito.fit import fit as run
 from dubito.linalg import Indefinite
-from dubito.methods import MAP, MCDropout, NeuralLinear
+from dubito.methods import MAP, MCDropout, NeuralLinear, PiModel
 from dubito.model import Model, Target
 from dubito.posteriors import Posterior
 from dubito.registry import METHODS
 
 FIRST = "first"  # the checkpoint of the training that comes before a method which expects a trained network
+ENOUGH = 50  # held-out rows, to judge intervals by
+USUAL = (0.75, 0.99)  # what the intervals of 90 % cover unless something is wrong
+ADVICE = {
+    "epochs": "more --epochs",
+    "learning_rate": "another --learning-rate",
+    "step_size": "another --step-size",
+    "burn_in": "a longer --burn-in",
+}
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,6 @@ def fit(name: str, args: Sequence[str]) -> None:
     inputs, targets = recipe.x.apply(found.x), recipe.y.apply(y) if recipe.y else y
     if first is not None:
         rehearse(model, method, (inputs[learn[:2]], targets[learn[:2]]))
-    open_folder(data.out, recipe, resume=training.resume)
 
     def stage(method: Method, folder: Path, start: Posterior | None = None) -> Posterior:
         watched = training.patience if start is None else None  # what goes on from a trained network makes a pass or two
@@ -164,23 +172,24 @@ def fit(name: str, args: Sequence[str]) -> None:
             resume=training.resume,
         )
 
-    try:
+    with keeping(data.out, recipe, resume=training.resume):
         with refusing(ValueError, FloatingPointError), noted():
             start = None if first is None else stage(first, data.out / CHECKPOINT / FIRST)
             posterior = stage(method, data.out / CHECKPOINT, start)
-    except (Refusal, KeyboardInterrupt):
-        close_folder(data.out)
-        raise
-    if len(held):
-        with refusing(Indefinite):  # a covariance is factorised when it is first used
-            measured = scores(Fitted(recipe, posterior).predict(found.x[held]), y[held])
-        recipe = replace(recipe, metrics=finite(measured))
-        show(measured, f"On the {len(held)} held-out rows")
-        if training.patience:
-            print("These rows also chose when to stop, so on new data expect a little less.")
-    io.save(posterior, data.out / POSTERIOR)
-    recipe.write(data.out / NAME)  # the last to be written: a folder that has it is finished
-    shutil.rmtree(data.out / CHECKPOINT)
+        if len(held):
+            with refusing(Indefinite):  # a covariance is factorised when it is first used
+                measured = scores(Fitted(recipe, posterior).predict(found.x[held]), y[held])
+            recipe = replace(recipe, metrics=finite(measured))
+            show(measured, f"On the {len(held)} held-out rows")
+            if training.patience:
+                print("These rows also chose when to stop, so on new data expect a little less.")
+            flags = {item.name for part in chain.values() for item in fields(part)}  # pyright: ignore[reportArgumentType]
+            for text in remarks(measured, y[learn], y[held], flags):
+                print(f"Note: {text}")
+        with store.telling(data.out):
+            io.save(posterior, data.out / POSTERIOR)
+            recipe.write(data.out / NAME)  # the last to be written: a folder that has it is finished
+        shutil.rmtree(data.out / CHECKPOINT)
     print(f"Wrote {data.out}. Predict with: dubito predict {data.out} DATA")
 
 
@@ -243,6 +252,9 @@ def read(data: Data) -> tuple[Table, Literal["regression", "classification"]]:
     if not data.target:
         raise Refusal("name the column to predict: --target COLUMN")
     targets, shown = data.target, ", ".join(data.target)
+    twice = [name for name in targets if targets.count(name) > 1]
+    if twice:
+        raise Refusal(f"--target {twice[0]} is given twice: name each target once")
     with refusing(ValueError):
         if data.kind != "auto":
             kind, why = data.kind, "as asked"
@@ -251,7 +263,7 @@ def read(data: Data) -> tuple[Table, Literal["regression", "classification"]]:
             why += f"; otherwise give --kind {'regression' if kind == 'classification' else 'classification'}"
         else:
             kind, why = "regression", "several targets"
-        found = table(data.data, targets, kind=kind)
+        found = table(data.data, targets, kind=kind, dtype=torch.float64)
     y = found.y
     assert y is not None
     if kind == "regression" and y.ndim != 2:
@@ -286,9 +298,10 @@ def split(rows: int, share: float, training: Training) -> tuple[Tensor, Tensor]:
 
 def check(model: Model, recipe: Recipe, method: Any, training: Training) -> None:
     """Find out before the run, and in words of the command line, what cannot work."""
-    inner = method
+    inner, parts = method, [method]
     while (name := wrapped(type(inner))) is not None:
         inner = getattr(inner, name)
+        parts.append(inner)
     if isinstance(inner, NeuralLinear) and recipe.kind != "regression":
         raise Refusal("neural_linear is for numbers; for classes use laplace --subset last_layer --structure dense")
     if inner is not method and post_hoc(inner) and training.patience:
@@ -296,6 +309,9 @@ def check(model: Model, recipe: Recipe, method: Any, training: Training) -> None
     if recipe.network.network is None:
         if isinstance(inner, MCDropout) and inner.at is None and not recipe.network.dropout:
             raise Refusal("mc_dropout needs dropout in the network: give --dropout 0.1, or place it with --at")
+        placed = isinstance(inner, MCDropout) and inner.at is not None
+        if any(isinstance(part, PiModel) for part in parts) and not recipe.network.dropout and not placed:
+            raise Refusal("pi_model needs dropout in the network: give --dropout 0.1")
         return
     needed = (2, len(recipe.outputs))
     try:
@@ -334,11 +350,64 @@ def open_folder(folder: Path, recipe: Recipe, *, resume: bool) -> None:
     recipe.write(started)
 
 
-def close_folder(folder: Path) -> None:
-    """After a run that came to nothing: leave nothing behind, unless there is a checkpoint to go on from."""
+@contextmanager
+def keeping(folder: Path, recipe: Recipe, *, resume: bool) -> Iterator[None]:
+    """The folder is this run's alone. What cannot be written there is refused in words; who interrupts is told what is left."""
+    open_folder(folder, recipe, resume=resume)
+    with ExitStack() as held:
+        with refusing(FileExistsError):  # another process is at work here, and its folder is not ours to tidy
+            held.enter_context(store.locked(folder))
+        try:
+            yield
+        except (Refusal, store.WriteError, KeyboardInterrupt) as end:
+            left = close_folder(folder)
+            held.close()  # the lock is a file in the folder
+            with suppress(OSError):
+                folder.rmdir()  # which does nothing where something is left
+            if isinstance(end, KeyboardInterrupt):
+                raise KeyboardInterrupt(left) from end
+            if isinstance(end, store.WriteError):
+                raise Refusal(told(end).replace("resume=True", "--resume")) from end
+            raise
+
+
+def close_folder(folder: Path) -> str:
+    """After a run that was cut short: leave nothing behind, unless there is a checkpoint to go on from. Says in words which it was."""
+    if (folder / NAME).exists():
+        return f"but the fit in {folder} is finished"
     if any((folder / CHECKPOINT).rglob("*.safetensors")):
-        return
-    with suppress(OSError):
-        (folder / CHECKPOINT / NAME).unlink()
-        (folder / CHECKPOINT).rmdir()
-        folder.rmdir()
+        return f"the same command with --resume goes on from the last checkpoint in {folder}"
+    shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+    return f"nothing was saved yet, so {folder} is removed (--checkpoint-every says how often to save)"
+
+
+def remarks(measured: Mapping[str, float], learned: Tensor, held: Tensor, flags: Container[str]) -> Iterator[str]:
+    """What a person should know of the scores on the held-out targets, in plain words; `flags` are those of the methods.
+
+    >>> y = torch.tensor([[1.0], [3.0]])
+    >>> next(remarks({"rmse": 1.2}, y, y, {"epochs"}))
+    'on the held-out rows this is no better than always to predict the mean of the training rows (rmse 1): try more --epochs'
+    """
+    if "rmse" in measured:
+        constant = float((held.double() - learned.double().mean(0)).square().mean().sqrt())
+        better, known = measured["rmse"] < constant, f"the mean of the training rows (rmse {constant:.4g})"
+    else:
+        counts = learned.bincount()
+        most = counts.argmax()
+        constant = float((held == most).double().mean())
+        shares = counts.double() / len(learned)
+        guess = float(-shares.log()[held].mean()) if int(held.max()) < len(shares) else math.inf
+        # who always says the most frequent class may still know well how sure to be of it
+        gain = (measured["accuracy"] - constant) * len(held)  # in rows
+        better = gain > 0.5 or (gain > -0.5 and measured["nll"] < guess)
+        known = f"the most frequent class (accuracy {constant:.4g})"
+    if not better:
+        ways = [way for flag, way in ADVICE.items() if flag in flags and not (flag == "burn_in" and "epochs" in flags)]
+        yield f"on the held-out rows this is no better than always to predict {known}" + (
+            f": try {' or '.join(ways)}" if ways else ""
+        )
+    if "coverage" in measured and len(held) >= ENOUGH and not USUAL[0] <= measured["coverage"] <= USUAL[1]:
+        share = measured["coverage"]
+        yield f"the 90 % intervals hold {share:.0%} of the held-out targets: the uncertainty is not calibrated, it is too " + (
+            "small" if share < 0.9 else "large"
+        )

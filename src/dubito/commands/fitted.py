@@ -75,13 +75,13 @@ class Fitted:
 
     def read(self, path: Path, *, targets: bool) -> Table:
         """Data of the same kind, not yet standardised."""
-        r = self.recipe
+        r, wide = self.recipe, torch.float64
         with refusing(ValueError):
             if targets:
                 classes = r.outputs if r.kind == "classification" else None
-                found = table(path, r.targets, kind=r.kind, features=r.features or None, classes=classes)
+                found = table(path, r.targets, kind=r.kind, features=r.features or None, classes=classes, dtype=wide)
             else:
-                found = table(path, (), features=r.features or None)
+                found = table(path, (), features=r.features or None, dtype=wide)
         if found.x.shape[1:] != r.shape:
             raise Refusal(f"{path}: an input has the shape {list(found.x.shape[1:])}, where {list(r.shape)} is needed")
         if r.kind == "regression" and found.y is not None and found.y.shape[1:] != (len(r.outputs),):
@@ -98,10 +98,7 @@ class Fitted:
         return concatenate(list(self.predictives(x)))
 
     def _original(self, p: Predictive) -> Predictive:
-        """From y standardised to y in its own units: exactly, so that densities, intervals and variances follow."""
-        if self.recipe.y is None:
-            return p
-        return p.rescaled(p.means.new_tensor(self.recipe.y.mean), p.means.new_tensor(self.recipe.y.scale))
+        return p if self.recipe.y is None else self.recipe.y.undo(p)
 
 
 def usable(device: str) -> torch.device:

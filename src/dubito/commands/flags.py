@@ -93,7 +93,7 @@ def headline(documented: Any) -> str:
     'theta of the largest log p(theta | D).'
     """
     paragraph = " ".join(cleandoc(documented.__doc__ or "").partition("\n\n")[0].split())
-    sentence = re.sub(r"[,:]$", ".", paragraph)  # where it goes on with a formula
+    sentence = re.sub(r"[,:]?$", ".", paragraph.removesuffix("."), count=1)  # also where it goes on with a formula
     return re.sub(r":math:`(.*?)`", lambda found: _plain(found[1]), sentence)
 
 

@@ -78,6 +78,10 @@ class Page:
     no_browser: Annotated[bool, FlagCreatePairsOff] = False
     """Only print the address, and open no browser."""
 
+    def __post_init__(self):
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"a port is a number from 0 to 65535; got --port {self.port}")
+
 
 def label(args: Sequence[str]) -> None:
     """Label what the model asks for, on a page in your browser, and watch it learn.
@@ -101,6 +105,8 @@ def label(args: Sequence[str]) -> None:
             with randomness.forked(asking.seed):
                 own = Network(network=asking.network).build(tuple(given.pool.shape[1:]), len(given.classes))
         folder = what.out or Path("labels", re.sub(r"[^A-Za-z0-9]+", "-", Path(what.data).name).strip("-"))
+        if folder.exists() and not folder.is_dir():
+            raise Refusal(f"{folder} is a file, not a folder: give another name for --out")
     with refusing(ValueError, OSError):  # the folder is another's, in use, or cannot be written
         session = Session(
             given, folder, acquisition=asking.acquisition, batch=asking.batch, draws=asking.draws, most=asking.most,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from torch import Tensor
 from tyro.conf import arg
 
 from dubito.commands.fitted import Reading
@@ -75,10 +75,14 @@ def lines(recipe: Recipe, p: Predictive, level: float) -> list[list[str]]:
     if recipe.kind == "classification":
         names = [recipe.outputs[i] for i in p.mean.argmax(-1).tolist()]
         values = torch.cat([p.mean, torch.stack([u.total, u.aleatoric, u.epistemic], -1)], -1)  # [B, C + 3]
-        return [[name, *row] for name, row in zip(names, _text(values), strict=True)]
+        return [[name, *(f"{value:.7g}" for value in row)] for name, row in zip(names, values.tolist(), strict=True)]
     values = torch.stack([p.mean, *p.interval(level), u.total, u.aleatoric, u.epistemic], -1)  # [B, C, 6]
-    return _text(values.flatten(1))
+    return [[text for output in row for text in _text(*output)] for row in values.tolist()]
 
 
-def _text(values: Tensor) -> list[list[str]]:
-    return [[f"{value:.7g}" for value in row] for row in values.tolist()]
+def _text(mean: float, lower: float, upper: float, *variances: float) -> list[str]:
+    """Seven digits, and so many more of mean, lower and upper as these have in common: times differ in their last ones."""
+    width, largest = upper - lower, max(abs(mean), abs(lower), abs(upper))
+    common = math.floor(math.log10(largest / width)) if 0 < width < largest < math.inf else 0
+    digits = min(7 + common, 17)  # which is all that there are
+    return [*(f"{value:.{digits}g}" for value in (mean, lower, upper)), *(f"{value:.7g}" for value in variances)]

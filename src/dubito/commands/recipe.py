@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
+import torch
 from torch import Tensor
 
 import dubito
@@ -21,11 +23,13 @@ from dubito.commands.network import Network
 from dubito.commands.refusal import Refusal
 from dubito.likelihoods import Categorical, Gaussian
 from dubito.model import Model
+from dubito.predictive import Predictive
 from dubito.priors import Normal
 from dubito.store import replacing
 
 FORMAT = 1
 NAME = "fit.json"
+ROUNDING = 1e-14  # a column that varies by less, beside its size, is a constant: 0.3 and 0.1 + 0.2
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,21 @@ class Scaling:
     def of(values: Tensor) -> Scaling:
         """For values [N, K]; a column that is constant is only shifted. Of images and the like, one mean and scale for all."""
         wide = values.double().reshape(-1, 1) if values.ndim > 2 else values.double()
-        constant = wide.amax(0) == wide.amin(0)  # by value: the rounded deviation of a constant need not be 0
-        scale = wide.std(0, correction=0).masked_fill(constant, 1.0)
-        return Scaling(tuple(wide.mean(0).float().tolist()), tuple(scale.float().tolist()))
+        low, high = wide.amin(0), wide.amax(0)
+        constant = high - low <= ROUNDING * low.abs().maximum(high.abs())  # the rounded deviation of a constant need not be 0
+        scale = wide.std(0, correction=0)
+        scale = scale.masked_fill(constant | (scale == 0), 1.0)  # the square of a tiny number is 0
+        return Scaling(tuple(wide.mean(0).tolist()), tuple(scale.tolist()))
 
     def apply(self, values: Tensor) -> Tensor:
-        return (values - values.new_tensor(self.mean)) / values.new_tensor(self.scale)
+        """What the network sees, in float32: only what is left after the shift is rounded, or a Unix time would lose its minutes."""
+        mean, scale = (torch.tensor(each, dtype=torch.float64, device=values.device) for each in (self.mean, self.scale))
+        return ((values.double() - mean) / scale).float()
+
+    def undo(self, p: Predictive) -> Predictive:
+        """From standardised targets to their own units, in float64: exactly, so that densities, intervals and variances follow."""
+        mean, scale = (torch.tensor(each, dtype=torch.float64, device=p.means.device) for each in (self.mean, self.scale))
+        return _double(p).rescaled(mean, scale)
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,9 @@ class Recipe:
             checksum = content.pop("checksum")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise Refusal(f"{path}: damaged, or not written by `dubito fit`") from None
-        if content.get("format", 0) > FORMAT:
+        if not isinstance(content.get("format"), int):
+            raise Refusal(f"{path}: damaged, or not written by `dubito fit`")
+        if content["format"] > FORMAT:
             raise Refusal(f"{path}: written by a newer dubito, {content.get('dubito')}; upgrade to read it")
         if checksum != _checksum(content):
             raise Refusal(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
@@ -105,7 +120,7 @@ class Recipe:
         mine, theirs = _flat(asdict(self)), _flat(asdict(other))
         changed = [key for key in mine if mine[key] != theirs.get(key)]
         causes = [key for key in changed if not key.startswith(("x.", "y."))]
-        return [f"{key} (was {_short(theirs.get(key))}, is {_short(mine[key])})" for key in causes or changed]
+        return [f"{key} ({_contrast(str(theirs.get(key)), str(mine[key]))})" for key in causes or changed]
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -126,9 +141,32 @@ def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _contrast(was: str, now: str) -> str:
+    """Two texts that differ. Of long ones the place where they do, from the name of the field on: a method has many."""
+    at = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
+    begin = max((found.start() for found in re.finditer(r"\w+=", was) if found.start() <= at), default=0)
+    begin = begin if at - begin < 40 else at - 20
+
+    def short(text: str) -> str:
+        if len(text) <= 60:
+            return text
+        part = ("..." if begin else "") + text[begin:]
+        return part if len(part) <= 60 else part[:57] + "..."
+
+    return f"was {short(was)}, is {short(now)}"
+
+
+def _double(p: Predictive) -> Predictive:
+    """The same predictive with every number in float64."""
+    values = {item.name: getattr(p, item.name) for item in fields(cast(Any, p))}
+    wide = {name: _wide(value) for name, value in values.items() if isinstance(value, Tensor | dict)}
+    return replace(cast(Any, p), **wide)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _wide(leaf) for name, leaf in value.items()}
+    return value.double() if value.is_floating_point() else value
 
 
 @contextmanager

@@ -16,4 +16,12 @@ def refusing(*kinds: type[Exception], about: str = "") -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise Refusal(f"{about}: {error}" if about else str(error)) from error
+        raise Refusal(f"{about}: {told(error)}" if about else told(error)) from error
+
+
+def told(error: Exception) -> str:
+    """What an error says; of the system's errors only the words, without their number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    place = error.filename2 or error.filename
+    return f"{place}: {error.strerror}" if place is not None else error.strerror

@@ -205,19 +205,22 @@ def _uci(name: str) -> Problem:
 
 
 def standardized(split: Split, unfamiliar: Mapping[str, Tensor] | None = None, *, classes: bool = False) -> Part:
-    """A split of a table, shifted and scaled by its training part: inputs, and the targets of a regression."""
+    """A split of a table, shifted and scaled by its training part: inputs, and the targets of a regression.
+
+    What the network sees is float32; the test targets and the way to their units keep their digits.
+    """
     if classes:
         inputs = data.standardize(Split(split.x_train, split.x_train[:, :1], split.x_test, split.x_test[:, :1]))
         targets = (split.y_train, split.y_test, None, None)
     else:
         inputs = data.standardize(split)
-        targets = (inputs.y_train, split.y_test, inputs.y_mean, inputs.y_scale)
+        targets = (inputs.y_train.float(), split.y_test, inputs.y_mean, inputs.y_scale)
     y_train, y_test, shift, scale = targets
     strange = {}
     for name, x in (unfamiliar or {}).items():
         moved = data.standardize(Split(split.x_train, split.x_train[:, :1], x, x[:, :1]))
-        strange[name] = moved.x_test
-    return Part(inputs.x_train, y_train, inputs.x_test, y_test, shift, scale, strange)
+        strange[name] = moved.x_test.float()
+    return Part(inputs.x_train.float(), y_train, inputs.x_test.float(), y_test, shift, scale, strange)
 
 
 def of_table(name: str, found: data.Table, *, held_out: float = 0.2, unfamiliar: Mapping[str, Tensor] | None = None) -> Problem:
@@ -243,10 +246,12 @@ def of_table(name: str, found: data.Table, *, held_out: float = 0.2, unfamiliar:
         split = Split(found.x[learn], y[learn], found.x[test], y[test])
         if found.x.ndim == 2:
             return standardized(split, strange, classes=classes)
+        split = split._replace(x_train=split.x_train.float(), x_test=split.x_test.float())
+        far = {name: x.float() for name, x in strange.items()}
         if classes:  # images and the like are taken as they are
-            return Part(*split, None, None, strange)
+            return Part(*split, None, None, far)
         flat = data.standardize(Split(y[learn], y[learn], y[test], y[test]))
-        return Part(split.x_train, flat.y_train, split.x_test, split.y_test, flat.y_mean, flat.y_scale, strange)
+        return Part(split.x_train, flat.y_train.float(), split.x_test, split.y_test, flat.y_mean, flat.y_scale, far)
 
     large = images and min(found.x.shape[2:]) >= 16
     names = found.classes or tuple(f"{found.targets[0]}{i}" if y.shape[1] > 1 else found.targets[0] for i in range(y.shape[1]))

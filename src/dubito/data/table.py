@@ -25,8 +25,8 @@ FEW = 20  # different whole numbers that still look like classes
 class Table:
     """What was read. Give `features` and `classes` of a training table to `table` to read another file the same way."""
 
-    x: Tensor  # [N, F] float32; from an NPZ file also [N, ...]
-    y: Tensor | None  # [N, C] float32, or [N] int64 positions in `classes`; None where no target was asked for
+    x: Tensor  # [N, F] float32, or the dtype asked for; from an NPZ file also [N, ...]
+    y: Tensor | None  # [N, C] like x, or [N] int64 positions in `classes`; None where no target was asked for
     features: tuple[str, ...]  # names of the F columns; empty where x is not a table
     targets: tuple[str, ...]
     classes: tuple[str, ...]  # empty for regression
@@ -39,6 +39,7 @@ def table(
     kind: Literal["regression", "classification"] = "regression",
     features: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Table:
     """Read a CSV or NPZ file.
 
@@ -48,6 +49,8 @@ def table(
         kind: "classification" takes one target of strings or whole numbers and encodes it.
         features: the input columns in order; all but the targets by default.
         classes: the known class names in order; by default those found, sorted, of which there must be at least two.
+        dtype: of the inputs, and of targets that are numbers. Columns that differ only after their seventh digit, such as Unix
+            times, need torch.float64 until they are standardised.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +69,7 @@ def table(
     _check(path)
     readers = {".csv": _read_csv, ".npz": _read_npz}
     known = None if classes is None else tuple(classes)
-    return readers[path.suffix.lower()](path, targets, kind == "classification", features, known)
+    return readers[path.suffix.lower()](path, targets, kind == "classification", features, known, dtype)
 
 
 def detect(path: str | Path, target: str) -> tuple[Literal["regression", "classification"], str]:
@@ -108,7 +111,12 @@ def _check(path: Path) -> None:
 
 
 def _read_csv(
-    path: Path, targets: tuple[str, ...], classify: bool, features: Sequence[str] | None, known: tuple[str, ...] | None
+    path: Path,
+    targets: tuple[str, ...],
+    classify: bool,
+    features: Sequence[str] | None,
+    known: tuple[str, ...] | None,
+    dtype: torch.dtype,
 ) -> Table:
     columns, lines = _cells(path)
     inputs = tuple(name for name in columns if name not in targets) if features is None else tuple(features)
@@ -120,21 +128,24 @@ def _read_csv(
     def where(row: int) -> str:
         return f"row {row + 1} (line {lines[row]})"
 
-    def numbers(name: str) -> np.ndarray:  # [N] float32
+    def numbers(name: str) -> np.ndarray:  # [N] float64
         cells = columns[name]
         try:
-            values = _float32(np.array(cells, dtype=np.float64))
+            values = np.array(cells, dtype=np.float64)
         except ValueError:  # the slow way, to find the cell
-            values = _float32(np.array([_number(cell) for cell in cells]))
-        for row in np.flatnonzero(~np.isfinite(values))[:1]:
+            values = np.array([_number(cell) for cell in cells])
+        for row in np.flatnonzero(~_usable(values))[:1]:
             _refuse_number(f"{path}, {where(row)}, column {name!r}", cells[row])
         return values
 
-    x = torch.from_numpy(np.stack([numbers(name) for name in inputs], axis=1))
+    def stacked(names: tuple[str, ...]) -> Tensor:
+        return torch.from_numpy(np.stack([numbers(name) for name in names], axis=1)).to(dtype)
+
+    x = stacked(inputs)
     if not targets:
         return Table(x, None, inputs, targets, ())
     if not classify:
-        return Table(x, torch.from_numpy(np.stack([numbers(name) for name in targets], axis=1)), inputs, targets, ())
+        return Table(x, stacked(targets), inputs, targets, ())
     y, names = _encode(f"{path}, column {targets[0]!r}", columns[targets[0]], where, known)
     return Table(x, y, inputs, targets, names)
 
@@ -170,7 +181,12 @@ def _cells(path: Path) -> tuple[dict[str, list[str]], list[int]]:
 
 
 def _read_npz(
-    path: Path, targets: tuple[str, ...], classify: bool, features: Sequence[str] | None, known: tuple[str, ...] | None
+    path: Path,
+    targets: tuple[str, ...],
+    classify: bool,
+    features: Sequence[str] | None,
+    known: tuple[str, ...] | None,
+    dtype: torch.dtype,
 ) -> Table:
     if len(targets) > 1:
         raise ValueError(f"{path}: an NPZ file has one target array, of shape [N] or [N, C], not {len(targets)}")
@@ -180,10 +196,9 @@ def _read_npz(
         array = arrays[name]
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{path}: {name} holds {array.dtype}, not numbers")
-        values = _float32(array)
-        for at in np.argwhere(~np.isfinite(values))[:1].tolist():
+        for at in np.argwhere(~_usable(array))[:1].tolist():
             _refuse_number(f"{path}, {name}[{', '.join(map(str, at))}]", str(array[tuple(at)]))
-        return torch.from_numpy(values)
+        return torch.from_numpy(array.astype(np.float64 if dtype == torch.float64 else np.float32)).to(dtype)
 
     if arrays["x"].ndim < 2 or not arrays["x"].size:
         raise ValueError(f"{path}: x must be [N, F] or [N, ...] with something in it, its shape is {arrays['x'].shape}")
@@ -227,8 +242,10 @@ def _encode(
     """The labels as positions [N] in the class names: `known`, or else those found, numbers first."""
     values = [_number(label) for label in labels]
     for row, (label, value) in enumerate(zip(labels, values, strict=True)):
-        if not label or label.lower() == "nan":
+        if not label:
             raise ValueError(f"{place}, {where(row)}: the class is missing")
+        if label.lower() in MISSING and label not in (known or ()):
+            raise ValueError(f"{place}, {where(row)}: {label} stands for a missing class; fill it in or leave the row out")
         if not math.isnan(value) and not value.is_integer():
             raise ValueError(f"{place}, {where(row)}: {label} is a number, not a class; is this a regression?")
     # 1, 1.0 and 01 are one class, whichever way a file writes it.
@@ -274,9 +291,10 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _float32(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # too large becomes infinite, and is then refused by name
-        return values.astype(np.float32)
+def _usable(values: np.ndarray) -> np.ndarray:
+    """Which are finite, and stay so as float32: what is larger is refused in every dtype, since its square is to be a number too."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.isfinite(values.astype(np.float32))
 
 
 def _refuse_number(place: str, cell: str) -> NoReturn:

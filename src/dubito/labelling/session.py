@@ -156,7 +156,7 @@ class Session:
             self.journal.add(Answer(index, label, guess=guess))
             self.queue.remove(index)
             self._left -= 1
-            self._note()
+            self._taken()
 
     def undo(self, index: int | None = None) -> None:
         """Take back an answer, by default the last that stands; its input is asked again, at once."""
@@ -173,7 +173,13 @@ class Session:
             self.journal.add(Answer(index, undone=True))
             self.queue.insert(0, index)
             self._left += 1
-            self._note()
+            self._taken()
+
+    def _taken(self) -> None:
+        """A decision is in the journal: it stands, even if there is no room for the file made from it; that is told by the next fit."""
+        with suppress(store.WriteError):
+            self._write_labels()
+        self._note()
 
     def _note(self) -> None:
         self.version += 1

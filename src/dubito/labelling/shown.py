@@ -60,7 +60,7 @@ class Rows:
     names: tuple[str, ...]
 
     def content(self, index: int) -> dict[str, Any]:
-        cells = [[name, f"{value:.6g}"] for name, value in zip(self.names, self.x[index].tolist(), strict=True)]
+        cells = [[name, f"{value:.10g}"] for name, value in zip(self.names, self.x[index].tolist(), strict=True)]
         return {"kind": "row", "cells": cells}
 
     def png(self, index: int, *, small: bool = False) -> bytes | None:

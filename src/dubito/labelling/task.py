@@ -115,7 +115,9 @@ def _limited(found: Task, pool: int | None, test: int | None) -> Task:
 
 def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]) -> Task:
     """The inputs of an NPZ or CSV file, which need no labels."""
-    inputs = data.table(path, ())
+    inputs = data.table(
+        path, (), dtype=torch.float64
+    )  # columns far from zero, such as times, are evened out before they are rounded
     features = inputs.features or None
     if features is not None and target in features and path.suffix.lower() == ".csv":
         raise ValueError(
@@ -123,7 +125,7 @@ def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]
         )
     held: tuple[Tensor, Tensor] | None = None
     if other is not None:
-        found = data.table(other, target, kind="classification", features=features, classes=classes or None)
+        found = data.table(other, target, kind="classification", features=features, classes=classes or None, dtype=torch.float64)
         assert found.y is not None
         held, classes = (found.x, found.y), found.classes
     elif path.suffix.lower() == ".npz" and (inner := _inner(path)) is not None:
@@ -137,14 +139,14 @@ def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]
     if held is not None and held[0].shape[1:] != inputs.x.shape[1:]:
         raise ValueError(f"inputs are {list(inputs.x.shape[1:])} in {path} and {list(held[0].shape[1:])} in the held-out part")
     if inputs.x.ndim == 2:
-        test = inputs.x if held is None else held[0]
+        test = inputs.x if held is None else held[0].double()
         even = data.standardize(data.Split(inputs.x, inputs.x[:, :1], test, test[:, :1]))
-        held = None if held is None else (even.x_test, held[1])
+        held = None if held is None else (even.x_test.float(), held[1])
         build = _builder(perceptron((64, 64)), (inputs.x.shape[1],), len(classes))
-        return Task(path.name, even.x_train, classes, Rows(inputs.x, inputs.features), build, TABLES, held)
+        return Task(path.name, even.x_train.float(), classes, Rows(inputs.x, inputs.features), build, TABLES, held)
     whole = bool(inputs.x.max() > 1)  # or shares; held-out images are written as the others are
-    x = _images(inputs.x, path, whole)
-    held = None if held is None else (_images(held[0], other or path, whole), held[1])
+    x = _images(inputs.x.float(), path, whole)
+    held = None if held is None else (_images(held[0].float(), other or path, whole), held[1])
     shape = tuple(x.shape[1:])
     large = min(shape[1:]) >= 16
     build = _builder(lenet if large else perceptron((128, 128)), shape, len(classes))

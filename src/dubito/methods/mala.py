@@ -16,7 +16,9 @@ from dubito.model import Target
 
 @dataclass(frozen=True)
 class MALA(Chains):
-    r"""A Langevin step, :math:`\theta' = \theta + \tfrac{h^2}{2} s^2 \nabla \log p(\theta, D) + h s\, \xi`, accepted or rejected.
+    r"""A Langevin step, up the gradient and with noise, accepted or rejected,
+
+    .. math:: \theta' = \theta + \tfrac{h^2}{2} s^2 \nabla \log p(\theta, D) + h s\, \xi.
 
     It is one leapfrog step of HMC from a fresh velocity :math:`\xi`: the Hastings ratio of the proposal and its way back is the
     change of kinetic energy. During the burn-in the step size is tuned to `target_acceptance`; 0.574 is the best in many

@@ -21,7 +21,9 @@ Proposal = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Metropolis(Chains):
-    r"""Try a random step, and go there with probability
+    r"""Try a random step, and accept or reject it by how probable the posterior finds both ends; there is no gradient.
+
+    It is accepted with probability
 
     .. math:: \min \left(1, \frac{p(\theta')\, q(\theta \mid \theta')}{p(\theta)\, q(\theta' \mid \theta)}\right)
 

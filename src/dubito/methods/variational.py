@@ -39,7 +39,7 @@ class VariationalState(DescentState):
 
 @dataclass(frozen=True)
 class Variational(Descent):
-    r"""The member q of a family of distributions that is closest to the posterior, by gradient ascent on
+    r"""The member q of a family of distributions that is closest to the posterior, by gradient ascent on the evidence bound,
 
     .. math:: \mathrm{ELBO} = E_q[\log p(D \mid \theta)] - \mathrm{KL}(q \,\|\, p) \le \log p(D).
 
