@@ -115,9 +115,7 @@ def _limited(found: Task, pool: int | None, test: int | None) -> Task:
 
 def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]) -> Task:
     """The inputs of an NPZ or CSV file, which need no labels."""
-    inputs = data.table(
-        path, (), dtype=torch.float64
-    )  # columns far from zero, such as times, are evened out before they are rounded
+    inputs = data.table(path, (), dtype=torch.float64)  # columns far from zero are shifted before they are rounded
     features = inputs.features or None
     if features is not None and target in features and path.suffix.lower() == ".csv":
         raise ValueError(
