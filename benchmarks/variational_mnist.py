@@ -251,9 +251,13 @@ def words(case: str, runs: list[dict[str, Any]]) -> str:
     if "coded" not in runs[0]:
         return f"{figure('error')} %"
     rates = f"{figure('pruned')} x, {figure('bits')} x with bits, {figure('coded')} x coded"
-    faster = sum(r["seconds for 128"][0] / r["seconds for 128"][1] for r in runs) / len(runs)
-    fewer = sum(r["operations"][0] / r["operations"][1] for r in runs) / len(runs)
-    return f"{figure('compressed error')} % ({figure('error')} before), {rates}; {fewer:.1f} x fewer operations, {faster:.1f} x faster"
+    gains = {"operations": "fewer operations", "seconds for 128": "faster"}  # which runs of an earlier call may lack
+    told = [
+        f"{sum(pairs) / len(pairs):.1f} x {what}"
+        for key, what in gains.items()
+        if (pairs := [r[key][0] / r[key][1] for r in runs if key in r])
+    ]
+    return f"{figure('compressed error')} % ({figure('error')} before), {'; '.join([rates, ', '.join(told)])}"
 
 
 def main() -> None:
