@@ -92,13 +92,13 @@ def show(title: str, columns: list[str], rows: list[list[object]]) -> None:
 
 
 def earlier(name: str, besides: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of cases that are not in `besides`, what an earlier call has written: their figures, and the date and command of each."""
+    """Of cases that are not in `besides`, what an earlier call has written: their figures, and how each was made."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return {}, {}
     found, skipped = json.loads(path.read_text()), set(besides)
     figures = {case: figure for case, figure in found["figures"].items() if case not in skipped}
-    known, now = found["settings"].get("earlier", {}), {"date": found["date"], "command": found["command"]}
+    known, now = found["settings"].get("earlier", {}), {key: found[key] for key in ("date", "command", "machine", "versions")}
     return figures, {case: known.get(case, now) for case in figures}
 
 

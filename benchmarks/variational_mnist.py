@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import RESULTS, mean_and_error, show, write
+from measure import earlier, mean_and_error, show, write
 from networks import mlp
 from torch import Tensor, nn
 
@@ -281,8 +281,9 @@ def main() -> None:
         return
     args.until = began + args.seconds if args.seconds else None
     found: dict[str, dict[int, Any]] = {}
-    if args.resume and (path := RESULTS / "variational_mnist.json").exists():
-        kept = json.loads(path.read_text())["figures"]
+    commands: dict[str, Any] = {}  # which call a case that is kept comes from
+    if args.resume:
+        kept, commands = earlier("variational_mnist", [])
         found = {case: {int(seed): one for seed, one in runs.items()} for case, runs in kept.items()}
     cases = [
         (seed, case)
@@ -293,13 +294,22 @@ def main() -> None:
         for (seed, case), one in zip(cases, pool.map(lambda c: apart(c[1], c[0], args), cases), strict=True):
             if one is not None:
                 found.setdefault(case, {})[seed] = one
+                report(found, args, commands, began)  # after each: what comes later may be cut short
+    if found:
+        show("Variational inference on MNIST", ["case", "found", "published"], report(found, args, commands, began))
+
+
+def report(
+    found: dict[str, dict[int, Any]], args: argparse.Namespace, commands: dict[str, Any], began: float
+) -> list[list[object]]:
+    """Write what there is; the rows of a table."""
     found = {case: found[case] for case in PUBLISHED if case in found}
     headline = {f"{case}, {len(runs)} seeds": [words(case, list(runs.values())), PUBLISHED[case]] for case, runs in found.items()}
-    show("Variational inference on MNIST", ["case", "found", "published"], [[case, *row] for case, row in headline.items()])
-    settings = {key: value for key, value in vars(args).items() if key not in ("case", "until")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("case", "until")} | {"earlier": commands}
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
     write("variational_mnist", settings=settings, figures=found, headline=headline, seconds=time.time() - began)
+    return [[case, *row] for case, row in headline.items()]
 
 
 if __name__ == "__main__":
