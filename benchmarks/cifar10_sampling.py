@@ -1,24 +1,24 @@
-"""CIFAR-10 with ResNet-20-FRN: IVON and cyclical SGHMC from several random starts, beside the published probabilities of HMC.
+"""CIFAR-10 with ResNet-20-FRN: cyclical SGHMC from several random starts, beside the published probabilities of HMC.
 
 All 50,000 training images without augmentation, prior variance 1/5, temperature 1, as in Izmailov et al. (2021). What is reported is
 accuracy and NLL, and how close the predictions are to HMC's: agreement (the share of images with the same most probable class) and
-total variation. Every chain begins at a mode found from a random start: with `--modes map` a cycle without noise, whose end is a MAP
-estimate (their mean is a deep ensemble); with `--modes ivon` a Gaussian by IVON, whose draws are predictions of their own, and from a
-draw of which the chain goes on: weights that the data say little of are then spread as far as the prior lets them from the start.
+total variation. Every chain is a process, all run at once, and begins at a MAP estimate from a random start, a cycle without noise
+(the mean of their predictions is a deep ensemble).
 
-So far no setting comes near the published figures in the ten minutes that we had at a time. A MAP estimate is 78 % accurate after 15
-seconds, and four of them agree with HMC on 87.4 % (total variation .155); SGHMC from there, at a rate of .05, leaves the chains at 68 %
-a draw and 79 % agreement (.30). IVON from a random start is too slow: 43 % accurate on held-out images after 25 epochs at a rate of .3,
-the best of six settings; at 2.0, taken by mistake, 27 % after 60, and chains from there come to 49 % agreement (.67).
+The noise of a mini-batch heats a direction of Fisher information F per example by a share of rate N F / (2 B (1 - momentum)), which
+for rates and batches of equal ratio is the same: so batches are as large as the GPU likes, and draws are made where the rate has come
+down. Tried before, with one chain after another in ten minutes: rates of .05 leave draws 68 % accurate and 79 % agreement; modes by
+IVON, 49 %.
 
 Filter response normalisation makes the network blind to the size of a filter (with its bias), so that a posterior of weights w with
 variance 1/5 is one of w / s, with variance 1/(5 s^2), for any s: the functions are the same. We take s so that this is the variance at
 which weights are usually initialised, 2 / inputs. At a variance of 1/5 the stiffest directions, those of the last layer, allow only
 steps that turn a filter 14 to 58 times more slowly.
 
-    DUBITO_DATA=... python benchmarks/cifar10_sampling.py --device cuda --seconds 480
+    nvidia-cuda-mps-control -d  # lets processes run side by side
+    DUBITO_DATA=... python benchmarks/cifar10_sampling.py --device cuda --seconds 500
     DUBITO_DATA=... python benchmarks/cifar10_sampling.py --train 200 --test 100 --batch 50 --first-batch 50 --width 4 \\
-        --first 2 --cycle 15 --cycles 3
+        --first 2 --cycle 15 --cycles 3 --thin 2 --chains 2
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,7 +40,7 @@ import torch
 from measure import show, write
 from torch import Tensor, nn
 
-from dubito import IVON, SGHMC, Categorical, Model, tree
+from dubito import SGHMC, Categorical, Model, tree
 from dubito.data import cifar10
 from dubito.data.root import locate
 from dubito.diagnostics import agreement, total_variation
@@ -47,7 +49,6 @@ from dubito.model import Target
 from dubito.priors import Normal
 from dubito.recorded import Recorded
 from dubito.restart import restarted
-from dubito.store import Draws
 from dubito.tree import Params
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -111,26 +112,15 @@ def scored(probs: Tensor, y: Tensor, reference: Tensor) -> dict[str, float]:
 
 @dataclass
 class Study:
-    """Data, network and settings, and what has been found so far."""
+    """Data, network and settings."""
 
     args: argparse.Namespace
     x: Tensor
     y: Tensor
     test_x: Tensor
     test_y: Tensor
-    reference: Tensor
     model: Model
     target: Target
-    began: float = field(default_factory=time.time)
-    maps: Tally = field(default_factory=Tally)
-    modes: list[Tally] = field(default_factory=list)
-    chains: list[Tally] = field(default_factory=list)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def left(self) -> float:
-        return self.args.seconds - (time.time() - self.began)
 
     def probabilities(self, params: Params) -> Tensor:
         """Of the test images, [B, C], under one setting of the weights."""
@@ -139,39 +129,23 @@ class Study:
             parts = [self.model.forward(params, x, {})[0].float().softmax(-1) for x in self.test_x.split(2500)]
         return torch.cat(parts)
 
-    def run(self, method: SGHMC | IVON, params: Params, batch: int, generator: torch.Generator) -> Iterator[tuple[Any, float]]:
-        """The states of a method from `params` on after every epoch, as `fit` makes them, and the log likelihood of an example."""
+    def draws(self, method: SGHMC, params: Params, batch: int, generator: torch.Generator) -> Iterator[tuple[Params, float]]:
+        """Draws from `params` on, as `fit` makes them, and the log likelihood of an example in the epoch before."""
         n_batches = math.ceil(len(self.y) / batch)
         first = (self.x[:batch], self.y[:batch])
         state = method.init(self.target, Start(params, {}, given=True), first, generator, steps=method.steps(n_batches))
         for _ in range(method.epochs):
             order, scores = torch.randperm(len(self.y), device=self.y.device, generator=generator), []
             for rows in order.tensor_split(n_batches):
-                state, info = method.step(self.target, state, [(self.x[rows], self.y[rows])], generator)  # pyright: ignore
+                state, info = method.step(self.target, state, [(self.x[rows], self.y[rows])], generator)
                 scores.append(info["log_likelihood"])
-            yield state, float(torch.stack(scores).mean())
+            if (draw := method.draw(state)) is not None:
+                score = float(torch.stack(scores).mean())
+                yield {name: leaf for name, leaf in tree.select(draw, 0).items() if ":" not in name}, score
         if isinstance(self.target, Recorded):
             self.target.recordings.clear()  # of weights that are no longer there
 
-    def draws(self, method: SGHMC, params: Params, batch: int, generator: torch.Generator) -> Iterator[tuple[Params, float]]:
-        for state, score in self.run(method, params, batch, generator):
-            if (draw := method.draw(state)) is not None:
-                yield {name: leaf for name, leaf in tree.select(draw, 0).items() if ":" not in name}, score
-
-    def gaussian(self, seed: int, generator: torch.Generator) -> Params:
-        """A Gaussian around a mode, by IVON from a random start; its predictions are noted, and it gives a draw."""
-        args, tally = self.args, Tally()
-        method = IVON(epochs=args.first, learning_rate=args.ivon_rate, initial_hessian=args.ivon_hessian)
-        start = restarted(self.model, self.model.parameters(), seed)
-        *_, (state, score) = self.run(method, start, args.first_batch, generator)
-        posterior = method.posterior(self.target, state, Draws())  # pyright: ignore
-        for _ in range(args.functions):
-            tally.add(self.probabilities(tree.select(posterior.sample(1, generator), 0)), self.test_y)
-        self.modes.append(tally)
-        self.notes.setdefault("log likelihood of IVON", []).append(score)
-        return tree.select(posterior.sample(1, generator), 0)
-
-    def mode(self, seed: int, generator: torch.Generator) -> Params:
+    def mode(self, seed: int, generator: torch.Generator) -> tuple[Params, float]:
         """A MAP estimate from a random start."""
         args, epochs = self.args, self.args.first
         method = SGHMC(
@@ -180,17 +154,31 @@ class Study:
         )  # fmt: skip
         start = restarted(self.model, self.model.parameters(), seed)
         params, score = next(self.draws(method, start, args.first_batch, generator))
-        self.maps.add(self.probabilities(params), self.test_y)
-        self.notes.setdefault("log likelihood of MAP", []).append(score)
-        return tree.clone(params)
+        return tree.clone(params), score
 
-    def chain(self, index: int, share: float) -> None:
-        """A mode, and draws from there on in cycles, for a share of the seconds."""
+    def resized(self, params: Params) -> Params:
+        """The same function, with filters as large as their prior has them: those of a MAP estimate are small, for nothing but the
+        prior tells their size, and the noise of a sampler would turn them at once."""
+        params = tree.clone(params)
+        for name, layer in self.model.network.named_modules():
+            if isinstance(layer, Layer):
+                weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
+                inputs = weight[0].numel()
+                factor = math.sqrt(2 * (inputs + 1) / inputs) / (weight.flatten(1).square().sum(1) + bias.square()).sqrt()
+                weight.mul_(factor[:, None, None, None])
+                bias.mul_(factor)
+        return params
+
+    def chain(self, index: int) -> Iterator[dict[str, Any]]:
+        """A mode, and draws from there on in cycles until the time is over: what is known, after each."""
         args, began = self.args, time.time()
         generator = torch.Generator(device=self.x.device).manual_seed(index)
-        params = self.gaussian(index, generator) if args.modes == "ivon" else self.mode(index, generator)
-        self.report(f"chain {index}: {args.modes} after {time.time() - began:.0f} s")
-        tally, lap = Tally(), time.time()
+        params, score = self.mode(index, generator)
+        tally, mode, lap = Tally(), Tally(), time.time()
+        mode.add(self.probabilities(params), self.test_y)
+        params = self.resized(params)
+        known = {"map": mode, "tally": tally, "log likelihoods": [score], "seconds": [lap - began]}
+        yield known
         method = SGHMC(
             cycles=args.cycles,
             burn_in=args.cycle - args.draws * args.thin,
@@ -203,67 +191,79 @@ class Study:
         for i, (draw, score) in enumerate(self.draws(method, params, args.batch, generator)):
             if i >= args.burn_in * args.draws:
                 tally.add(self.probabilities(draw), self.test_y)
+            elif i % args.draws == args.draws - 1:
+                known.setdefault("accuracy in the burn-in", []).append(_accuracy(self.probabilities(draw), self.test_y))
             if (i + 1) % args.draws:
                 continue
-            cycle, took, lap = (i + 1) // args.draws, time.time() - lap, time.time()
-            self.notes.setdefault("log likelihood of draws", []).append(score)
-            if cycle == args.burn_in + 1:
-                self.chains.append(tally)
-            if cycle > args.burn_in:
-                self.report(f"chain {index}, cycle {cycle}: {took:.1f} s, log likelihood {score:.3f}")
-            if self.left < took or time.time() - began + 0.5 * took > share:
+            took, lap = time.time() - lap, time.time()
+            known["log likelihoods"].append(score)
+            known["seconds"].append(took)
+            yield known
+            if lap + took > args.until:
                 break
-        if isinstance(self.target, Recorded):
-            self.target.recordings.clear()
 
-    def figures(self) -> dict[str, dict[str, Any]]:
+
+@dataclass
+class Findings:
+    """Of all chains so far."""
+
+    args: argparse.Namespace
+    test_y: Tensor
+    reference: Tensor
+    notes: dict[str, Any]
+    began: float = field(default_factory=time.time)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def figures(self, chains: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """What is known by now, by the name of the method."""
         y, reference = self.test_y, self.reference
         known: dict[str, dict[str, Any]] = {"HMC, published": scored(reference, y, reference)}
-        if self.maps.draws:
-            alone = torch.tensor(self.maps.alone).mean(0).tolist()
-            known["MAP, one"] = {"accuracy": alone[0], "nll": alone[1]}
-            known[f"deep ensemble of {self.maps.draws}"] = scored(self.maps.mean, y, reference)
-        for name, tallies in (("IVON", self.modes), ("SGHMC", self.chains)):
+        for name, tallies in (
+            ("MAP", [one["map"] for one in chains]),
+            ("SGHMC", [one["tally"] for one in chains if one["tally"].draws]),
+        ):
             if not tallies:
                 continue
             alone = torch.tensor([pair for tally in tallies for pair in tally.alone]).mean(0).tolist()
-            known[f"{name}, one draw"] = {"accuracy": alone[0], "nll": alone[1]}
-            each = [scored(tally.mean, y, reference) for tally in tallies]
-            known[f"{name}, one mode"] = {key: float(np.mean([row[key] for row in each])) for key in each[0]}
+            known[f"{name}, one draw" if name == "SGHMC" else "MAP, one"] = {"accuracy": alone[0], "nll": alone[1]}
+            if name == "SGHMC":
+                each = [scored(tally.mean, y, reference) for tally in tallies]
+                known["SGHMC, one mode"] = {key: float(np.mean([row[key] for row in each])) for key in each[0]}
             mean = torch.stack([tally.mean for tally in tallies]).mean(0)
-            known[f"{name}, all modes"] = {
+            known[f"deep ensemble of {len(tallies)}" if name == "MAP" else "SGHMC, all modes"] = {
                 **scored(mean, y, reference),
                 "modes": len(tallies),
                 "draws": sum(tally.draws for tally in tallies),
             }
         return known
 
-    def report(self, what: str) -> None:
+    def report(self, chains: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Print and write what there is: a run that is stopped loses nothing."""
-        known = self.figures()
-        last = known[list(known)[-1]]
-        seconds = time.time() - self.began
-        print(
-            f"[{seconds:.0f} s] {what}; {list(known)[-1]}: { {key: round(value, 4) for key, value in last.items()} }", flush=True
-        )
-        self.history.append({"seconds": seconds, "what": what, **last})
+        known = self.figures(chains)
+        seconds, last = time.time() - self.began, list(known)[-1]
+        cycles = sum(len(one["log likelihoods"]) - 1 for one in chains)
+        told = {key: round(value, 4) for key, value in known[last].items()}
+        print(f"[{seconds:.0f} s] {len(chains)} modes, {cycles} cycles; {last}: {told}", flush=True)
+        self.history.append({"seconds": seconds, "cycles": cycles, "what": last, **known[last]})
         headline = {
             f"{name}: accuracy, NLL, agreement with HMC in %, total variation": [_cells(row), ""]
             for name, row in known.items()
             if "agreement" in row
         }
         headline |= {f"published, {name}: agreement in %, total variation": [value, ""] for name, value in PUBLISHED.items()}
-        settings = {**vars(self.args), "parameters": tree.size(self.model.parameters()), **self.notes}
-        if self.x.is_cuda:
-            settings["gpu"] = torch.cuda.get_device_name()
+        every = ("log likelihoods", "seconds", "accuracy in the burn-in")
         write(
             "cifar10_sampling",
-            settings=settings,
-            figures={**known, "history": self.history},
+            settings={key: value for key, value in vars(self.args).items() if key not in ("chain", "into", "until")} | self.notes,
+            figures={
+                **known,
+                "history": self.history,
+                "chains": [{key: one[key] for key in every if key in one} for one in chains],
+            },
             headline=headline,
             seconds=seconds,
         )
+        return known
 
 
 def _cells(row: dict[str, Any]) -> str:
@@ -304,61 +304,92 @@ def study(args: argparse.Namespace) -> Study:
     device = torch.device(args.device)
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     train, test = cifar10("train"), cifar10("test")
-    reference = torch.from_numpy(np.load(locate("cifar10", "hmc_reference_cifar10_standard_order.npz"))["probs"])
     x, test_x = (
         normalised(part.x[:n]).to(device, half).contiguous(memory_format=torch.channels_last)
         for part, n in ((train, args.train), (test, args.test))
     )
     y, test_y = train.y[: args.train].to(device), test.y[: args.test].to(device)
-    how = fastest(x[: args.batch], y[: args.batch], args.width) if device.type == "cuda" else "plain"
-    net = network(how, device, args.width)
+    if args.network is None:
+        args.network = fastest(x[: args.batch], y[: args.batch], args.width) if device.type == "cuda" else "plain"
+    net = network(args.network, device, args.width)
     model = Model(net, Categorical(), prior(net))
     kind = Recorded if device.type == "cuda" else Target
-    target = kind(model, len(x), 1.0, half if half != torch.float32 else None)
-    found = Study(args, x, y, test_x, test_y, reference[: args.test].to(device), model, target)
-    found.notes["network"] = how
-    return found
+    return Study(args, x, y, test_x, test_y, model, kind(model, len(x), args.temperature, half if half != torch.float32 else None))
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no further cycle is begun")
-    parser.add_argument("--chains", type=int, default=5)
-    parser.add_argument("--modes", choices=("ivon", "map"), default="map", help="what chains start from")
-    parser.add_argument("--first", type=int, default=60, help="epochs that look for a mode")
-    parser.add_argument("--first-batch", type=int, default=1000)
-    parser.add_argument("--ivon-rate", type=float, default=0.3)
-    parser.add_argument("--ivon-hessian", type=float, default=0.1)
-    parser.add_argument("--functions", type=int, default=16, help="draws of each Gaussian to predict by")
-    parser.add_argument("--map-rate", type=float, default=0.05)
-    parser.add_argument("--cycle", type=int, default=50, help="epochs of each cycle after that")
-    parser.add_argument("--cycles", type=int, default=1000, help="at most, for each chain; their share of the seconds decides")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no cycle is begun that would not end before")
+    parser.add_argument("--chains", type=int, default=8, help="processes, all at once")
+    parser.add_argument("--first", type=int, default=40, help="epochs that look for a mode")
+    parser.add_argument("--first-batch", type=int, default=250)
+    parser.add_argument("--map-rate", type=float, default=0.02)
+    parser.add_argument("--cycle", type=int, default=60, help="epochs of each cycle after that")
+    parser.add_argument("--cycles", type=int, default=1000, help="at most, for each chain; the seconds decide")
     parser.add_argument("--burn-in", type=int, default=2, help="cycles of which nothing is kept")
-    parser.add_argument("--draws", type=int, default=4, help="kept of a cycle, the last at its end")
+    parser.add_argument("--draws", type=int, default=6, help="kept of a cycle, the last at its end")
     parser.add_argument("--thin", type=int, default=3, help="epochs from draw to draw")
     parser.add_argument("--batch", type=int, default=1000)
-    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--learning-rate", type=float, default=0.02)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--momentum", type=float, default=0.95)
     parser.add_argument("--train", type=int, default=50_000)
     parser.add_argument("--test", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=16)
+    parser.add_argument(
+        "--network", choices=("plain", "fused", "kernel"), help="how it is run; by default the fastest that is right"
+    )
+    parser.add_argument("--chain", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     return parser.parse_args(given)
+
+
+def alone(args: argparse.Namespace) -> None:
+    """One chain, in this process: what is known of it goes into a file."""
+    for known in study(args).chain(args.chain):
+        part = args.into / f"{args.chain}.part"
+        torch.save(known, part)
+        part.rename(part.with_suffix(".pt"))
 
 
 def main() -> None:
     args = arguments()
-    found = study(args)
-    print(f"{tree.size(found.model.parameters()):,} parameters, {len(found.y):,} images", flush=True)
-    for index in range(args.chains):
-        if found.left > 0:
-            found.chain(index, found.left / (args.chains - index))
+    if args.chain is not None:
+        alone(args)
+        return
+    began = time.time()
+    whole = study(args)
+    reference = torch.from_numpy(np.load(locate("cifar10", "hmc_reference_cifar10_standard_order.npz"))["probs"])[: args.test]
+    notes: dict[str, Any] = {"parameters": tree.size(whole.model.parameters())}
+    if whole.x.is_cuda:
+        notes["gpu"] = torch.cuda.get_device_name()
+    print(f"{notes['parameters']:,} parameters, {len(whole.y):,} images", flush=True)
+    found, known = Findings(args, whole.test_y.cpu(), reference, notes, began), {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-u", __file__, *sys.argv[1:], f"--network={args.network}", f"--into={folder}"]
+        command += [f"--until={began + args.seconds}"]
+        running = [subprocess.Popen([*command, f"--chain={i}"]) for i in range(args.chains)]
+        seen: dict[Path, float] = {}
+        while True:
+            over = all(process.poll() is not None for process in running)
+            times = {path: path.stat().st_mtime for path in sorted(Path(folder).glob("*.pt"))}
+            if times != seen:
+                seen, known = times, found.report([_on_the_cpu(path) for path in times])
+            if over:
+                break
+            time.sleep(2)
     rows = [
         [name, *(f"{row[key]:.4f}" if key in row else "" for key in ("accuracy", "nll", "agreement", "total variation"))]
-        for name, row in found.figures().items()
+        for name, row in known.items()
     ]
     rows += [[f"published: {name}", "", "", value, ""] for name, value in PUBLISHED.items()]
     show("CIFAR-10, ResNet-20-FRN", ["method", "accuracy", "NLL", "agreement with HMC", "total variation"], rows)
+
+
+def _on_the_cpu(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 if __name__ == "__main__":
