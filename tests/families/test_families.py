@@ -118,6 +118,18 @@ def test_factors_of_units(name):
     assert {key: leaf.shape for key, leaf in family.units(leaves).items()} == {"0.weight": (2,), "1.weight": (3,)}
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 2, 1)])
+def test_factors_leave_a_bias_that_is_not_bayesian(layer):
+    nn.init.constant_(layer.bias, 5.0)
+    x = torch.ones(4, 3) if isinstance(layer, nn.Linear) else torch.ones(4, 3, 1)
+    q, weight = Grouped(), {"weight": layer.weight.detach()}
+    leaves = q.leaves(weight, {"weight": torch.full_like(weight["weight"], 1e-4)})
+    means, drawing = q.outputs(leaves, {"weight": None}, "auto", torch.Generator().manual_seed(0))
+    with drawing:
+        found = torch.func.functional_call(layer, means, x)
+    torch.testing.assert_close(found, layer(x), rtol=0, atol=0.2)
+
+
 def test_divergence_of_log_normals_from_the_horseshoe():
     """Of the gamma and inverse-gamma parts, by draws."""
     family = Grouped("horseshoe", tau=0.7)

@@ -197,10 +197,12 @@ class _Factored(Reparametrized):
         drawn = torch.addcmul(mean, variance.clamp_min(TINY).sqrt(), self._normal(mean))
         if func not in LINEAR:
             drawn = drawn * z.view(len(z), units, *[1] * (drawn.ndim - 2))
-        if bias is not None and bias_scale is not None:
+        if bias is not None:
             channel = -1 if func in LINEAR else 1
             shape = [len(z), *[1] * (drawn.ndim - 1)]
             shape[channel] = len(bias)
+            if bias_scale is None:  # a bias that is not Bayesian
+                return drawn + bias.view([1, *shape[1:]])
             noise = x.new_empty(len(z), len(bias)).normal_(generator=self.generator)
             drawn = drawn + (bias + bias_scale * noise).view(shape)
         return drawn
