@@ -238,6 +238,26 @@ def test_steps():
     assert fine == 25
 
 
+def test_constants_that_go_into_biases_keep_their_digits():
+    """Also where all of the layer's own biases were pruned."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    model = dubito.Model(net, dubito.Gaussian(scale=0.1))
+    mean = {name: torch.ones_like(leaf) for name, leaf in model.parameters().items()}
+    mean["0.weight"][0], mean["0.bias"][0], mean["2.bias"][:] = 0.0, 0.3, 1e-4
+    posterior = Posterior.diagonal(model, mean, {name: torch.full_like(leaf, 1e-4) for name, leaf in mean.items()})
+    small, x = dubito.compress(posterior, torch.zeros(1, 2)), torch.ones(1, 2)
+    torch.testing.assert_close(small(x), model.forward(prune(posterior).params, x, {})[0], rtol=0, atol=0.005)
+
+
+def test_weights_without_variance_are_not_rounded():
+    model = dubito.Model(nn.Linear(2, 1), dubito.Gaussian(scale=0.1))
+    mean = {"weight": torch.tensor([[0.3, -0.2]]), "bias": torch.tensor([0.1])}
+    posterior = Posterior.diagonal(model, mean, {name: torch.zeros_like(leaf) for name, leaf in mean.items()})
+    small = dubito.compress(posterior, torch.zeros(1, 2))
+    assert torch.equal(small(torch.eye(2)), torch.tensor([[0.4], [-0.1]]))
+    assert small.steps == {}
+
+
 def test_what_rounding_costs():
     """At most n s^2 / 24 nats of log density of n weights, in expectation."""
     g = torch.Generator().manual_seed(0)

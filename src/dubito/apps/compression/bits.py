@@ -23,7 +23,8 @@ FINEST = 23  # bits below the leading one, those of a float32
 
 
 def exponents(mean: Params, variance: Params, *, step: float = 1.0) -> dict[str, int]:
-    """By weight, the t of its step 2^-t. Weights that are zero, or have no variance, do not count.
+    """By weight, the t of its step 2^-t. Weights that are zero do not count, unless all are, nor do those without variance. A tensor
+    without any has no step: it is not to be rounded.
 
     >>> import torch
     >>> exponents({"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.04, 0.04])})      # 2^-3 is the first below 0.2
@@ -34,12 +35,12 @@ def exponents(mean: Params, variance: Params, *, step: float = 1.0) -> dict[str,
     found = {}
     for name, leaf in variance.items():
         value, spread = mean[name].detach().double(), leaf.detach().double()
-        counts = (value != 0) & (spread > 0)
+        largest = float(value.abs().max()) if value.numel() else 0.0
+        counts = (spread > 0) & ((value != 0) | (largest == 0))
         if not bool(counts.any()):
-            found[name] = 0
             continue
         width = step * float((1 / spread[counts]).mean()) ** -0.5
-        finest = FINEST - math.floor(math.log2(float(value.abs().max())))
+        finest = FINEST - math.floor(math.log2(largest)) if largest else 120
         found[name] = min(math.ceil(-math.log2(width) - 1e-9), finest, 120)
     return found
 
