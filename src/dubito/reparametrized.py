@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dubito import tree
 from dubito.model import Model, mode
 from dubito.randomness import Normals, forked
 from dubito.tree import Buffers, Params
@@ -44,11 +45,12 @@ def _call(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Te
 
 
 class Uses(TorchFunctionMode):
-    """Notes which weights are those of a linear layer or a convolution that is called once, and nothing else."""
+    """Notes which weights are those of a linear layer or a convolution that is called once, and nothing else, on inputs with the `n`
+    examples along their first axis."""
 
-    def __init__(self, weights: Params):
+    def __init__(self, weights: Params, n: int):
         super().__init__()
-        self.names = {id(leaf): name for name, leaf in weights.items()}
+        self.names, self.n = {id(leaf): name for name, leaf in weights.items()}, n
         self.layers: list[tuple[str | None, str | None]] = []
         self.other: set[str] = set()
 
@@ -56,10 +58,10 @@ class Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         seen = [self.names[id(leaf)] for leaf in _tensors((args, kwargs)) if id(leaf) in self.names]
         if seen and func in LINEAR | CONVOLUTIONS:
-            _, weight, bias, *_ = _call(func, args, kwargs)
+            x, weight, bias, *_ = _call(func, args, kwargs)
             pair = self.names.get(id(weight)), None if bias is None else self.names.get(id(bias))
             known = [name for name in pair if name is not None]
-            if sorted(known) == sorted(seen) and pair[0] is not None:
+            if sorted(known) == sorted(seen) and pair[0] is not None and x.shape[0] == self.n:
                 self.layers.append(pair)
             else:
                 self.other.update(seen)
@@ -88,7 +90,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def layers(model: Model, params: Params, x: Any, buffers: Buffers) -> dict[str, str | None]:
-    """The layers whose outputs can be drawn in the place of their weights, by one pass over some inputs: weight to bias.
+    """The layers whose outputs can be drawn in the place of their weights, by two passes over some inputs: weight to bias.
+
+    Every example has a draw of its own, so the examples must be along the first axis there: not positions, as where they come
+    first, and not both in one. With one more example that axis must be longer by one.
 
     >>> import dubito
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1, bias=False))
@@ -97,10 +102,20 @@ def layers(model: Model, params: Params, x: Any, buffers: Buffers) -> dict[str, 
     {'0.weight': '0.bias', '2.weight': None}
     """
     own = {name: leaf.detach().clone() for name, leaf in params.items() if ":" not in name}
-    uses = Uses(own)
-    with forked(0), torch.no_grad(), mode(model.network, True), uses:
-        model.call({**params, **own}, x, {name: leaf.clone() for name, leaf in buffers.items()})
-    return uses.once
+    n = len(next(iter(tree.leaves(x))))
+    more = tree.apply_leaves(lambda leaf: torch.cat([leaf, leaf[:1]]) if leaf.ndim and len(leaf) == n else leaf, x)
+    found: list[dict[str, str | None]] = []
+    for inputs, count in ((x, n), (more, n + 1)):
+        uses = Uses(own, count)
+        try:
+            with forked(0), torch.no_grad(), mode(model.network, True), uses:
+                model.call({**params, **own}, inputs, {name: leaf.clone() for name, leaf in buffers.items()})
+        except Exception:
+            if inputs is x:
+                raise
+            return {}  # a network for one number of examples: which axis theirs is cannot be told
+        found.append(uses.once)
+    return {weight: bias for weight, bias in found[0].items() if weight in found[1]}
 
 
 class Reparametrized(TorchFunctionMode):

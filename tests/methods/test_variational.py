@@ -9,7 +9,7 @@ from torch import nn
 
 import dubito
 from dubito import Variational, tree
-from dubito.families import Binary, Factorised, Grouped, LowRank
+from dubito.families import Binary, Factorised, Grouped, LowRank, MeanField
 from dubito.fit import Start
 from dubito.model import Target
 from dubito.posteriors import Drawn, Gaussian
@@ -214,6 +214,37 @@ def test_layers_that_can_be_drawn_by_their_outputs():
     data = torch.randn(16, 2), torch.randn(16, 2)
     posterior = dubito.fit(model, Variational(epochs=2), data)
     assert all((leaf > 0).all() for leaf in posterior.covariance.variance().values())
+
+
+class Positions(nn.Module):
+    """The mean over positions of a linear layer that sees them in a layout of its own."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.layer, self.layout = nn.Linear(3, 1), layout
+
+    def forward(self, x):  # [B, T, 3]
+        if self.layout == "first":
+            return self.layer(x.transpose(0, 1)).mean(0)
+        if self.layout == "folded":
+            return self.layer(x.flatten(0, 1)).view(*x.shape[:2], 1).mean(1)
+        return self.layer(x).mean(1)
+
+
+@pytest.mark.parametrize(("layout", "drawn"), [("first", False), ("folded", False), ("second", True)])
+def test_all_positions_of_an_example_see_the_same_weights(layout, drawn):
+    model = dubito.Model(Positions(layout), dubito.Gaussian(scale=1.0))
+    x, q, generator = torch.ones(8, 8, 3), MeanField(), torch.Generator().manual_seed(0)
+    found = layers(model, model.parameters(), x, {})
+    assert found == ({"layer.weight": "layer.bias"} if drawn else {})
+    if drawn:
+        leaves = q.opened(q.leaves(model.parameters(), tree.apply(lambda leaf: torch.full_like(leaf, 0.5), model.parameters())))
+        rows = []
+        for _ in range(100):
+            means, drawing = q.outputs(leaves, found, "auto", generator)
+            with drawing:
+                rows.append(model.call(means, x, {})[0])
+        assert abs(float(torch.stack(rows).std()) - 1) < 0.15, "four weights that each add 1/4 of a variance"
 
 
 def test_the_prior_is_learned():
