@@ -293,6 +293,22 @@ def test_sparse_factors_switch_off_inputs_that_say_nothing():
         assert variance["weight"].shape == (1, 6)
 
 
+def test_a_limit_of_scales_can_be_left_again():
+    """Data that say nothing of a weight leave its scale there, those that say much take it back."""
+    model = dubito.Model(nn.Linear(1, 1), dubito.Gaussian(scale=0.05))
+    method = Variational(Grouped(limit=0.2), epochs=60, learning_rate=0.05, init_scale=0.3, schedule="constant")
+    x = torch.linspace(-1, 1, 200).unsqueeze(1)
+    scales = []
+    for data in ((torch.zeros(1, 1), torch.zeros(1, 1)), (x, x)):
+        target, generator = Target(model, len(data[0])), torch.Generator().manual_seed(0)
+        state = method.init(target, Start(model.parameters(), {}), data, generator, steps=60)
+        for _ in range(60):
+            method.step(target, state, [data], generator)
+        scales.append(float(method.q.scales(state.params)["weight"]))
+    assert math.isclose(scales[0], 0.2, rel_tol=1e-5)
+    assert scales[1] < 0.1
+
+
 def test_mean_field_is_too_certain_between_clusters():
     """Its standard deviation in the gap, relative to that at the data, is smaller than that of HMC (Foong et al. 2020)."""
     generator = torch.Generator().manual_seed(0)

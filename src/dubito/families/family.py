@@ -34,6 +34,9 @@ class Family(ABC):
         """The gradient in the leaves, of the gradient in what was opened."""
         return slopes
 
+    def bounded(self, leaves: Params) -> None:  # noqa: B027  (most have none)
+        """Put leaves that a step took out of their bounds back to them, in place."""
+
     @abstractmethod
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
         """What a draw is made of."""

@@ -64,6 +64,7 @@ class Grouped(Family):
 
     def leaves(self, start: Params, scale: Params) -> Params:
         made = {**of_kind("mean", tree.clone(start)), **of_kind("rho", tree.apply(inverse_softplus, scale))}
+        self.bounded(made)
         small = math.log(1e-2)  # standard deviations of the factors, or of their logarithms, at the start
         for name, leaf in start.items():
             if leaf.ndim < 2:
@@ -121,8 +122,13 @@ class Grouped(Family):
     # ---- q
 
     def scales(self, leaves: Params) -> Params:
-        found = tree.apply(F.softplus, kind(leaves, "rho"))
-        return found if self.limit is None else tree.apply(lambda leaf: leaf.clamp(max=self.limit), found)
+        return tree.apply(F.softplus, kind(leaves, "rho"))
+
+    def bounded(self, leaves: Params) -> None:
+        # here and not in `scales`: a clamped scale has no slope, so what had once come to the limit could never leave it
+        if self.limit is not None:
+            for rho in kind(leaves, "rho").values():
+                rho.clamp_(max=math.log(math.expm1(self.limit)))
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
         mean = kind(leaves, "mean")

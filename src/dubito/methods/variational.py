@@ -173,6 +173,7 @@ class Variational(Descent):
         for leaf, slope in zip(state.params.values(), slopes, strict=True):
             leaf.grad = slope
         state.optimizer.step()
+        q.bounded(leaves)
         for leaf in state.params.values():
             leaf.grad = None
         tree.become(state.buffers, {name: leaf.detach() for name, leaf in buffers.items()})
