@@ -162,6 +162,28 @@ def test_without_the_score_of_q_the_gradient_has_the_same_mean():
     assert ((found[0].mean(0) - found[1].mean(0)).abs() < 5 * error).all()
 
 
+@pytest.mark.parametrize("family", ["mean_field", "full", "low_rank"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_at_the_posterior_it_is_zero_for_every_draw(family, temperature):
+    """Sticking the landing: likelihood, prior and q are scored at the same weights, where they cancel."""
+    model = dubito.Model(nn.Linear(1, 1, bias=False).double(), dubito.Gaussian(scale=1.0), Normal(scale=1.0))
+    x, y = torch.ones(3, 1).double(), torch.ones(3, 1).double()
+    target, generator = Target(model, 3, temperature), torch.Generator().manual_seed(0)
+    start = Start({"weight": torch.full((1, 1), 0.75).double()}, {})  # the precision is 4 / T, the mean 3 / 4
+    scale, sizes = math.sqrt(temperature / 4), []
+    for path_only in (True, False):
+        method = Variational(
+            family, path_only=path_only, estimator="weights", optimizer="sgd", momentum=0.0, learning_rate=1.0, init_scale=scale
+        )
+        state = method.init(target, start, (x, y), generator, steps=9)
+        if family == "low_rank":
+            state.params["columns/weight"].zero_()
+        before = tree.flatten(state.params).clone()
+        method.step(target, state, [(x, y)], generator)
+        sizes.append(float((tree.flatten(state.params) - before).abs().max()))
+    assert sizes[0] < 1e-12 < 1e-3 < sizes[1]
+
+
 def test_a_closed_form_is_the_mean_of_draws():
     class Hidden(Laplace):
         def expected_log_prob(self, mean, variance, *, independent=False):
@@ -338,6 +360,7 @@ def test_mean_field_is_too_certain_between_clusters():
         ({"samples": 0}, "at least 1"),
         ({"kl_warmup": 1.0}, "share of the steps"),
         ({"family": "flow", "path_only": True}, "density of q"),
+        ({"estimator": "local", "path_only": True}, "draws of the weights"),
     ],
 )
 def test_bad_options_are_refused(options, words):

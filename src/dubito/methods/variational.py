@@ -54,7 +54,8 @@ class Variational(Descent):
 
     `kl_weight` multiplies the divergence: another thing than the temperature of `fit`, which divides the log joint and not the
     entropy of q. `kl_batches="blundell"` lets the divergence count most in the first batches of an epoch, 2^(M - i) / (2^M - 1).
-    `path_only` leaves out the part of the gradient that is zero on average ("sticking the landing", Roeder et al. 2017).
+    `path_only` leaves out the part of the gradient that is zero on average ("sticking the landing", Roeder et al. 2017): q and the
+    prior are scored at the draws of weights that the likelihood sees, and where q is the posterior the gradient of every draw is 0.
 
     What the likelihood learns (a noise) and hyperparameters of the prior are points that maximise the ELBO: empirical Bayes. With
     `learn_prior`, so are the scales of a `Normal()` that was given none, one for each tensor of weights.
@@ -103,6 +104,11 @@ class Variational(Descent):
             )
         if self.path_only and type(self.q).log_prob is Family.log_prob:
             raise ValueError(f"path_only needs the density of q, which family={self.family!r} does not know")
+        if self.path_only and (self.learn_prior or self.estimator in ("local", "flipout")):
+            raise ValueError(
+                "path_only scores q and a given prior at draws of the weights: leave out learn_prior, and use estimator='auto' or "
+                "'weights'"
+            )
 
     @property
     def q(self) -> Family:
@@ -127,7 +133,7 @@ class Variational(Descent):
         else:
             scale = {name: torch.full_like(leaf, self.init_scale) for name, leaf in weights.items()}
         drawn: dict[str, str | None] = {}
-        if self.estimator != "weights" and q.local:
+        if self.estimator != "weights" and q.local and not self.path_only:
             drawn = layers(target.model, start.params, target.model.split(batch)[0], start.buffers)
             if isinstance(q, LowRank) and {name for pair in drawn.items() for name in pair if name} != set(weights):
                 drawn = {}  # the directions are of all weights, and these would be drawn in two ways
@@ -217,8 +223,10 @@ class Variational(Descent):
             raise ValueError("there is no data: the loader gave no batch")
         if drawn:
             slopes = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in weights.items()}
-            if state.joint:
+            if state.joint or self.path_only:
                 self._score_prior(target, state, weights, points, slopes)
+            if self.path_only:
+                self._score_density(target, state, whole, weights, slopes)
             q.pull(whole, noise, drawn, slopes)
         return total / seen, buffers
 
@@ -231,6 +239,18 @@ class Variational(Descent):
         found: Params = {**slopes, **{name: leaf.grad for name, leaf in hyper.items() if leaf.grad is not None}}
         with torch.no_grad():
             target.model.prior.add_gradient(found, at, -self._weight(state) / target.n_data / self.samples)
+
+    def _score_density(self, target: Target, state: VariationalState, leaves: Params, weights: Params, slopes: Params) -> None:
+        """Add the gradient of T log q at a draw, in the weights alone: as if q had no parameters."""
+        fixed = {name: leaf.detach() for name, leaf in leaves.items()}
+        at = {name: leaf.detach().requires_grad_() for name, leaf in weights.items()}
+        with torch.enable_grad():
+            density = self.q.log_prob(fixed, at)
+        assert density is not None
+        found = torch.autograd.grad(density, list(at.values()), allow_unused=True)
+        for name, slope in zip(at, found, strict=True):
+            if slope is not None:
+                slopes[name].add_(slope, alpha=target.temperature * self._weight(state) / target.n_data / self.samples)
 
     def _weight(self, state: VariationalState) -> float:
         """What the divergence counts in this step."""
@@ -250,7 +270,9 @@ class Variational(Descent):
             prior = target.model.likelihood.log_prior(own(points))
             if prior.requires_grad:
                 torch.autograd.backward(prior, torch.full_like(prior, -1 / n), inputs=list(own(points).values()))
-        if isinstance(target.model.prior, Normal) and type(self.q) is MeanField and not (self.path_only or self.learn_prior):
+        if self.path_only:
+            return None  # all of the rest was scored with the likelihood
+        if isinstance(target.model.prior, Normal) and type(self.q) is MeanField and not self.learn_prior:
             return self._closed(target, live, weight / n, report=state.step % REPORTED == 0)
         with torch.enable_grad():
             if state.joint:
@@ -299,13 +321,10 @@ class Variational(Descent):
         moments, entropy = q.moments(leaves), q.entropy(leaves)
         if self.learn_prior and moments is not None and entropy is not None:
             return -target.temperature * entropy - _profiled(*moments)
-        expected = None
-        if moments is not None and not self.path_only:
-            expected = self._expected(target, leaves, hyper)
-        drawn = q.draw(leaves, noise) if expected is None or entropy is None or self.path_only else {}
-        if self.path_only or entropy is None:
-            fixed = {name: leaf.detach() for name, leaf in leaves.items()} if self.path_only else leaves
-            density = q.log_prob(fixed, drawn)
+        expected = self._expected(target, leaves, hyper)
+        drawn = q.draw(leaves, noise) if expected is None or entropy is None else {}
+        if entropy is None:
+            density = q.log_prob(leaves, drawn)
             if density is None:
                 raise ValueError(f"{type(q).__name__} gives neither an entropy nor a density: one of them is needed")
             entropy = -density
