@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -235,8 +236,18 @@ def summary(figures: dict[str, Any]) -> tuple[list[list[object]], dict[str, list
     return rows, headline
 
 
+def join(args: argparse.Namespace) -> None:
+    """Add the cases of a result that was written elsewhere."""
+    other, path = json.loads(args.join.read_text()), RESULTS / "semi_supervised.json"
+    for own in other["figures"]["settings"].values():
+        own |= {key: other[key] for key in ("date", "command", "machine", "versions")}
+    figures = merged(json.loads(path.read_text())["figures"], other["figures"])
+    write("semi_supervised", settings={}, figures=figures, headline=summary(figures)[1], seconds=other["seconds"])
+
+
 def report(runs: dict[str, dict[str, list]], args: argparse.Namespace, *, last: bool) -> None:
-    settings = {key: value for key, value in vars(args).items() if key not in ("until", "run", "began", "rounds")}
+    hidden = ("until", "run", "began", "rounds", "join")
+    settings = {key: value for key, value in vars(args).items() if key not in hidden}
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
     path = RESULTS / "semi_supervised.json"
@@ -267,11 +278,15 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--scale", type=float, default=10.0, help="of the prior")
     parser.add_argument("--tuning", action="store_true", help="judge by training images that are in neither part")
+    parser.add_argument("--join", type=Path, help="a result file of another machine: add its cases to ours, and do no more")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run is not None:
         print("RESULT " + json.dumps(run(args.run[0], args.run[1], int(args.run[2]), args)))
+        return
+    if args.join is not None:
+        join(args)
         return
     args.began = time.time()
     args.until = None if args.seconds is None else args.began + args.seconds

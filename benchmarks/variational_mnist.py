@@ -105,7 +105,9 @@ def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Desc
     if kind == "sparse":
         return network, LogUniform(), Variational(estimator="local", kl_warmup=0.3, **descent), args.batch
     prior = "normal_jeffreys" if kind == "jeffreys" else "horseshoe"
-    return network, Normal(scale=1.0), Variational(Grouped(prior, limit=0.2), kl_warmup=0.3, **descent), args.batch
+    # a constant rate, as was published: factors of units move slowly, and the sum of all rates counts
+    method = Variational(Grouped(prior, limit=0.2), kl_warmup=0.2, schedule="constant", **descent)
+    return network, Normal(scale=1.0), method, args.batch
 
 
 def probabilities(posterior: Posterior, x: Tensor) -> Tensor:
@@ -274,6 +276,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, help="what is not done then is left out")
     parser.add_argument("--resume", action="store_true", help="keep what the result file has; each run tells its own settings")
+    parser.add_argument("--again", action="store_true", help="with --resume: all cases of --only are run anew")
     parser.add_argument("--case", help="one, in this process, with `--seeds` as its seed")
     args, began = parser.parse_args(), time.time()
     if args.case:
@@ -283,7 +286,7 @@ def main() -> None:
     found: dict[str, dict[int, Any]] = {}
     commands: dict[str, Any] = {}  # which call a case that is kept comes from
     if args.resume:
-        kept, commands = earlier("variational_mnist", [])
+        kept, commands = earlier("variational_mnist", args.only.split(",") if args.again else [])
         found = {case: {int(seed): one for seed, one in runs.items()} for case, runs in kept.items()}
     cases = [
         (seed, case)

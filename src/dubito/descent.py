@@ -17,10 +17,13 @@ from torch import Tensor
 
 from dubito import store, tree
 from dubito.fit import Info, Start
+from dubito.likelihoods.likelihood import PREFIX
 from dubito.model import Target
 from dubito.posteriors import Posterior
 from dubito.recorded import Steps
 from dubito.tree import Buffers, Params
+
+PACE, FARTHEST = 10.0, 0.01  # of learned noises: times the learning rate, and no more than this for it
 
 
 @dataclass
@@ -68,6 +71,12 @@ class Descent(ABC):
     @property
     def data(self) -> Literal["batches", "full"]:
         return "batches"
+
+    @property
+    def pace(self) -> float:
+        """How many times as far as the rest a step takes learned noises: their logarithms have further to go than weights, and move by
+        no more than the learning rate in a step of Adam, so that in short fits they would not arrive. SGD steps by their slopes."""
+        return max(1.0, min(PACE, FARTHEST / self.learning_rate)) if self.optimizer == "adam" else 1.0
 
     @abstractmethod
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior: ...
@@ -123,11 +132,7 @@ class Descent(ABC):
         slopes = list(self.adjust(target, state.params, evaluation.gradient).values())
         if self.clip is not None:
             clip(slopes, self.clip, stacked=target.members is not None)
-        for leaf, slope in zip(state.params.values(), slopes, strict=True):
-            leaf.grad = slope  # strides as the leaf's, which fused optimisers on a CPU take for granted: autograd sees to that
-        state.optimizer.step()
-        for leaf in state.params.values():
-            leaf.grad = None
+        advance(state.optimizer, state.params, slopes, pace=self.pace)
         tree.become(state.buffers, evaluation.buffers)
         return {"log_likelihood": evaluation.log_likelihood}
 
@@ -153,6 +158,25 @@ class Descent(ABC):
     def _share(self, step: int, steps: int) -> float:
         """The learning rate at a step, as a share of its peak."""
         return share(step, steps, warmup=self.warmup, schedule=self.schedule)
+
+
+def advance(optimizer: torch.optim.Optimizer, params: Params, slopes: Iterable[Tensor], *, pace: float) -> None:
+    """A step of the optimiser, in place; learned noises of the likelihood go `pace` times as far as it takes them.
+
+    >>> params = {"weight": torch.zeros(1), "likelihood:log_scale": torch.zeros(1)}
+    >>> advance(torch.optim.Adam(params.values(), lr=0.001), params, [torch.ones(1), torch.ones(1)], pace=10.0)
+    >>> params
+    {'weight': tensor([-0.0010]), 'likelihood:log_scale': tensor([-0.0100])}
+    """
+    for leaf, slope in zip(params.values(), slopes, strict=True):
+        leaf.grad = slope  # strides as the leaf's, which fused optimisers on a CPU take for granted: autograd sees to that
+    noises = [leaf for name, leaf in params.items() if name.startswith(PREFIX)] if pace != 1 else []
+    before = [leaf.clone() for leaf in noises]
+    optimizer.step()
+    for leaf, old in zip(noises, before, strict=True):
+        leaf.lerp_(old, 1 - pace)
+    for leaf in params.values():
+        leaf.grad = None
 
 
 def share(step: int, steps: int, *, warmup: float, schedule: str) -> float:

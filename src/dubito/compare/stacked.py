@@ -20,7 +20,7 @@ from torch.func import grad_and_value, vmap
 from dubito import randomness, tree
 from dubito.compare.entry import LENGTH_SCALE, Entry, Noise, unclipped
 from dubito.compare.problem import Part, Problem
-from dubito.descent import Descent, clip, share
+from dubito.descent import Descent, advance, clip, share
 from dubito.fit import Method
 from dubito.likelihoods import PREFIX as LIKELIHOOD
 from dubito.likelihoods import own
@@ -264,14 +264,10 @@ def _train(
                     slopes[NOISE][fixed] = 0.0
                 if method.clip is not None:
                     clip(list(slopes.values()), method.clip, stacked=True)
-            for name, leaf in params.items():
-                leaf.grad = slopes[name]
             optimizer.param_groups[0]["lr"] = method.learning_rate * share(
                 step, steps, warmup=method.warmup, schedule=method.schedule
             )
-            optimizer.step()
-    for leaf in leaves:
-        leaf.grad = None
+            advance(optimizer, params, (slopes[name] for name in params), pace=method.pace)
     return params
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dubito import store, tree
-from dubito.descent import Descent, DescentState, clip
+from dubito.descent import Descent, DescentState, advance, clip
 from dubito.families import FAMILIES, Family, LowRank, MeanField
 from dubito.families.family import kind
 from dubito.families.mean_field import pieces
@@ -176,12 +176,8 @@ class Variational(Descent):
         slopes = [found[name] for name in state.params]
         if self.clip is not None:
             clip(slopes, self.clip, stacked=False)
-        for leaf, slope in zip(state.params.values(), slopes, strict=True):
-            leaf.grad = slope
-        state.optimizer.step()
+        advance(state.optimizer, state.params, slopes, pace=self.pace)
         q.bounded(leaves)
-        for leaf in state.params.values():
-            leaf.grad = None
         tree.become(state.buffers, {name: leaf.detach() for name, leaf in buffers.items()})
         info = {"log_likelihood": torch.stack(scores).mean()}
         return info if complexity is None else {**info, "complexity": complexity / target.n_data}
