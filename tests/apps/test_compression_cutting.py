@@ -98,6 +98,22 @@ def test_not_through_padding(padding, bias, left):
     assert_same(small, network, x)
 
 
+def test_what_follows_the_number_of_examples_is_no_constant():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.b(torch.sigmoid(self.a(x)) * x.shape[0])
+
+    network = Net()
+    small = cut(network, torch.zeros(2, 2), params={"a.weight": torch.tensor([[0.0, 0.0], [1.0, 1.0]])})
+    with torch.no_grad():
+        network.a.weight.copy_(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    assert_same(small, network, torch.ones(3, 2))
+
+
 def test_residual_channels_go_together():
     network, x = build("resnet")
     every = torch.arange(6) < 2

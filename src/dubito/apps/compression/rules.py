@@ -25,6 +25,7 @@ from dubito.apps.compression.flows import (
     nothing,
     run,
 )
+from dubito.predict.streamlined.program import _follows
 from dubito.predict.streamlined.trace import PROBE, Ref, Size, Step, refs
 
 POINTWISE = {
@@ -81,6 +82,8 @@ def _pointwise(flows: Flows, i: int, step: Step) -> Found:
 
 def _constant(step: Step, const: dict[int, Tensor], n: int) -> Tensor:
     """What an operation makes of constants."""
+    if _follows((step.args, step.kwargs)):  # a number of examples, which is another each time
+        return nothing(n)
     args, kwargs = (filled(part, lambda slot: const[slot].clone(), 0) for part in (step.args, step.kwargs))
     try:
         with torch.no_grad():
