@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from dubito import tree
+from dubito.families import Grouped
 from dubito.linalg import Diagonal
 from dubito.model import batch_size
 from dubito.posteriors import Drawn, Gaussian, Posterior
 from dubito.priors import Prior
-from dubito.priors.prior import concerned
+from dubito.priors.prior import concerned, weights
 from dubito.randomness import forked, generator, lent
 from dubito.tree import Params
 
@@ -36,16 +37,16 @@ class Elbo:
     error_of: float  # standard error of the first, which is estimated from draws
     layers: dict[str, float] = field(default_factory=dict)  # bits a weight, where they can be told apart
     notes: list[str] = field(default_factory=list)  # in words: what has collapsed
+    bounds: bool = True  # whether it is a bound: under an improper prior it is known up to a constant, and is none
 
     @property
     def nats(self) -> float:
-        """The bound itself, of log p(D)."""
+        """The bound itself, of log p(D), given what was learned as a point."""
         return -(self.error + self.complexity) * math.log(2)
 
     def __str__(self) -> str:
-        lines = [
-            f"error {self.error:.1f} ± {self.error_of:.1f} bits, complexity {self.complexity:.1f} bits, log p(D) >= {self.nats:.2f}"
-        ]
+        parts = f"error {self.error:.1f} ± {self.error_of:.1f} bits, complexity {self.complexity:.1f} bits"
+        lines = [f"{parts}, log p(D) >= {self.nats:.2f}" if self.bounds else f"{parts} up to a constant: no bound of log p(D)"]
         lines += [f"  {name}: {bits:.3f} bits a weight" for name, bits in self.layers.items()]
         return "\n".join(lines + self.notes)
 
@@ -53,7 +54,8 @@ class Elbo:
 @torch.no_grad()
 def elbo(posterior: Posterior, data: Any, *, draws: int = 100, seed: int = 0, chunk: int = 1000) -> Elbo:
     """The bound for a Gaussian posterior or a `Drawn` one, on data (x, y), taken `chunk` at a time, or batches: all that it was fitted
-    to, and no more. Quantities that were learned as points are taken as given.
+    to, and no more. Quantities that were learned as points (a noise, scales of the prior) are taken as given: it is then a bound of
+    log p(D) given them, and their own density has no part in it.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=1.0), dubito.priors.Normal(scale=1.0))
@@ -90,24 +92,28 @@ def elbo(posterior: Posterior, data: Any, *, draws: int = 100, seed: int = 0, ch
     bits = torch.tensor(scores, dtype=torch.float64) / -math.log(2)
     spread = float(bits.std() / math.sqrt(draws)) if draws > 1 else math.nan
     notes = _notes(posterior, layers) if isinstance(posterior, Gaussian) else []
-    return Elbo(float(bits.mean()), complexity / math.log(2), spread, layers, notes)
+    improper = posterior.model.prior.improper
+    if isinstance(posterior, Drawn) and isinstance(posterior.family, Grouped):  # which has a prior of its own
+        improper = posterior.family.prior == "normal_jeffreys"
+    return Elbo(float(bits.mean()), complexity / math.log(2), spread, layers, notes, not improper)
 
 
 def _estimated(posterior: Drawn, params: Params, noise: Params) -> float:
     q, leaves, prior = posterior.family, posterior.leaves, posterior.model.prior
     hyper = {name: leaf for name, leaf in posterior.points.items() if name.startswith("prior:")}
     if (given := q.divergence(leaves, noise, prior, hyper)) is not None:
-        return float(given)
+        return float(given if isinstance(q, Grouped) else given + prior.log_hyper(concerned(params)))
     density = q.log_prob(leaves, {name: leaf for name, leaf in params.items() if ":" not in name})
     assert density is not None
-    return float(density - prior.log_prob(concerned(params)))
+    return float(density - prior.log_prob(concerned(params)) + prior.log_hyper(concerned(params)))
 
 
 def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict[str, float]]:
     """KL(q || p) in nats, and where weights are independent, bits a weight of every leaf."""
     prior, covariance = posterior.model.prior, posterior.covariance
-    names, hyper = list(covariance.shapes), {n: leaf for n, leaf in posterior.params.items() if n.startswith("prior:")}
-    if any(":" in name for name in names):
+    names = list(covariance.shapes)
+    hyper = {n: leaf for n, leaf in posterior.params.items() if n.startswith("prior:") and n not in names}
+    if any(":" in name and name not in concerned(posterior.params) for name in names):
         raise ValueError("this posterior is also over a learned noise, whose prior is flat: there is no bound")
     mean = {name: posterior.params[name].double() for name in names}
     variance = {name: leaf.double() for name, leaf in covariance.variance().items()}
@@ -118,8 +124,10 @@ def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict
         source = generator(posterior.model.device, seed, "prior")
         values = [prior.log_prob(concerned(tree.select(posterior.sample(1, source), 0))) for _ in range(draws)]
         expected = torch.stack(values).double().mean()
+    if hyper:
+        expected = expected - prior.log_hyper(concerned(posterior.params))
     layers = {}
-    if independent and not prior.parameters(mean):
+    if independent and not prior.parameters(weights(mean)):
         layers = {name: _one(prior, {name: mean[name]}, {name: variance[name]}) for name in names}
     return float(-entropy - expected), {name: bits for name, bits in layers.items() if bits is not None}
 

@@ -215,6 +215,16 @@ def test_any_prior_will_do():
     assert torch.allclose((1 / found.covariance.variance()["weight"]).mean(0), 2 * precision.diag(), rtol=0.04)
 
 
+def test_scales_of_the_prior_count_in_the_bound():
+    prior = dubito.priors.Hierarchical(dubito.priors.InverseGamma(2.0, 2.0))
+    model = dubito.Model(nn.Linear(2, 1), dubito.Gaussian(scale=0.5), prior)
+    data = torch.ones(8, 2), torch.ones(8, 1)
+    posterior = dubito.fit(model, IVON(epochs=2), data)
+    assert "prior:log_scale:weight" in posterior.covariance.shapes
+    exact, drawn = (dubito.elbo(posterior, data, draws=n).complexity for n in (2, 3))
+    assert exact == drawn, "in closed form"
+
+
 def test_a_learned_noise_is_gaussian_too():
     """Its mean is near the size of the residuals, its variance 1 / (2 N)."""
     x, y = data(400)

@@ -13,7 +13,7 @@ from dubito.families import Binary, Factorised, Grouped, LowRank, MeanField
 from dubito.fit import Start
 from dubito.model import Target
 from dubito.posteriors import Drawn, Gaussian
-from dubito.priors import Bernoulli, ByName, Laplace, Normal
+from dubito.priors import Bernoulli, ByName, Hierarchical, InverseGamma, Laplace, LogUniform, Normal
 from dubito.reparametrized import layers
 
 
@@ -267,6 +267,29 @@ def test_all_positions_of_an_example_see_the_same_weights(layout, drawn):
             with drawing:
                 rows.append(model.call(means, x, {})[0])
         assert abs(float(torch.stack(rows).std()) - 1) < 0.15, "four weights that each add 1/4 of a variance"
+
+
+@pytest.mark.parametrize("family", ["full", Factorised("normal")])
+def test_scales_that_are_points_are_taken_as_given(family):
+    """The bound is that of the same Gaussian prior, in which nothing was learned; that of log p(D, scale) would be none of log p(D)."""
+    scale = {"prior:log_scale": torch.full((1,), math.log(0.8)).double()}
+    learned, given = Hierarchical(InverseGamma(50.0, 32.0), groups="all"), Normal(scale=0.8)
+    found = []
+    for prior in (learned, given):
+        model = linear(prior)
+        start = {**model.parameters(), **(scale if prior is learned else {})}
+        posterior = dubito.fit(model, Variational(family, epochs=0), regression(), start=start)
+        found.append(dubito.elbo(posterior, regression(), draws=3).nats)
+    assert math.isclose(*found, rel_tol=1e-6)
+
+
+def test_an_improper_prior_gives_no_bound():
+    for prior, family in ((LogUniform(), "mean_field"), (Normal(scale=1.0), Grouped())):
+        posterior = dubito.fit(linear(prior), Variational(family, epochs=1), regression())
+        found = dubito.elbo(posterior, regression(), draws=2)
+        assert not found.bounds
+        assert "no bound" in str(found)
+    assert "log p(D) >=" in str(dubito.elbo(dubito.fit(linear(), Variational(epochs=1), regression()), regression(), draws=2))
 
 
 def test_the_prior_is_learned():

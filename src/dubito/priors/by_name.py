@@ -59,6 +59,13 @@ class ByName(Prior):
             total = total + prior.log_prob(own)
         return total
 
+    def log_hyper(self, params: Params) -> Tensor | float:
+        return sum((prior.log_hyper(own) for _, prior, own in self._parts(params)), 0.0)
+
+    @property
+    def improper(self) -> bool:
+        return any(prior.improper for prior in self.priors.values())
+
     def gradient(self, params: Params) -> Params:
         if not self.stacks:  # then it may be mapped over leaves, which a slope in closed form need not bear
             return super().gradient(params)

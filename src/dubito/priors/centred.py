@@ -55,6 +55,13 @@ class Centred(Prior):
     def log_prob(self, params: Params) -> Tensor:
         return self.prior.log_prob(self._shifted(params, -1.0))
 
+    def log_hyper(self, params: Params) -> Tensor | float:
+        return self.prior.log_hyper(params)
+
+    @property
+    def improper(self) -> bool:
+        return self.prior.improper
+
     def gradient(self, params: Params) -> Params:
         return self.prior.gradient(self._shifted(params, -1.0))
 

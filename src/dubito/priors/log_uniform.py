@@ -32,6 +32,10 @@ class LogUniform(Factorised):
         if self.bounds is not None and not 0 < self.bounds[0] < self.bounds[1] < math.inf:
             raise ValueError(f"the bounds of |w| are 0 < low < high; got {self.bounds}")
 
+    @property
+    def improper(self) -> bool:
+        return self.bounds is None
+
     def density(self, leaf: Tensor) -> Tensor:
         if self.bounds is None:
             raise ValueError(IMPROPER.format(name="the log-uniform prior", what="scored"))

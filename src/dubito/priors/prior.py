@@ -48,6 +48,15 @@ class Prior(ABC):
         """The hyperparameters that are inferred along with these weights, at their start, named "prior:..."."""
         return {}
 
+    def log_hyper(self, params: Params) -> Tensor | float:
+        """The part of `log_prob` that is the density of the hyperparameters alone: without it, that of the weights given them."""
+        return 0.0
+
+    @property
+    def improper(self) -> bool:
+        """Whether the density of the weights is known up to a constant only; given the hyperparameters, where there are some."""
+        return False
+
     def gradient(self, params: Params) -> Params:
         """Gradient of `log_prob`. Where `stacks` says so, leaves may be stacked [S, ...]."""
         slopes = torch.func.grad(self.log_prob)({name: leaf.detach() for name, leaf in params.items()})

@@ -86,6 +86,15 @@ class Scaled(Prior):
             total = total - 0.5 * leaf.numel() * math.log(2 * math.pi)
         return total
 
+    def log_hyper(self, params: Params) -> Tensor | float:
+        total = 0.0
+        for name, leaf in self._hyper(params).items():
+            part = self._scale(name).expected_log_prob(
+                leaf, torch.zeros_like(leaf)
+            )  # of an improper density, what it counts as there
+            total = total + (self._scale(name).log_prob(leaf) if part is None else part).sum()
+        return total
+
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
         free = {**self.parameters(weights(like)), **{name: leaf for name, leaf in like.items() if name.startswith(PREFIX)}}

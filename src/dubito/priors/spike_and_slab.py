@@ -66,11 +66,14 @@ class SpikeAndSlab(Prior):
         for leaf in weights(params).values():
             slab, spike = self._both(leaf.float() if leaf.dtype.itemsize < 4 else leaf, logit)
             total = total + torch.logaddexp(slab, spike).sum()
-        if isinstance(self.share, tuple):  # Beta(a, b), and with the slope of the logistic function pi^a (1 - pi)^b
-            a, b = self.share
-            log = torch.nn.functional.logsigmoid
-            total = total + (a * log(logit) + b * log(-logit)).sum() + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-        return total
+        return total + self.log_hyper(params)
+
+    def log_hyper(self, params: Params) -> Tensor | float:
+        """Beta(a, b), and with the slope of the logistic function pi^a (1 - pi)^b."""
+        if not isinstance(self.share, tuple):
+            return 0.0
+        (a, b), logit, log = self.share, self._logit(params), torch.nn.functional.logsigmoid
+        return (a * log(logit) + b * log(-logit)).sum() + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
 
     def inclusion(self, params: Params) -> Params:
         """The probability of every weight to be in the slab, given its value."""
