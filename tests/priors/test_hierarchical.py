@@ -209,6 +209,11 @@ def test_groups():
     assert Groups("gate").rows("head.weight", leaf).shape == (1, 24)
     with pytest.raises(ValueError, match="are not 3 gates"):
         Groups("gate", gates=3).rows("weight_ih_l0", lstm["weight_ih_l0"])
+    gru, projected = dict(nn.GRU(3, 8).named_parameters()), dict(nn.LSTM(3, 8, proj_size=6).named_parameters())
+    with pytest.raises(ValueError, match="are not 4 gates"):
+        Groups("gate").rows("weight_hh_l0", gru["weight_hh_l0"])  # 24 rows, which four would divide
+    assert Groups("gate", gates=3).rows("weight_hh_l0", gru["weight_hh_l0"]).shape == (3, 64)
+    assert Groups("gate").rows("weight_hh_l0", projected["weight_hh_l0"]).shape == (4, 48)
     with pytest.raises(ValueError, match="grouped by one of all, layer"):
         Groups("rows")
 
