@@ -77,6 +77,13 @@ def kurtosis(f: torch.Tensor) -> float:
     return float((f - f.mean()).pow(4).mean() / f.var().square())
 
 
+def test_functions_given_observations_with_hardly_any_noise():
+    x, at = torch.linspace(-2, 2, 30).unsqueeze(1), torch.linspace(-2, 2, 50).unsqueeze(1)
+    process = GaussianProcess(RBF(), noise=1e-4).given(x, torch.sin(x[:, 0]))
+    drawn = process.sample(at, 3, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn, torch.sin(at[:, 0]).expand(3, 50), rtol=0, atol=1e-3)
+
+
 def test_heavy_tails_leave_the_process():
     """Scales of 1 / sqrt(width) make a process of weights with a variance; of Cauchy weights a single one still decides."""
     x, width, excess = torch.tensor([[1.0, 0.5]]), 400, {}

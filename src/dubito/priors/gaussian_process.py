@@ -81,7 +81,10 @@ class GaussianProcess:
     def sample(self, x: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n functions at x, [n, B] (or [n, B, C])."""
         mean, cov = self.moments(x.double())
-        root = torch.linalg.cholesky(cov + JITTER * cov.diagonal().max() * torch.eye(len(x)).to(cov))
+        root, failed = torch.linalg.cholesky_ex(cov + JITTER * cov.diagonal().max() * torch.eye(len(x)).to(cov))
+        if failed:  # next to observations with little noise, what is left of the variances is rounding
+            values, vectors = torch.linalg.eigh(cov)
+            root = vectors * values.clamp_min(0).sqrt()
         noise = normal((n, *mean.shape), mean, generator)
         return (mean + torch.einsum("bk,nk...->nb...", root, noise)).to(x)
 
