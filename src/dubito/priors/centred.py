@@ -50,6 +50,11 @@ class Centred(Prior):
         return moved
 
     def parameters(self, weights: Params) -> Params:
+        assert isinstance(self.mean, Mapping)
+        if self.mean and weights and not any(name in self.mean for name in weights):
+            raise ValueError(
+                f"the prior is centred on {list(self.mean)[:4]}, of which the network has none: its weights are {list(weights)[:4]}"
+            )
         return self.prior.parameters(self._shifted(weights, -1.0))
 
     def log_prob(self, params: Params) -> Tensor:
