@@ -252,6 +252,10 @@ def test_a_prior_around_a_pretrained_network():
     assert float(prior.gradient({"weight": net.weight})["weight"][0, 0]) == pytest.approx(-100, rel=1e-4)
     with pytest.raises(ValueError, match=r"centred on a weight of \[1, 2\], but the network's is \[1, 3\]"):
         prior.log_prob({"weight": torch.zeros(1, 3)})
+    with pytest.raises(ValueError, match="of which the network has none"):
+        Model(nn.Sequential(net), Gaussian(scale=0.3), prior).parameters()  # "0.weight"
+    headed = Model(nn.Sequential(net, nn.Linear(1, 1)), Gaussian(scale=0.3), Centred(nn.Sequential(net)))
+    assert len(headed.parameters()) == 4, "a new head needs no centre"
 
 
 def test_scales_by_fan_in():
@@ -260,6 +264,7 @@ def test_scales_by_fan_in():
     for name, fan in {"0.weight": 12, "1.weight": 36, "2.weight": 1, "3.weight_ih_l0": 6}.items():
         assert prior.scale_of(name) == pytest.approx(2 / math.sqrt(fan)), name
     assert prior.scale_of("0.bias") == 0.3
+    assert Normal.fan_in(nn.LayerNorm([2, 3]), 2.0, bias=0.3).scale_of("weight") == 0.3
     x = torch.linspace(-1, 1, 40).unsqueeze(1)
     model = Model(net := nn.Linear(1, 1), Gaussian(scale=0.3), Normal.fan_in(net, 0.5))
     trained = dubito.fit(model, MAP(epochs=200, learning_rate=0.05), (x, x))

@@ -52,7 +52,7 @@ class Normal(Prior):
         wide the network is, and approach a Gaussian process as it widens (`dubito.priors.NNGP`).
 
         n is how many products one output sums: all axes of a weight but the first; of an embedding 1; of a transposed convolution all
-        but the second. Leaves with one axis (biases, scales of norms) get N(0, `bias`^2), by default `scale`. It is an ordinary
+        but the second. Leaves with one axis (biases) and those of layer norms get N(0, `bias`^2), by default `scale`. It is an ordinary
         `Normal` with a scale for every name, so every method can use it.
 
         >>> Normal.fan_in(nn.Linear(4, 2)).scale
@@ -67,7 +67,8 @@ class Normal(Prior):
                 elif isinstance(module, TRANSPOSED):
                     fan = p.shape[0] * math.prod(p.shape[2:]) // module.groups
                 name = f"{prefix}.{key}" if prefix else key
-                scales[f"^{re.escape(name)}$"] = scale / math.sqrt(fan) if p.ndim > 1 else flat
+                sums = p.ndim > 1 and not isinstance(module, nn.LayerNorm | nn.RMSNorm)  # these multiply each number by its own
+                scales[f"^{re.escape(name)}$"] = scale / math.sqrt(fan) if sums else flat
         return Normal(scale=scales)
 
     def scale_of(self, name: str) -> float:
