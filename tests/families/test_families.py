@@ -130,6 +130,14 @@ def test_factors_leave_a_bias_that_is_not_bayesian(layer):
     torch.testing.assert_close(found, layer(x), rtol=0, atol=0.2)
 
 
+def test_a_horseshoe_begins_near_its_prior():
+    """The global factor where its prior is, and not at 1; all factors are one, which costs ln(1 / tau) nats for each unit."""
+    family = Grouped("horseshoe")
+    leaves = family.leaves({"w": torch.zeros(2, 3)}, {"w": torch.ones(2, 3)})
+    torch.testing.assert_close(family.factor_moments(leaves, "w")[0], torch.ones(3), rtol=1e-3, atol=0)
+    assert float(family.divergence(leaves, {}, Normal(), {})) < 120
+
+
 def test_divergence_of_log_normals_from_the_horseshoe():
     """Of the gamma and inverse-gamma parts, by draws."""
     family = Grouped("horseshoe", tau=0.7)

@@ -328,7 +328,7 @@ def test_sparse_factors_switch_off_inputs_that_say_nothing():
     for prior in ("normal_jeffreys", "horseshoe"):
         torch.manual_seed(0)
         model = dubito.Model(nn.Linear(6, 1), dubito.Gaussian(scale=0.1))
-        method = Variational(Grouped(prior), epochs=150, learning_rate=0.02)
+        method = Variational(Grouped(prior), epochs=150, learning_rate=0.02 if prior == "normal_jeffreys" else 0.1)
         posterior = dubito.fit(model, method, (x, y), batch_size=100)
         assert isinstance(posterior, Drawn)
         scores = posterior.units()["weight"]

@@ -73,10 +73,16 @@ class Grouped(Family):
             if self.prior == "normal_jeffreys":
                 made |= {f"factor/{name}": one + 1, f"spread/{name}": one + small}
                 continue
-            # of a (gamma) and b (inverse-gamma), whose product is z^2; the global ones have one entry
-            for part in ("gamma", "inverse"):
-                made |= {f"{part}/{name}": one.clone(), f"{part}_spread/{name}": one + small}
-                made |= {f"all_{part}/{name}": leaf.new_zeros(1), f"all_{part}_spread/{name}": leaf.new_full((1,), small)}
+            # of a (gamma) and b (inverse-gamma), whose product is z^2; the global ones have one entry. These begin where their prior
+            # is, a at tau^2: from 1, which costs 1 / tau^2 nats, it would take 2 ln(1 / tau) / learning_rate steps to get there. The
+            # units begin as exceptions from that, with factors of one: what is not needed then falls back to the global factor
+            far = 2 * math.log(self.tau)
+            for part, whole, own in (("gamma", far, 0.0), ("inverse", 0.0, -far)):
+                made |= {f"{part}/{name}": one + own, f"{part}_spread/{name}": one + small}
+                made |= {
+                    f"all_{part}/{name}": leaf.new_full((1,), whole),
+                    f"all_{part}_spread/{name}": leaf.new_full((1,), small),
+                }
         return made
 
     # ---- the factors
