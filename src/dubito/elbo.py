@@ -15,7 +15,7 @@ from dubito.families import Grouped
 from dubito.linalg import Diagonal
 from dubito.model import batch_size
 from dubito.posteriors import Drawn, Gaussian, Posterior
-from dubito.priors import Prior
+from dubito.priors import MultivariateNormal, Normal, Prior
 from dubito.priors.prior import concerned, weights
 from dubito.randomness import forked, generator, lent
 from dubito.tree import Params
@@ -54,8 +54,8 @@ class Elbo:
 @torch.no_grad()
 def elbo(posterior: Posterior, data: Any, *, draws: int = 100, seed: int = 0, chunk: int = 1000) -> Elbo:
     """The bound for a Gaussian posterior or a `Drawn` one, on data (x, y), taken `chunk` at a time, or batches: all that it was fitted
-    to, and no more. Quantities that were learned as points (a noise, scales of the prior) are taken as given: it is then a bound of
-    log p(D) given them, and their own density has no part in it.
+    to, and no more. Quantities that were learned as points (a noise, scales of the prior, also by the evidence) are taken as given: it
+    is then a bound of log p(D) given them, and their own density has no part in it.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=1.0), dubito.priors.Normal(scale=1.0))
@@ -110,7 +110,7 @@ def _estimated(posterior: Drawn, params: Params, noise: Params) -> float:
 
 def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict[str, float]]:
     """KL(q || p) in nats, and where weights are independent, bits a weight of every leaf."""
-    prior, covariance = posterior.model.prior, posterior.covariance
+    prior, covariance = _prior(posterior), posterior.covariance
     names = list(covariance.shapes)
     hyper = {n: leaf for n, leaf in posterior.params.items() if n.startswith("prior:") and n not in names}
     if any(":" in name and name not in concerned(posterior.params) for name in names):
@@ -130,6 +130,16 @@ def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict
     if independent and not prior.parameters(weights(mean)):
         layers = {name: _one(prior, {name: mean[name]}, {name: variance[name]}) for name in names}
     return float(-entropy - expected), {name: bits for name, bits in layers.items() if bits is not None}
+
+
+def _prior(posterior: Gaussian) -> Prior:
+    """The model's, with the scales that the evidence set, where it did."""
+    prior = posterior.model.prior
+    if posterior.fitted is None or not isinstance(prior, Normal):
+        return prior
+    zero = {name: torch.zeros_like(posterior.params[name], dtype=torch.float64) for name in posterior.fitted.prior}
+    variance = {name: (1 / leaf.double()).expand(zero[name].shape).clone() for name, leaf in posterior.fitted.prior.items()}
+    return MultivariateNormal(zero, Diagonal.of(variance))
 
 
 def _one(prior: Prior, mean: Params, variance: Params) -> float | None:

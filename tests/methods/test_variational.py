@@ -283,6 +283,20 @@ def test_scales_that_are_points_are_taken_as_given(family):
     assert math.isclose(*found, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("likelihood", [dubito.Gaussian(scale=0.5), dubito.Gaussian()])
+def test_the_bound_of_laplace_is_its_evidence(likelihood):
+    """On a linear model, at the prior and the noise that the evidence has set."""
+    x, y = regression()
+    model = dubito.Model(nn.Linear(2, 1).double(), likelihood, Normal())
+    trained = dubito.fit(model, dubito.MAP(epochs=300, learning_rate=0.05), (x, y), batch_size=60)
+    posterior = dubito.fit(model, dubito.Laplace("dense"), (x, y), start=trained)
+    assert abs(float(posterior.prior_precision["weight"]) - 1) > 0.2
+    own = posterior.with_prior({"weight": torch.tensor([[0.3, 2.0]]).double(), "bias": 1.0})
+    for one in (posterior, own):
+        found = dubito.elbo(one, (x, y), draws=300)
+        assert abs(found.nats - float(one.log_evidence())) < 4 * found.error_of * math.log(2)
+
+
 def test_an_improper_prior_gives_no_bound():
     for prior, family in ((LogUniform(), "mean_field"), (Normal(scale=1.0), Grouped())):
         posterior = dubito.fit(linear(prior), Variational(family, epochs=1), regression())
