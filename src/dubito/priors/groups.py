@@ -17,7 +17,8 @@ class Groups:
 
     "all" weights together; the leaves of a "layer" (a module: its weight and bias) together; every "tensor", "row" (an output unit, or
     the filter of a convolution), "column" (an input unit or channel), "kernel" (the spatial weights from one channel to another),
-    "gate" (of an LSTM, or with `gates=3` of a GRU; leaves that are not of a recurrent layer are one group), or "weight" on its own.
+    "gate" (of an LSTM, or with `gates=3` of a GRU; leaves that are not of a recurrent layer are one group), or "weight" on its own. Of
+    a transposed convolution, whose inputs come first, rows and columns are the other way round.
 
     >>> import torch
     >>> Groups("column").rows("weight", torch.arange(6.0).reshape(2, 3))
