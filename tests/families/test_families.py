@@ -118,6 +118,33 @@ def test_factors_of_units(name):
     assert {key: leaf.shape for key, leaf in family.units(leaves).items()} == {"0.weight": (2,), "1.weight": (3,)}
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Linear(4, 3), (3, 4)), (nn.Linear(4, 3), (3, 5, 4)), (nn.Conv1d(4, 4, 3, groups=2), (3, 4, 5))]
+)
+def test_outputs_of_correlated_weights(layer, shape):
+    """Drawn by themselves they have mean and covariance, over the outputs and positions of an example, as with drawn weights."""
+    torch.manual_seed(0)
+    q, x, generator, n = MatrixNormal(pseudo=2), torch.randn(shape), torch.Generator().manual_seed(0), 1500
+    start = {name: leaf.detach() for name, leaf in layer.named_parameters()}
+    leaves = q.leaves(start, {name: 0.1 + 0.3 * torch.rand_like(leaf) for name, leaf in start.items()})
+    leaves["pseudo/weight"] *= 3
+    rows = {"weights": [], "outputs": []}
+    with torch.no_grad():
+        for _ in range(n):
+            rows["weights"].append(torch.func.functional_call(layer, q.draw(leaves, q.noise(leaves, generator)), x))
+            means, drawing = q.outputs(leaves, {"weight": "bias"}, "auto", generator)
+            with drawing:
+                rows["outputs"].append(torch.func.functional_call(layer, means, x))
+    flat = {name: torch.stack(each).flatten(2) for name, each in rows.items()}  # [n, B, outputs]
+    error = (flat["weights"].var(0) / n).sqrt()
+    assert ((flat["weights"] - flat["outputs"]).mean(0).abs() < 7 * error).all()
+    for i in range(len(x)):
+        one, other = (torch.cov(each[:, i].T) for each in flat.values())
+        size = one.diagonal().sqrt()
+        assert ((one - other).abs() / torch.outer(size, size)).max() < 0.2
+    assert torch.corrcoef(flat["outputs"][:, :2, 0].T)[0, 1].abs() < 0.15, "and each example has its own"
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 2, 1)])
 def test_factors_leave_a_bias_that_is_not_bayesian(layer):
     nn.init.constant_(layer.bias, 5.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from dubito import tree
 from dubito.families.family import Family, inverse_softplus, kind, of_kind
 from dubito.families.mean_field import noise_like
 from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
+from dubito.reparametrized import LINEAR, TINY, Estimator, Reparametrized
 from dubito.tree import Params
 
 
@@ -36,6 +38,8 @@ class MatrixNormal(Family):
     """
 
     pseudo: int = 10  # pseudo-inputs of each layer
+
+    local: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.pseudo < 1:
@@ -84,6 +88,13 @@ class MatrixNormal(Family):
             drawn[name] = mean + (c.unsqueeze(1) * (free - known) * r).view_as(mean)
         return drawn
 
+    def outputs(
+        self, leaves: Params, layers: dict[str, str | None], estimator: Estimator, generator: torch.Generator
+    ) -> tuple[Params, Reparametrized]:
+        mean = kind(leaves, "mean")
+        names = [name for pair in layers.items() for name in pair if name is not None]
+        return {name: mean[name] for name in names}, _Correlated(self, leaves, mean, layers, generator)
+
     def moments(self, leaves: Params) -> tuple[Params, Params]:
         mean, variance = kind(leaves, "mean"), {}
         for name, leaf in mean.items():
@@ -119,3 +130,34 @@ class MatrixNormal(Family):
                 Kronecker.of(name, None, shape, outputs.unsqueeze(0).to(leaf), inputs.to(leaf), nothing, scale=one.to(leaf))
             )
         return made[0] if len(made) == 1 else Blocks(tuple(made))
+
+
+class _Correlated(Reparametrized):
+    r"""Draws the outputs of layers whose rows are independent, and alike but for their scales c.
+
+    Of a matrix that is used once an example, :math:`y_o \sim N(x^T M_o,\; c_o^2\, x^T U x)`. Elsewhere one draw for the batch, of which
+    every example has the rows with random signs: rows are independent, so their signs are free; those of inputs are not.
+    """
+
+    def __init__(self, family: MatrixNormal, leaves: Params, means: Params, layers: dict[str, str | None], generator):
+        super().__init__(means, {}, layers, "flipout", generator)  # no leaves of its own
+        self.family, self.own = family, leaves
+
+    def _drawn(self, func: Any, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple, options: dict) -> Tensor:
+        mean, once = func(x, weight, bias, *rest, **options), func in LINEAR and x.ndim == 2
+        channel = -1 if func in LINEAR else 1
+        if once:
+            c, r, a, root = self.family._parts(self.own, name)
+            inputs = x * r
+            known = torch.linalg.solve_triangular(root, a @ inputs.T, upper=False)  # what the pseudo-inputs tell of these
+            left = (inputs.square().sum(1) - known.square().sum(0)).clamp_min(TINY).sqrt()
+            noise = left.unsqueeze(1) * c * self._normal(mean)
+        else:
+            part = {key: leaf for key, leaf in self.own.items() if key.split("/", 1)[1] == name}
+            delta = self.family.draw(part, self.family.noise(part, self.generator))[name] - weight
+            noise = self._signs(mean, channel) * func(x, delta, None, *rest, **options)
+        if bias is not None and (own := self.layers[name]) is not None:
+            shape = [len(x), *[1] * (mean.ndim - 1)]
+            shape[channel] = len(bias)
+            noise = noise + (F.softplus(self.own[f"rho/{own}"]) * self._normal(x.new_empty(len(x), len(bias)))).view(shape)
+        return mean + noise
