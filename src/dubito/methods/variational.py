@@ -58,7 +58,8 @@ class Variational(Descent):
     prior are scored at the draws of weights that the likelihood sees, and where q is the posterior the gradient of every draw is 0.
 
     What the likelihood learns (a noise) and hyperparameters of the prior are points that maximise the ELBO: empirical Bayes. With
-    `learn_prior`, so are the scales of a `Normal()` that was given none, one for each tensor of weights.
+    `learn_prior`, so are the scales of a `Normal()` that was given none, one for each tensor of weights: from a trained network, since
+    scales and weights that still say nothing may fall to zero together.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0), dubito.priors.Normal(scale=1.0))
