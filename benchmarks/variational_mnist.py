@@ -306,6 +306,9 @@ def report(
     found: dict[str, dict[int, Any]], args: argparse.Namespace, commands: dict[str, Any], began: float
 ) -> list[list[object]]:
     """Write what there is; the rows of a table."""
+    if args.resume:  # another call may have written cases of its own meanwhile
+        kept, theirs = earlier("variational_mnist", args.only.split(","))
+        found, commands = {**found, **kept}, {**commands, **theirs}
     found = {case: found[case] for case in PUBLISHED if case in found}
     headline = {f"{case}, {len(runs)} seeds": [words(case, list(runs.values())), PUBLISHED[case]] for case, runs in found.items()}
     settings = {key: value for key, value in vars(args).items() if key not in ("case", "until")} | {"earlier": commands}
