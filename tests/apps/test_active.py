@@ -760,3 +760,22 @@ def test_a_pool_of_numpy_numbers_has_the_dtype_of_the_network(kind):
     learning = ActiveLearning(model, dubito.MCDropout(epochs=1), x, acquisition="bald")
     learning.tell([0, 1], [0, 1])
     assert len(learning.ask(2)) == 2
+
+
+@pytest.mark.parametrize("name", ["epig", "batchbald"])
+def test_yes_or_no_is_two_classes(name):
+    """A network with one output and Bernoulli is the one with two outputs, 0 and f, and a softmax."""
+    x = torch.randn(30, 2, generator=generator())
+    one = dubito.Model(nn.Linear(2, 1), dubito.Bernoulli())
+    draws = {"weight": torch.randn(12, 1, 2, generator=generator()), "bias": torch.randn(12, 1, generator=generator())}
+    two = dubito.Model(nn.Linear(2, 2), dubito.Categorical())
+    padded = {name: torch.cat([torch.zeros_like(leaf), leaf], 1) for name, leaf in draws.items()}
+    found = [
+        acquisition(name).choose(View(Samples(model, params, {}), Pool(x), torch.arange(30), torch.tensor([3])), 5, generator())
+        for model, params in ((one, draws), (two, padded))
+    ]
+    assert found[0].positions.tolist() == found[1].positions.tolist()
+    torch.testing.assert_close(found[0].scores, found[1].scores, rtol=1e-4, atol=1e-6)
+    several = dubito.Model(nn.Linear(2, 2), dubito.Bernoulli())
+    with pytest.raises(ValueError, match="each yes or no"):
+        acquisition(name).choose(View(Samples(several, padded, {}), Pool(x), torch.arange(30)), 5, generator())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.apps.active.pool import Pool
-from dubito.likelihoods import Classes
+from dubito.likelihoods import Bernoulli, Classes
 from dubito.posteriors import Mixture, Posterior, Stochastic
 from dubito.predictive import LatentMixture, Predictive
 
@@ -97,16 +97,18 @@ class View:
 
     def _read(self, p: Predictive) -> Functions:
         assert isinstance(p, LatentMixture)
-        discrete = p.likelihood.discrete
-        if discrete and not isinstance(p.likelihood, Classes):
+        discrete, values = p.likelihood.discrete, p.probs
+        if isinstance(p.likelihood, Bernoulli) and values.shape[-1] == 1:  # yes or no: two classes
+            values = torch.cat([1 - values, values], -1)
+        elif discrete and not isinstance(p.likelihood, Classes):
             raise ValueError(
-                f"joint entropies are for one of several classes, and {type(p.likelihood).__name__} has labels: use 'bald'"
+                f"joint entropies are of one answer an input, and here it has {values.shape[-1]}, each yes or no: use 'bald', their sum"
             )
-        if p.probs.ndim != 3:
+        if values.ndim != 3:
             raise ValueError(
                 "joint entropies are for one answer an input, and these outputs have positions: use 'bald', their mean"
             )
-        return Functions(p.probs, p.draw_weights.to(p.probs), None if discrete else p.uncertainty.aleatoric)
+        return Functions(values, p.draw_weights.to(values), None if discrete else p.uncertainty.aleatoric)
 
 
 def consistent(posterior: Posterior) -> Posterior:
