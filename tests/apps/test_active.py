@@ -209,6 +209,8 @@ def test_coldness_goes_from_random_to_the_best():
     for how in ("power", "softmax", "softrank"):
         cold = Randomised(Random(), how, 1e6).perturbed(scores, generator())
         assert sorted(cold.topk(5).indices.tolist()) == [45, 46, 47, 48, 49]
+        best_first = Randomised(Random(), how, float("inf")).perturbed(scores, generator())
+        assert best_first.topk(5).indices.tolist() == [49, 48, 47, 46, 45]
         warm = Randomised(Random(), how, 0.0).perturbed(scores.repeat(2000, 1), generator())
         assert warm.argmax(-1).double().mean() == pytest.approx(24.5, abs=1.5)
     with pytest.raises(TypeError, match="single inputs"):
@@ -779,3 +781,10 @@ def test_yes_or_no_is_two_classes(name):
     several = dubito.Model(nn.Linear(2, 2), dubito.Bernoulli())
     with pytest.raises(ValueError, match="each yes or no"):
         acquisition(name).choose(View(Samples(several, padded, {}), Pool(x), torch.arange(30)), 5, generator())
+
+
+def test_ranks_do_not_hide_what_is_not_finite():
+    model = dubito.Model(nn.Linear(2, 2), dubito.Categorical())
+    posterior = Point(model, {name: torch.full_like(p, torch.nan) for name, p in model.parameters().items()}, {})
+    with pytest.raises(ValueError, match="NaN"):
+        acquisition("softrank_bald").choose(View(posterior, Pool(torch.zeros(4, 2)), torch.arange(4)), 2, generator())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dubito.apps.active.acquisition import Choice, Scored, best
+from dubito.apps.active.acquisition import Choice, Scored, best, check_finite
 from dubito.apps.active.measured import Measured
 from dubito.apps.active.view import View
 
@@ -47,6 +48,8 @@ class Randomised:
     def perturbed(self, scores: Tensor, generator: torch.Generator) -> Tensor:
         """Scores [..., N] after the noise."""
         values = scores.double()
+        if self.coldness == math.inf:  # no noise is left, and the products below would all be infinite: ties, in random order
+            return values
         if self.how == "power":
             values = values.clamp_min(0).log()
         elif self.how == "softrank":
@@ -61,5 +64,6 @@ class Randomised:
 
     def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
         plain = self.acquisition.scores(view, generator)
+        check_finite(plain)  # ranks of NaN are numbers like all others
         chosen = best(self.perturbed(plain, generator), k, generator).positions
         return Choice(chosen, plain[chosen])
