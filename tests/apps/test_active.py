@@ -788,3 +788,20 @@ def test_ranks_do_not_hide_what_is_not_finite():
     posterior = Point(model, {name: torch.full_like(p, torch.nan) for name, p in model.parameters().items()}, {})
     with pytest.raises(ValueError, match="NaN"):
         acquisition("softrank_bald").choose(View(posterior, Pool(torch.zeros(4, 2)), torch.arange(4)), 2, generator())
+
+
+def test_a_label_that_says_nothing_is_none():
+    pixels = dubito.Model(nn.Conv2d(1, 3, 1), dubito.Categorical(dim=1, ignore_index=9))
+    learning = ActiveLearning(pixels, dubito.MAP(epochs=1), torch.randn(5, 1, 2, 2))
+    some = torch.tensor([[[0, 9], [9, 9]], [[9, 9], [9, 9]]])
+    with pytest.raises(ValueError, match=r"\[4\] say nothing"):
+        learning.tell([2, 4], some)
+    learning.tell([2], some[:1])
+    numbers = dubito.Model(nn.Conv2d(1, 2, 1), dubito.HeteroscedasticGaussian(dim=1, missing=True))
+    learning = ActiveLearning(numbers, dubito.MAP(epochs=1), torch.randn(5, 1, 2, 2), acquisition="variance")
+    with pytest.raises(ValueError, match="say nothing"):
+        learning.tell([1], torch.full((1, 2, 2), torch.nan))
+    learning.tell([1], torch.tensor([[[0.5, torch.nan], [1.0, 2.0]]]))  # some pixels are known, and that is what `missing` is for
+    assert len(learning.ask(2)) == 2
+    with pytest.raises(ValueError, match="say nothing"):
+        ActiveLearning(dubito.Model(nn.Linear(1, 3), dubito.Categorical()), dubito.MAP(), torch.zeros(4, 1)).tell([0], [-100])

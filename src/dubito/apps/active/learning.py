@@ -249,7 +249,8 @@ class ActiveLearning:
         trial = self._trial
         if not trial.likelihood.discrete:
             y = y.to(next(trial.network.parameters()).dtype)
-        if y.is_floating_point() and not bool(y.isfinite().all()):
+        gaps = getattr(trial.likelihood, "missing", False)  # positions that have no target are NaN
+        if y.is_floating_point() and not bool((y.isfinite() | y.isnan() if gaps else y.isfinite()).all()):
             raise ValueError("a label is NaN or infinite: nothing was taken")
         before = self._labels.targets
         if before is not None and before.shape[1:] != y.shape[1:]:
@@ -259,6 +260,12 @@ class ActiveLearning:
         with torch.no_grad(), nullcontext() if self._at_work else forked():
             f, _ = trial.forward(trial.parameters(y), x, trial.buffers())
         trial.likelihood.check(f, y.to(f.device))
+        seen = trial.likelihood.observed(trial.likelihood.target(y.to(f.device), f))
+        if seen is not None and (empty := (~seen.flatten(1).any(1) if seen.ndim > 1 else ~seen).nonzero().flatten().tolist()):
+            raise ValueError(
+                f"the labels of {[which[i] for i in empty][:5]} say nothing (ignore_index, or NaN everywhere), and would count as "
+                "labels all the same: skip(indices) what nobody can label"
+            )
         return y if before is None else y.to(before.dtype)
 
     # -- the model
