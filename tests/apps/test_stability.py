@@ -416,3 +416,21 @@ def test_refusals(reports):
         stability(point, x, y, sizes=[0.1], bounds=None)
     with pytest.raises(ValueError, match="embed words"):
         local_slopes(fits["plain"], y)
+
+
+def test_no_certificate_where_the_class_is_not_the_largest_logit():
+    """The largest logit is that of class 0, but class 1, whose logit is all noise, has the most probability."""
+    model = Model(nn.Linear(3, 6), dubito.HeteroscedasticCategorical())
+    point = Point(model, {"weight": torch.zeros(6, 3), "bias": torch.tensor([1.0, 0.5, 0.0, -9.0, 9.0, -9.0])}, {})
+    x = torch.randn(5, 3)
+    assert point.predict(x).mean.argmax(-1).tolist() == [1] * 5
+    found = stability(point, x, torch.zeros(5, dtype=torch.long), sizes=[0.1], bounds=None, steps=1)
+    assert [level.accuracy for level in found.levels] == [0.0, 0.0]
+    assert [level.certified for level in found.levels] == [None, None]
+
+
+def test_targets_in_a_column_are_those_in_a_row():
+    model = Model(nn.Linear(3, 3), Categorical())
+    point, x, y = Point(model, model.parameters(), {}), torch.randn(12, 3), torch.arange(12) % 3
+    rows = stability(point, x, y, sizes=[0.1], bounds=None, steps=1)
+    assert stability(point, x, y.unsqueeze(1), sizes=[0.1], bounds=None, steps=1).levels == rows.levels

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dubito.apps.stability.bound import Bound, lipschitz_bound
 from dubito.apps.stability.local import Transform, local_slopes
-from dubito.likelihoods import Bernoulli
+from dubito.likelihoods import Bernoulli, Categorical
 from dubito.metrics import accuracy, ece, nll
 from dubito.metrics.decisions import auroc
 from dubito.metrics.reading import labelled, targets
@@ -82,7 +82,8 @@ def stability(
     Next to accuracy and calibration it tells whether the posterior notices: how its uncertainty grows, and whether it is larger where
     predictions are wrong. Local slopes are norms of the Jacobian of the class probabilities (`local_slopes`). For one network (a
     posterior that is a point) with a bound L (`lipschitz_bound`) and attacks in the norm "l2", a prediction whose logits are apart by
-    a margin m cannot be turned within :math:`m / (\sqrt 2 L)`: the share that is right and beyond that is `certified`.
+    a margin m cannot be turned within :math:`m / (\sqrt 2 L)`: the share that is right and beyond that is `certified`, where the
+    likelihood is `Categorical`, so that the class is the largest logit.
 
     `bounds` are the lowest and highest values that inputs may have, None for none. The network is given transform(x).
 
@@ -146,7 +147,7 @@ def _predicted(
 
 
 def _level(size: float, p: Predictive, clean: Predictive, y: Tensor, slope: float, certified: float | None) -> Level:
-    y = y.cpu()
+    y = p.likelihood.target(y.cpu(), p.f_mean)
     u, was = p.uncertainty, clean.uncertainty
     wrong = p.mean.argmax(-1) != y if p.mean.shape[-1] > 1 else (p.mean.squeeze(-1) > 0.5) != (y.view(len(y)) > 0.5)
     total, before = u.total.flatten(), was.total.flatten()
@@ -173,11 +174,15 @@ def _level(size: float, p: Predictive, clean: Predictive, y: Tensor, slope: floa
 def _certified(
     posterior: Posterior, clean: Predictive, y: Tensor, size: float, norm: str, bound: Bound | None, transform: Transform | None
 ) -> float | None:
-    f = clean.f_mean
-    if bound is None or norm != "l2" or transform is not None or not isinstance(posterior, Point) or f.shape[-1] < 2:
+    f, likelihood = clean.f_mean, clean.likelihood
+    if bound is None or norm != "l2" or transform is not None or not isinstance(posterior, Point):
         return None
+    # only there is the class the largest output: noise of the logits may turn their order
+    if not isinstance(likelihood, Categorical) or f.shape[-1] < 2:
+        return None
+    y = likelihood.target(y.cpu(), f)
     best = f.topk(2, dim=-1).values
     margin = best[..., 0] - best[..., 1]
-    right = f.argmax(-1) == y.cpu()
+    right = f.argmax(-1) == y
     safe = right & (margin > math.sqrt(2) * bound.value * size)
-    return float(safe[labelled(clean, y.cpu())].double().mean())
+    return float(safe[labelled(clean, y)].double().mean())
