@@ -110,6 +110,7 @@ def test_slopes_of_activations_are_the_steepest(name):
         (lambda: nn.MaxPool2d(3, stride=1, padding=1), 3.0),
         (lambda: nn.MaxPool2d((2, 1)), 1.0),
         (lambda: nn.LeakyReLU(-2.0), 2.0),
+        (lambda: nn.LogSigmoid(), 1.0),
         (lambda: nn.ELU(3.0), 3.0),
         (lambda: nn.CELU(3.0), 1.0),
         (lambda: nn.Softmax(-1), 0.5),
@@ -416,6 +417,14 @@ def test_refusals(reports):
         stability(point, x, y, sizes=[0.1], bounds=None)
     with pytest.raises(ValueError, match="embed words"):
         local_slopes(fits["plain"], y)
+
+
+def test_the_bound_of_a_slope_that_is_learned():
+    net = nn.Sequential(nn.Linear(2, 2), nn.PReLU(2))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(2))
+        net[1].weight.copy_(torch.tensor([0.5, -3.0]))
+    assert lipschitz_bound(net, torch.zeros(1, 2)).value == pytest.approx(3.0)
 
 
 def test_no_certificate_where_the_class_is_not_the_largest_logit():

@@ -26,7 +26,7 @@ from dubito.predict.streamlined.trace import Ref, Size, Step, Trace, refs, trace
 SLOPES = {
     "relu": 1.0, "relu6": 1.0, "tanh": 1.0, "sigmoid": 0.25, "softplus": 1.0, "logsigmoid": 1.0, "softsign": 1.0, "hardtanh": 1.0,
     "clamp": 1.0, "abs": 1.0, "sin": 1.0, "cos": 1.0, "erf": 2 / math.sqrt(math.pi), "atan": 1.0, "hardsigmoid": 1 / 6,
-    "hardswish": 1.5, "gelu": 1.12905, "silu": 1.09984, "mish": 1.08870, "selu": 1.7581,
+    "softshrink": 1.0, "tanhshrink": 1.0, "hardswish": 1.5, "gelu": 1.12905, "silu": 1.09984, "mish": 1.08870, "selu": 1.7581,
 }  # fmt: skip
 # they move numbers about, or leave some out
 MOVES = {
@@ -173,7 +173,7 @@ class _Walk:
 
     def _factor(self, step: Step) -> float | None:
         """How much a function of single numbers, or a pooling, can stretch a distance; None where that is not known."""
-        name = step.name
+        name = "logsigmoid" if step.name == "log_sigmoid" else step.name  # the name that torch's own function has
         if name in SLOPES:
             return SLOPES[name]
         if name == "leaky_relu":
@@ -181,7 +181,8 @@ class _Walk:
         if name in ("elu", "celu"):
             return max(1.0, abs(self._argument(step, 1, "alpha", 1.0))) if name == "elu" else 1.0
         if name == "prelu":
-            return max(1.0, float(self._filled(step.args)[1].abs().max()))
+            slope = self._filled(self._argument(step, 1, "weight", None))  # and not the input, whose values nobody knows
+            return max(1.0, float(slope.abs().max()))
         if name == "softmax":
             return 0.5
         if name == "log_softmax":  # steepest where one class has all the probability
