@@ -142,9 +142,13 @@ def test_a_data_set_is_as_good_as_a_tensor():
         def __getitem__(self, i):
             return self.x[i]
 
+    class Without(Inputs):  # targets are not looked at, so there need be none
+        def __getitem__(self, i):
+            return self.x[i], None
+
     x, y = moons(20, 0)
     more = moons(50, 1)
-    sources = [more[0], more[0].numpy(), Inputs(more[0]), TensorDataset(*more), TensorDataset(more[0])]
+    sources = [more[0], more[0].numpy(), Inputs(more[0]), TensorDataset(*more), TensorDataset(more[0]), Without(more[0])]
     fits = [
         dubito.fit(Model(net(), Categorical()), MeanTeacher(MAP(epochs=2), unlabelled=s, unlabelled_size=25), (x, y))
         for s in sources

@@ -28,7 +28,7 @@ from dubito.augment import Augmentation
 from dubito.descent import Descent, DescentState
 from dubito.fit import Info, Method, Start
 from dubito.likelihoods import own
-from dubito.model import Model, Target, batch_size, mode
+from dubito.model import Model, Target, batch_size, mode, split_batch
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.randomness import derive
@@ -78,8 +78,13 @@ class Stream:
         rows = self.order[1][self.n * i // k : self.n * (i + 1) // k]
         if self.dataset is None:
             return tree.apply_leaves(lambda leaf: leaf[rows], self.held), rows
-        batch = default_collate([self.dataset[row] for row in rows.tolist()])
-        return tree.move(inputs_of(self.model, batch)[0], self.model.device), rows.to(self.model.device)
+        items = [self.dataset[row] for row in rows.tolist()]
+        if self.model.split is split_batch:  # targets are not looked at: they may be what has no batch, such as None
+            x = default_collate([inputs_of(self.model, item)[0] for item in items])
+            x = tuple(x) if isinstance(x, list) else x
+        else:
+            x = inputs_of(self.model, default_collate(items))[0]
+        return tree.move(x, self.model.device), rows.to(self.model.device)
 
 
 def count(unlabelled: Unlabelled) -> int:
