@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.func import grad as slope
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import dubito
 from dubito import tree
@@ -321,6 +321,10 @@ def test_refusals():
     model, train, _ = problem("mlp")
     with pytest.raises(ValueError, match="shuffle=False"):
         Influence().fit(model, DataLoader(TensorDataset(*train), shuffle=True))
+    rows = TensorDataset(*train)
+    mixed = BatchSampler(RandomSampler(rows), 4, drop_last=False)  # the loader's own `sampler` is then a sequential one
+    with pytest.raises(ValueError, match="shuffle=False"):
+        Influence().fit(model, DataLoader(rows, batch_sampler=mixed))
     stacked = {name: torch.stack([leaf, leaf]) for name, leaf in model.parameters().items()}
     with pytest.raises(ValueError, match="give it one of them"):
         Influence().fit(dubito.posteriors.Samples(model, stacked, {}), train)

@@ -36,7 +36,7 @@ class Ordered:
     size: int = 128  # examples at a time, where nobody has cut the data into batches
 
     def __post_init__(self):
-        if isinstance(self.data, DataLoader) and isinstance(self.data.sampler, RANDOM):
+        if isinstance(self.data, DataLoader) and _shuffles(self.data):
             raise ValueError(
                 "the loader shuffles, so that there is no telling which example an influence belongs to: give a loader with "
                 "shuffle=False, or the data set itself"
@@ -85,6 +85,12 @@ class Ordered:
                 return
             yield tree.tensors(batch, kind)
             i += 1
+
+
+def _shuffles(loader: DataLoader) -> bool:
+    """Whether its order is a random one, as far as can be seen. With a `batch_sampler` of one's own `sampler` says nothing."""
+    known = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(isinstance(one, RANDOM) or getattr(one, "shuffle", False) is True for one in known)
 
 
 def rows(batch: Any, size: int, which: slice | Tensor) -> Any:
