@@ -607,3 +607,21 @@ def test_the_method_for_outputs_that_are_all_seen_is_refused_at_once():
     model = dubito.Model(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)), dubito.Gaussian(scale=0.3))
     with pytest.raises(ValueError, match=r"bandits\.NeuralLinear"):
         Thompson(model, [dubito.MAP(), dubito.NeuralLinear()], 3)
+
+
+def test_runs_of_an_agent_with_other_settings_are_not_taken_for_its_own(tmp_path):
+    def agents(rate: float, precision: float):
+        net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 5))
+        model = dubito.Model(net, dubito.Gaussian(scale=0.3))
+        method = dubito.MCDropout(epochs=1, at="2", rate=rate)
+        return (
+            lambda b, seed: Thompson(model, method, b.arms, initial=1, seed=seed),
+            lambda b, seed: Linear(b.arms, 2, precision=precision, seed=seed),
+        )
+
+    for number, name in ((0, "method"), (1, "prior")):
+        made = {"agent": agents(0.1, 0.25)[number]}
+        runs = [compare(lambda seed: wheel(12, seed=seed), made, runs=1, folder=tmp_path / name) for _ in range(2)]
+        assert torch.equal(runs[0].runs["agent"][0].actions, runs[1].runs["agent"][0].actions)
+        with pytest.raises(ValueError, match=f"another {name}"):
+            compare(lambda seed: wheel(12, seed=seed), {"agent": agents(0.5, 0.5)[number]}, runs=1, folder=tmp_path / name)

@@ -52,6 +52,7 @@ class Linear:
                 f"there are at least two arms and one feature, and initial is not negative; got {arms}, {width} and {initial}"
             )
         self.arms, self.width, self.initial, self.seed = arms, width, initial, seed
+        self.prior = dict(precision=precision, a0=a0, b0=b0)
         self.regressions = Regressions.prior(arms, width + 1, precision=precision, a0=a0, b0=b0)
         self.a0, self.rounds, self.acts, self._waiting = a0, 0, 0, 0
 

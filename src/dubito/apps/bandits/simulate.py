@@ -18,7 +18,11 @@ from torch import Tensor
 from dubito import store
 from dubito.apps.bandits.agent import Agent
 from dubito.apps.bandits.bandit import Bandit
+from dubito.model import Model
 from dubito.progress import Progress
+
+# of agents: what changes what they do
+SETTINGS = ("arms", "width", "every", "initial", "members", "epsilon", "standardize", "batch_size", "prior")
 
 
 @dataclass(frozen=True)
@@ -95,15 +99,25 @@ def _save(path: Path | None, bandit: Bandit, agent: Agent, actions: list[int], s
 
 
 def _about(agent: Agent) -> dict[str, Any]:
-    """What tells an agent from others, as far as can be seen."""
-    return {"name": type(agent).__name__, "seed": getattr(agent, "seed", None)}
+    """What tells an agent from others, as far as can be seen: of a function that chooses methods nothing can."""
+    known = {name: getattr(agent, name) for name in SETTINGS if hasattr(agent, name)}
+    model, method = getattr(agent, "model", None), getattr(agent, "method", None)
+    if isinstance(model, Model):
+        shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
+        known |= {"network": shapes, "likelihood": repr(model.likelihood), "prior of the model": repr(model.prior)}
+    if method is not None and (hasattr(method, "init") or not callable(method)):
+        known["method"] = repr(method)
+    return {"name": type(agent).__name__, "seed": getattr(agent, "seed", None), "settings": known}
 
 
 def _resume(path: Path, bandit: Bandit, agent: Agent) -> tuple[list[int], float]:
     tensors, meta = store.read(path)
-    alike = meta.get("kind") == "bandit run" and {"bandit": bandit.digest, **_about(agent)}.items() <= meta.items()
-    if not alike:
+    about = {"bandit": bandit.digest, **_about(agent)}
+    settings, were = about.pop("settings"), meta.get("settings", {})  # files of before have none
+    if meta.get("kind") != "bandit run" or not about.items() <= meta.items():
         raise ValueError(f"{path} is of another run, with other contexts, another agent or another seed: give another file")
+    if other := [name for name, value in settings.items() if name in were and were[name] != value]:
+        raise ValueError(f"{path} is of an agent with another {', '.join(other)}: give another file or folder")
     actions = tensors["actions"].tolist()
     if len(actions) < len(bandit):
         agent.restore(store.unpack(meta["agent"], tensors))
