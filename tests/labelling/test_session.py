@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from torch import nn
 
 from dubito import store
 from dubito.compare.problem import problem, some
@@ -349,3 +350,11 @@ def test_requests_that_no_page_makes(server, capsys):
     assert ask(server, "GET", f"{base}state")[0].status == 200
     assert server.session.journal.answers == []
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.Dropout2d(0.3), nn.Identity()])
+def test_a_network_with_dropout_of_its_own_gets_no_more(layer, tmp_path):
+    one = opened(tmp_path, network=nn.Sequential(layer, nn.Flatten(), nn.Linear(64, CLASSES)))
+    at = one.learning.method(5).at
+    one.close()
+    assert at == ("" if isinstance(layer, nn.Identity) else None)

@@ -23,6 +23,7 @@ from dubito.labelling.task import Task
 from dubito.likelihoods import Categorical
 from dubito.methods import MCDropout
 from dubito.model import Model
+from dubito.predict.dropout import drops
 from dubito.priors import Normal
 
 ANSWERS, ABOUT, LABELS, MODEL = "answers.jsonl", "task.json", "labels.csv", "model"
@@ -96,7 +97,7 @@ class Session:
         with randomness.forked(seed):
             own = self.task.build() if network is None else copy.deepcopy(network)
         training = self.task.training
-        own_dropout = network is not None and any(isinstance(part, nn.Dropout) and part.p > 0 for part in network.modules())
+        own_dropout = network is not None and any(map(drops, network.modules()))
         # a network of the user's own has its own dropout, or gets some before every layer
         at = self.task.at if network is None else None if own_dropout else ""
 

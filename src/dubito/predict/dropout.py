@@ -92,7 +92,7 @@ class Dropout:
 
     def check(self, model: Model, x: Any) -> None:
         """Raise, with advice, if there is no dropout in the network at all, or a place where it never comes to be."""
-        if not self.sites and any(_drops(module) for module in model.network.modules()):
+        if not self.sites and any(drops(module) for module in model.network.modules()):
             return
         params, buffers = model.parameters(), model.buffers()
         probe = Masks(self, {**buffers, **params})
@@ -124,7 +124,8 @@ def learned_rates(dropout: Dropout, weights: Params) -> Dropout:
     )
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
+    """Whether a layer has dropout of its own."""
     if isinstance(module, DROPOUTS):
         return module.p > 0
     rate = getattr(module, "dropout", 0.0)  # nn.LSTM and nn.MultiheadAttention keep their rate so
