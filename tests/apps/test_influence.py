@@ -227,6 +227,7 @@ def test_weights_without_some(logistic):
     together = tree.apply(torch.add, found.shift(3), found.shift(torch.tensor([11])))
     torch.testing.assert_close(moved, tree.flatten(together))
     torch.testing.assert_close(tree.flatten(found.without(which).params), tree.flatten(point.params) + moved)
+    torch.testing.assert_close(tree.flatten(found.shift([11, 3, 11])), moved)  # nothing can be left out twice
 
 
 def test_any_function_of_the_network(logistic):

@@ -78,7 +78,7 @@ class Influences:
     def shift(self, index: int | Sequence[int] | Tensor) -> Params:
         r"""How the weights change when these training examples are left out together: :math:`H^{-1} \sum_n g_n`, to first order."""
         total = {name: torch.zeros_like(leaf) for name, leaf in self.at.like.items()}
-        for _, batch in self.data.picked(self._index(index)):
+        for _, batch in self.data.picked(self._index(index).unique()):  # nothing can be left out twice
             total = tree.apply(torch.add, total, self.at.losses(batch).summed())
         return tree.select(self.inverse({name: leaf.unsqueeze(0) for name, leaf in total.items()}), 0)
 
