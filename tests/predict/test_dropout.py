@@ -183,6 +183,32 @@ def test_words_are_dropped_by_type_not_by_position(batch_first):
     assert torch.equal(shared[:, 0, 0], shared[:, 1, 0]), "a consistent draw treats a word alike everywhere"
 
 
+@pytest.mark.parametrize("place", ["words", "before", "behind", "nowhere"])
+def test_dropout_where_sequences_stand_on_the_axis_of_time_is_refused(place):
+    """Sequences first in the data and in an embedding, time first in the recurrent layer, as torch has it by default."""
+
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.rnn, self.head = nn.Embedding(20, 3), nn.LSTM(3, 4), nn.Linear(4, 2)
+            self.drop = nn.Dropout(0.5 if place in ("before", "behind") else 0.0)
+
+        def forward(self, ids):  # [B, T]
+            x = self.table(ids)
+            x = self.drop(x) if place == "before" else x
+            states = self.rnn(x.transpose(0, 1))[0]
+            return self.head(self.drop(states.transpose(0, 1))[:, -1] if place == "behind" else states[-1])
+
+    ids = torch.randint(0, 20, (8, 6))
+    at = {"words": "", "nowhere": "rnn|head"}.get(place)
+    method, data = MCDropout(epochs=1, at=at), (ids, ids[:, 0] % 2)
+    if place == "nowhere":  # what is dropped stands as it should
+        dubito.fit(Model(Turning(), Categorical()), method, data)
+        return
+    with pytest.raises(ValueError, match="batch_first=True"):
+        dubito.fit(Model(Turning(), Categorical()), method, data)
+
+
 @pytest.mark.parametrize("recurrent", ["sequence", "batch"])
 @pytest.mark.parametrize("at", [None, ""])
 def test_recurrent_networks_train_and_predict(at, recurrent):

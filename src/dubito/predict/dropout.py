@@ -91,24 +91,39 @@ class Dropout:
         return Dropout(sites, words, recurrent, flags.pop() if flags else None)
 
     def check(self, model: Model, x: Any) -> None:
-        """Raise, with advice, if there is no dropout in the network at all, or a place where it never comes to be."""
-        if not self.sites and any(drops(module) for module in model.network.modules()):
+        """Raise, with advice, if there is no dropout in the network at all, or a place where it never comes to be, or where time and
+        sequences stand the other way round than in the recurrent layers."""
+        own = any(drops(module) for module in model.network.modules())
+        if self.batch_first is None and not self.sites and own:
             return
         params, buffers = model.parameters(), model.buffers()
         probe = Masks(self, {**buffers, **params})
         with forked(0), torch.no_grad(), mode(model.network, False), probe:
             model.call(params, x, buffers)
+        self._check_order(probe)
         if missed := [site for site in self.sites if site not in probe.hit]:
             raise ValueError(
                 f"dropout cannot be put on the inputs of {missed}: their weights are tied, parametrized (weight norm), inside "
                 "nn.MultiheadAttention, or not used; leave them out of `at`, or put nn.Dropout into the network"
             )
-        if not probe.dropped and not self.sites:
+        if not probe.dropped and not self.sites and not own:
             fit = [name for name, module in model.network.named_modules() if isinstance(module, PLACES)]
             raise ValueError(
                 "this network has no dropout to keep on. Either put nn.Dropout layers into it, or name the layers whose inputs are to "
                 f"be dropped, as MCDropout(at={fit[-1] if fit else 'head'!r}, rate=0.1); the layers are {fit}, and at='' takes all"
             )
+
+    def _check_order(self, probe: Masks) -> None:
+        """A mask is shared over the axis of time. Where sequences stand there, all would have one mask, and every word another."""
+        batch = int(self.batch_first is False)
+        for site, shape in probe.laid:
+            if probe.sequences is not None and shape[batch] != probe.sequences and shape[1 - batch] == probe.sequences:
+                kind, other = ("sequences", "time") if self.batch_first else ("time", "sequences")
+                raise ValueError(
+                    f"the recurrent layers of this network have {kind} first (batch_first={self.batch_first}), but the dropout at "
+                    f"{site} has {other} first, {list(shape)}, so that its masks cannot be shared over time: build the recurrent "
+                    f"layers with batch_first={not self.batch_first}, or transpose before that dropout"
+                )
 
     @property
     def plain(self) -> bool:
@@ -175,6 +190,8 @@ class Masks(TorchFunctionMode):
         self.waiting: dict[int, tuple[Tensor, Tensor | None]] = {}  # what is to be masked, and how; None once it has been
         self.broken = False  # whether something else than the next layer has seen it
         self.hit: set[str] = set()  # the places that a pass has come to
+        self.laid: list[tuple[str, tuple[int, ...]]] = []  # where masks are shared over time, and the shapes there
+        self.sequences: int | None = None  # how many the recurrent layers were given
         self.logits = {site: weights.get(PREFIX + site) for site in dropout.sites}
         names = {f"{site}.{name}".lstrip("."): site for site in dropout.sites for name in ("weight", "weight_ih_l0")}
         self.by_weight = {id(weights[name]): site for name, site in names.items() if name in weights}
@@ -213,11 +230,12 @@ class Masks(TorchFunctionMode):
         logit = self.logits[site]
         return self.dropout.sites[site] if logit is None else torch.sigmoid(logit.squeeze(-1))
 
-    def _tied(self, shape: torch.Size) -> tuple[tuple[int, ...], int]:
+    def _tied(self, shape: torch.Size, site: str) -> tuple[tuple[int, ...], int]:
         """The shape of a mask for an activation, and its batch axis: in recurrent nets the time axis is shared."""
         batch_first = self.dropout.batch_first
         if batch_first is None or len(shape) != 3:
             return tuple(shape), 0
+        self.laid.append((site, tuple(shape)))
         return ((shape[0], 1, shape[2]), 0) if batch_first else ((1, shape[1], shape[2]), 1)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None) -> Any:
@@ -245,11 +263,13 @@ class Masks(TorchFunctionMode):
     def _own(self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         site = f"#{self.calls}"
         self.calls += 1
-        shape, batch_axis = self._tied(input.shape)
+        shape, batch_axis = tuple(input.shape), 0
         if func in CHANNELS:  # whole channels: every axis after them is shared
             spatial = CHANNELS[func]
             channel = input.ndim - 1 - spatial if spatial is not None else 1
-            shape, batch_axis = (*input.shape[: channel + 1], *[1] * (input.ndim - channel - 1)), 0
+            shape = (*input.shape[: channel + 1], *[1] * (input.ndim - channel - 1))
+        else:
+            shape, batch_axis = self._tied(input.shape, "one of its own layers")
         if func is F.dropout and self.foldable and input.ndim == 2 and 0 < p < 1:
             return self._foldable(input, site, p)
         if func not in ALPHA or p == 0:
@@ -308,13 +328,15 @@ class Masks(TorchFunctionMode):
             mask = self.mask(site, (1, x.shape[-1]), self._rate(site), args[1])
             return func(x, args[1] if mask is None else args[1] * mask, *args[2:], **kwargs)
         else:
-            shape, batch_axis = self._tied(x.shape)
+            shape, batch_axis = self._tied(x.shape, f"the input of {site!r}")
         return func(self.apply(x, site, shape, self._rate(site), batch_axis), *args[1:], **kwargs)
 
     def _word_types(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """Drop words, not positions: every occurrence of a word in a sequence shares its fate."""
         site, batch_axis = self.by_weight[id(table)], 1 if self.dropout.batch_first is False and ids.ndim > 1 else 0
         self.hit.add(site)
+        if ids.ndim == 2:
+            self.laid.append((f"the words of {site!r}", tuple(ids.shape)))
         mask = self.mask(site, (ids.shape[batch_axis], table.shape[0]), self._rate(site), out)
         if mask is None:
             return out
@@ -328,6 +350,7 @@ class Masks(TorchFunctionMode):
         flat, between, bidirectional = args[where], args[where + 3], args[where + 5]
         site = self.by_weight.get(id(flat[0]))
         self.hit |= {site} if site is not None else set()
+        self.sequences = args[where - 1][0].shape[-2] if isinstance(args[where - 1], tuple) else args[where - 1].shape[-2]  # of h
         name = site or f"#{self.calls}"
         self.calls += 1
         placed = 0.0 if site is None else self._rate(site)
