@@ -625,3 +625,23 @@ def test_runs_of_an_agent_with_other_settings_are_not_taken_for_its_own(tmp_path
         assert torch.equal(runs[0].runs["agent"][0].actions, runs[1].runs["agent"][0].actions)
         with pytest.raises(ValueError, match=f"another {name}"):
             compare(lambda seed: wheel(12, seed=seed), {"agent": agents(0.5, 0.5)[number]}, runs=1, folder=tmp_path / name)
+
+
+def test_contexts_of_numpy():
+    bandit = wheel(14, seed=0)
+    for kind in ("linear", "thompson", "neural linear"):
+        chosen = []
+        for contexts in (bandit.contexts, bandit.contexts.double().numpy()):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 5))
+            model = dubito.Model(net, dubito.Gaussian(scale=0.3))
+            agent = {
+                "linear": lambda: Linear(5, 2),
+                "thompson": lambda model=model: Thompson(model, dubito.MCDropout(epochs=1, at="2"), 5, initial=1),
+                "neural linear": lambda model=model: NeuralLinear(model, dubito.MAP(epochs=1), 5, initial=1),
+            }[kind]()
+            for context, rewards in zip(contexts, bandit.rewards, strict=True):
+                chosen.append(agent.act(context))
+                agent.update(context, chosen[-1], float(rewards[chosen[-1]]))
+        assert chosen[:14] == chosen[14:]

@@ -14,7 +14,9 @@ from dubito.randomness import generator
 
 
 class Agent(Protocol):
-    """It is asked for an arm, and told what that arm paid. A draw depends on its seed and on how often it was asked."""
+    """It is asked for an arm, and told what that arm paid. A draw depends on its seed and on how often it was asked.
+
+    Contexts are tensors, or NumPy arrays."""
 
     def act(self, context: Tensor) -> int:
         """The arm to take in a context, [d]."""
@@ -61,7 +63,7 @@ class Log:
         return len(self.actions)
 
     def add(self, context: Tensor, action: int, reward: float, arms: int) -> None:
-        action, reward = int(action), float(reward)
+        action, reward, context = int(action), float(reward), torch.as_tensor(context)
         if not 0 <= action < arms:
             raise ValueError(f"the arms are 0 to {arms - 1}; got {action}")
         if not torch.isfinite(torch.tensor(reward)) or not bool(torch.isfinite(context).all()):

@@ -62,9 +62,10 @@ class Linear:
         if (arm := first(counts, self.initial, waiting)) is not None:
             return arm
         weights = self.regressions.sample(generator("cpu", self.seed, "draw", self.acts))
-        return int((weights @ _with_one(context.to(weights))).argmax())
+        return int((weights @ _with_one(torch.as_tensor(context).to(weights))).argmax())
 
     def update(self, context: Tensor, action: int, reward: float) -> None:
+        context = torch.as_tensor(context)
         Log().add(context, action, reward, self.arms)  # for its checks: nothing but the sums needs to be kept
         if context.shape != (self.width,):
             raise ValueError(f"a context has {self.width} numbers; got {list(context.shape)}")
@@ -131,7 +132,7 @@ class NeuralLinear(Thompson):
             return _with_one(network.features((x,), self.layer)[0].double())
 
     def values(self, context: Tensor, source: torch.Generator) -> Tensor:
-        phi = self.features(context.unsqueeze(0))[0]
+        phi = self.features(torch.as_tensor(context).unsqueeze(0))[0]
         assert self.regressions is not None
         return self.regressions.sample(source) @ phi
 
@@ -141,7 +142,7 @@ class NeuralLinear(Thompson):
 
     def _learn(self, context: Tensor, action: int, reward: float) -> None:
         if self.regressions is not None:
-            self.regressions.update(action, self.features(context.unsqueeze(0))[0], reward)
+            self.regressions.update(action, self.features(torch.as_tensor(context).unsqueeze(0))[0], reward)
 
     def _fit(self, n: int) -> Posterior:
         posterior = super()._fit(n)

@@ -103,7 +103,7 @@ class Thompson:
         if self.posterior is None:
             raise ValueError("there is no posterior yet: each arm is to be taken `initial` times, or call refit()")
         with torch.no_grad():
-            x: Any = (self._ready(context.unsqueeze(0)),)  # without an action: all
+            x: Any = (self._ready(torch.as_tensor(context).unsqueeze(0)),)  # without an action: all
             f = one_function(self.posterior, source)(x).means
         return self._shift + self._scale * f.reshape(-1)
 
