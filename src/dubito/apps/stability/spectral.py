@@ -29,6 +29,7 @@ def spectrally_normalised(
     of linear layers by torch's own `spectral_norm`, of convolutions on the convolution of images as they come there for inputs like x,
     not on the kernel as a matrix, whose norm is another number. With activations of slope 1 the Lipschitz constant of a chain of L
     layers is at most norm^L; `lipschitz_bound` tells what it is after training. BatchNorm is left as it is, and may undo this.
+    Methods that draw other weights for every step (`Variational`, `IVON`) leave the iteration behind: norms are then above `norm`.
 
     `at` picks layers by `re.search` over their names; transposed convolutions are left as they are. The copy is an ordinary module:
     give it to a `dubito.Model`, and afterwards `torch.nn.utils.parametrize.remove_parametrizations` makes plain layers of it.
