@@ -421,6 +421,8 @@ def test_inputs_with_names():
         (DataLoader(Items(torch.zeros(9, 1)), shuffle=True), "shuffle=False"),
         ({"a": torch.zeros(3), "b": torch.zeros(4)}, r"same number of rows; got \[3, 4\]"),
         (7, "got a int"),
+        ([[1.0, 2.0], [3.0, 4.0]], "taken for batches"),
+        (["one line", "another"], "taken for batches"),
     ],
 )
 def test_pools_that_are_none(data, message):
@@ -788,6 +790,15 @@ def test_ranks_do_not_hide_what_is_not_finite():
     posterior = Point(model, {name: torch.full_like(p, torch.nan) for name, p in model.parameters().items()}, {})
     with pytest.raises(ValueError, match="NaN"):
         acquisition("softrank_bald").choose(View(posterior, Pool(torch.zeros(4, 2)), torch.arange(4)), 2, generator())
+
+
+def test_no_labels_are_no_error():
+    learning = ActiveLearning(dubito.Model(nn.Linear(1, 3), dubito.Categorical()), dubito.MAP(), torch.zeros(4, 1))
+    learning.tell([], [])  # a person who has not answered yet
+    learning.skip([])
+    assert len(learning.labelled) == len(learning.skipped) == 0
+    with pytest.raises(ValueError, match="0 inputs have 0 labels; got 1"):
+        learning.tell([], [2])
 
 
 def test_a_label_that_says_nothing_is_none():

@@ -164,6 +164,10 @@ class ActiveLearning:
         Labels that cannot be (a class that the network does not have, NaN) are refused here, and then none of them is taken.
         """
         which = self._numbers(indices)
+        if not which:
+            if count := torch.as_tensor(labels).numel():
+                raise ValueError(f"0 inputs have 0 labels; got {count}")
+            return
         x = self.pool.take(self.model, which)
         with self._lock:
             self._tell(which, x, self._targets(x, which, labels), overwrite)
@@ -230,6 +234,8 @@ class ActiveLearning:
 
     def _numbers(self, indices: int | Sequence[int] | Tensor) -> list[int]:
         given = torch.as_tensor(indices)
+        if not given.numel():  # whose dtype says nothing
+            return []
         if given.is_floating_point() or given.dtype == torch.bool:
             raise TypeError(f"indices are whole numbers, positions in the pool; got {given.dtype}")
         which = given.reshape(-1).tolist()

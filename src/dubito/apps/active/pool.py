@@ -149,4 +149,10 @@ def _inputs_only(batch: Any) -> Any:
 
 
 def _rows(x: Any) -> int:
-    return len(next(iter(tree.leaves(tree.tensors(x)))))
+    leaf = next(iter(tree.leaves(tree.tensors(x))), None)
+    if leaf is None or not leaf.ndim:
+        raise TypeError(
+            f"a list is taken for batches of inputs, tensors [B, ...], and this one holds a {type(x).__name__} with no rows: give all "
+            "inputs as one tensor or array, or a data set with `len` and `[i]`"
+        )
+    return len(leaf)
