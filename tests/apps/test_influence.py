@@ -126,6 +126,20 @@ def test_solvers_agree():
     assert torch.equal(rng, torch.get_rng_state())
 
 
+def test_a_series_that_is_too_short_is_told_of(recwarn):
+    """Inputs of one direction are much larger than the others: the scale is theirs, and the rest takes longer."""
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([2.5, 1.0, 1.0])
+    model = dubito.Model(nn.Linear(3, 1, bias=False), dubito.Gaussian(scale=1.0), Normal(scale=1.0))
+    point = Point(model, {"weight": torch.zeros(1, 3)}, {})
+    data, test = (x, x.sum(1, keepdim=True)), (x[:1], torch.ones(1, 1))
+    exact = Influence("dense").fit(point, data).of(test)
+    long = Influence("lissa", depth=100).fit(point, data).of(test)
+    torch.testing.assert_close(long, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="too short: 8 batches"):
+        Influence("lissa", depth=8).fit(point, data).of(test)
+
+
 def test_lissa_takes_the_smallest_power_of_ten_that_does_not_diverge():
     x = torch.full((4, 1), 9.0)  # the mean curvature is 81 + 1 / 4: 1 and 10 diverge
     model = dubito.Model(nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=1.0), Normal(scale=1.0))

@@ -130,13 +130,27 @@ class LiSSA:
                     break
                 runs.append(run)
             else:
-                return {name: torch.stack([run[name] for run in runs]).mean(0) for name in b}
+                found = {name: torch.stack([run[name] for run in runs]).mean(0) for name in b}
+                self._check(found, b)
+                return found
             if self.fixed or self.scale * 10 > LARGEST:
                 raise ValueError(
                     f"LiSSA diverges at scale={self.scale:g}: "
                     + ("leave `scale` out, and it is found" if self.fixed else "the curvature is not positive; add damping=...")
                 )
             self.scale *= 10
+
+    def _check(self, x: Params, b: Params) -> None:
+        r"""Tell of a series that is too short. Its x then is smaller than :math:`H^{-1} b` where H is small, and :math:`x^T (b - H x)`
+        is positive; the noise of batches, which goes either way, has little part in that."""
+        q = hessian(self.at, self.data, self.kind, self.damping)({name: leaf.unsqueeze(0) for name, leaf in x.items()})
+        whole, had = _dot(x, b), _dot(x, {name: leaf[0] for name, leaf in q.items()})
+        if whole - had > FAR * whole > 0:
+            warnings.warn(
+                f"LiSSA's series is too short: {self.depth} batches at the scale {self.scale:g} leave {1 - had / whole:.0%} of what "
+                "they solve for, and influences come out too small. Use more `depth`, more `damping`, or solver='cg'",
+                stacklevel=4,
+            )
 
     def _run(self, b: Params, seed: int) -> Params | None:
         """One sum of the series; None where it diverges."""
