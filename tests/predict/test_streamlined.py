@@ -20,7 +20,7 @@ from dubito.predict.streamlined.trace import Size, canonical, refs
 DRAWS = 40_000
 ACTIVATIONS = {
     "relu": nn.ReLU, "leaky": lambda: nn.LeakyReLU(0.1), "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU, "sigmoid": nn.Sigmoid,
-    "elu": nn.ELU, "softplus": nn.Softplus,
+    "elu": nn.ELU, "softplus": nn.Softplus, "logsigmoid": nn.LogSigmoid,
 }  # fmt: skip
 
 
@@ -270,6 +270,8 @@ def test_names_of_operations():
     assert canonical(torch.Tensor.__iadd__) == canonical(torch.Tensor.__radd__) == canonical(torch.add) == "add"
     assert canonical(torch.Tensor.__rsub__) == "rsub"
     assert canonical(torch.Tensor.__truediv__) == "div"
+    assert canonical(F.logsigmoid) == "logsigmoid"
+    assert canonical(F.threshold) == "threshold"
 
 
 class Token(nn.Module):

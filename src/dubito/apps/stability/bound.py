@@ -173,7 +173,7 @@ class _Walk:
 
     def _factor(self, step: Step) -> float | None:
         """How much a function of single numbers, or a pooling, can stretch a distance; None where that is not known."""
-        name = "logsigmoid" if step.name == "log_sigmoid" else step.name  # the name that torch's own function has
+        name = step.name
         if name in SLOPES:
             return SLOPES[name]
         if name == "leaky_relu":

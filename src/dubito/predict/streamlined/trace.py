@@ -83,7 +83,8 @@ def canonical(func: Callable) -> str:
         if name[0] in "ri" and name[1:] in ("add", "sub", "mul", "truediv", "matmul", "pow"):
             name = ("r" if name[0] == "r" and name[1:] in ("sub", "truediv", "matmul", "pow") else "") + name[1:]
         return {"truediv": "div", "rtruediv": "rdiv"}.get(name, name)
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return {"log_sigmoid": "logsigmoid", "_threshold": "threshold"}.get(name, name)  # which torch calls otherwise than they are called
 
 
 class Recorder(TorchFunctionMode):
