@@ -21,17 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, interleaved, show, write
+from measure import RESULTS, apart, interleaved, result, show, write
 from torch import Tensor, nn
 
 from dubito import Categorical, MCDropout, Model
@@ -193,28 +190,15 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def apart(case: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(case: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own; out of time, it hands in what it has."""
     if args.until is not None and time.time() > args.until - 10:
         return None
-    command = [sys.executable, "-u", __file__, "--run", case, arm, str(seed)]
-    command += [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in HANDED if getattr(args, key) is not None]
-    command += ["--tuning"] * args.tuning
-    command += [] if args.until is None else [f"--until={args.until}"]
-    left = None if args.until is None else max(1.0, args.until - time.time()) + 60
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{case} {arm} {seed}: not done in time", flush=True)
-        return None
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{case} {arm} {seed}: {done.stderr[-1500:]}", flush=True)
-        return None
-    found = json.loads(lines[-1])
-    told = {key: found[key] for key in ("goals", "seconds a round", "seconds")}
-    print(f"{case} {arm} {seed}: {found['labels'][-1]} labels, {found['accuracy'][-1]:.4f}, {json.dumps(told)}", flush=True)
+    settings = {key: getattr(args, key) for key in (*HANDED, "tuning", "until")}
+    found = apart("--run", case, arm, str(seed), settings=settings, until=args.until, grace=60)
+    if found is not None:
+        told = {key: found[key] for key in ("goals", "seconds a round", "seconds")}
+        print(f"{case} {arm} {seed}: {found['labels'][-1]} labels, {found['accuracy'][-1]:.4f}, {json.dumps(told)}", flush=True)
     return found
 
 
@@ -314,7 +298,7 @@ def main() -> None:
     args, began = parser.parse_args(), time.time()
     args.size = args.size or (500 if args.device == "cpu" else 4000)
     if args.run is not None:
-        print("RESULT " + json.dumps(run(args.run[0], args.run[1], int(args.run[2]), args)))
+        result(run(args.run[0], args.run[1], int(args.run[2]), args))
         return
     if args.picture is not None:
         draw(args.picture)
@@ -327,7 +311,7 @@ def main() -> None:
     costs: dict[str, Any] = {} if args.no_cost else cost(args)  # before the others take the device
     with ThreadPoolExecutor(args.jobs) as threads:
         waiting = {
-            threads.submit(apart, case, arm, seed, args): (case, arm)
+            threads.submit(alone, case, arm, seed, args): (case, arm)
             for seed in range(args.seeds)
             for case, arms in runs.items()
             for arm in arms

@@ -19,11 +19,7 @@ what is done, and goes on with what was broken off. For networks so small a GPU 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import interleaved, mean_and_error, show, write
+from measure import apart, interleaved, mean_and_error, result, show, write
 from torch import nn
 
 import dubito
@@ -136,28 +132,14 @@ def cost() -> dict[str, dict[str, float]]:
     return found
 
 
-def apart(problem: str, agent: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(problem: str, agent: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own."""
     if args.until is not None and time.time() > args.until - 5:
         return None
-    command = [sys.executable, "-u", __file__, "--run", problem, agent, str(seed)]
-    command += [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in HANDED if getattr(args, key) is not None]
-    command += [] if args.until is None else [f"--until={args.until}"]
-    left = None if args.until is None else max(1.0, args.until - time.time()) + 60
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{problem} {agent} {seed}: {done.stderr[-1500:]}", flush=True)
-        return None
-    found = json.loads(lines[-1])
-    if found is None:
-        print(f"{problem} {agent} {seed}: not done in time", flush=True)
-    else:
-        print(f"{problem} {agent} {seed}: {found['relative']:.2f} ({found['seconds']:.0f} s)", flush=True)
+    settings = {key: getattr(args, key) for key in (*HANDED, "until")}
+    found = apart("--run", problem, agent, str(seed), settings=settings, until=args.until, grace=60)
+    told = "no result" if found is None else f"{found['relative']:.2f} ({found['seconds']:.0f} s)"
+    print(f"{problem} {agent} {seed}: {told}", flush=True)
     return found
 
 
@@ -212,7 +194,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args, began = parser.parse_args(), time.time()
     if args.run is not None:
-        print("RESULT " + json.dumps(run(args.run[0], args.run[1], int(args.run[2]), args)))
+        result(run(args.run[0], args.run[1], int(args.run[2]), args))
         return
     args.until = None if args.seconds is None else began + args.seconds
     chosen = list(agents(args)) if args.agents is None else args.agents.split(",")
@@ -220,7 +202,7 @@ def main() -> None:
     costs = {} if args.no_cost else cost()
     with ThreadPoolExecutor(args.jobs) as threads:
         waiting = {
-            threads.submit(apart, problem, agent, seed, args): (problem, agent)
+            threads.submit(alone, problem, agent, seed, args): (problem, agent)
             for seed in range(args.runs)
             for problem in runs
             for agent in chosen

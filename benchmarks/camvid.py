@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import RESULTS, mean_and_error, show, write
+from measure import RESULTS, apart, mean_and_error, result, show, write
 from torch import Tensor
 
 import dubito
@@ -182,30 +180,15 @@ def run(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     return {**found, "seconds": {"training": trained - began, "all": time.time() - began}}
 
 
-def apart(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own."""
     if args.until is not None and time.time() > args.until - 20:
         return None
-    command = [sys.executable, "-u", __file__, "--run", arm, str(seed)]
-    for key in HANDED:
-        value = getattr(args, key)
-        if value is not None:
-            command += [f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
-    command += ["--tuning"] * args.tuning
-    left = None if args.until is None else max(1.0, args.until - time.time())
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{arm} {seed}: not done in time", flush=True)
-        return None
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{arm} {seed}: {done.stderr[-1500:]}", flush=True)
-        return None
-    found = json.loads(lines[-1])
-    told = {key: round(value, 4) for key, value in found["draws"]["values"].items()}
-    print(f"{arm} {seed}: {json.dumps(told)}, {json.dumps(found['seconds'])}", flush=True)
+    settings = {key: getattr(args, key) for key in (*HANDED, "tuning")}
+    found = apart("--run", arm, str(seed), settings=settings, until=args.until)
+    if found is not None:
+        told = {key: round(value, 4) for key, value in found["draws"]["values"].items()}
+        print(f"{arm} {seed}: {json.dumps(told)}, {json.dumps(found['seconds'])}", flush=True)
     return found
 
 
@@ -321,7 +304,7 @@ def main() -> None:
     args.memory = args.memory or (1.0 if args.device == "cpu" else 6.0)
     args.precision = args.precision or (None if args.device == "cpu" else "bfloat16")
     if args.run is not None:
-        print("RESULT " + json.dumps(run(args.run[0], int(args.run[1]), args)))
+        result(run(args.run[0], int(args.run[1]), args))
         return
     args.until = None if args.seconds is None else began + args.seconds
     runs: dict[str, dict[str, Any]] = {arm: {} for arm in args.arms.split(",")}
@@ -330,7 +313,7 @@ def main() -> None:
         runs |= json.loads(path.read_text())["figures"]
     with ThreadPoolExecutor(args.jobs) as threads:
         waiting = {
-            threads.submit(apart, arm, seed, args): (arm, str(seed))
+            threads.submit(alone, arm, seed, args): (arm, str(seed))
             for seed in range(args.seeds)
             for arm in args.arms.split(",")
             if str(seed) not in runs[arm]

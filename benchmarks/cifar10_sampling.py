@@ -314,7 +314,9 @@ def study(args: argparse.Namespace) -> Study:
     net = network(args.network, device, args.width)
     model = Model(net, Categorical(), prior(net))
     kind = Recorded if device.type == "cuda" else Target
-    return Study(args, x, y, test_x, test_y, model, kind(model, len(x), args.temperature, half if half != torch.float32 else None))
+    return Study(
+        args, x, y, test_x, test_y, model, kind(model, len(x), args.temperature, half if half != torch.float32 else None)
+    )
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -17,16 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, earlier, mean_and_error, show, write
+from measure import RESULTS, apart, earlier, mean_and_error, result, show, write
 from torch import Tensor, nn
 
 import dubito
@@ -40,6 +37,18 @@ from dubito.priors import Normal
 HELD = 5000
 DECAY = 1e-4
 CASES = ("smallconv", "lenet-mnist", "lenet-cifar10")
+HANDED = (
+    "device",
+    "epochs",
+    "lenet_epochs",
+    "learning_rate",
+    "head_epochs",
+    "head_rate",
+    "tune_epochs",
+    "train",
+    "test",
+    "draws",
+)
 PUBLISHED = {"mcp": "5.56, 35.05, 98.63", "mc dropout": "5.26, 38.50, 98.65", "confidnet": "3.33, 45.89, 98.82"}
 SHOWN = {"mcp": "maximum class probability", "tcp": "true class probability", "confidnet": "ConfidNet"}
 BINS = 25
@@ -124,32 +133,12 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def apart(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own."""
-    kept = (
-        "device",
-        "epochs",
-        "lenet_epochs",
-        "learning_rate",
-        "head_epochs",
-        "head_rate",
-        "tune_epochs",
-        "train",
-        "test",
-        "draws",
-    )
-    command = [sys.executable, "-u", __file__, "--case", case, "--seed", str(seed)]
-    command += [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in kept if getattr(args, key) is not None]
-    left = None if args.until is None else max(1.0, args.until - time.time())
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{case} {seed}: not done in time", flush=True)
-        return None
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    print(f"{case} {seed}: {lines[-1][:600] if lines else done.stderr[-1500:]}", flush=True)
-    return json.loads(lines[-1]) if lines else None
+    settings = {key: getattr(args, key) for key in HANDED}
+    found = apart("--case", case, "--seed", str(seed), settings=settings, until=args.until)
+    print(f"{case} {seed}: {json.dumps(found)[:600]}", flush=True)
+    return found
 
 
 def told(runs: list[dict[str, Any]], *path: str) -> str:
@@ -234,7 +223,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     args, began = parser.parse_args(), time.time()
     if args.case is not None:
-        print("RESULT " + json.dumps(run(args.case, args.seed, args)))
+        result(run(args.case, args.seed, args))
         return
     if args.picture is not None:
         draw(args.picture)
@@ -242,7 +231,7 @@ def main() -> None:
     args.until = None if args.seconds is None else began + args.seconds
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in args.only.split(",")}
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(apart, case, seed, args): case for seed in range(args.seeds) for case in runs}
+        waiting = {pool.submit(alone, case, seed, args): case for seed in range(args.seeds) for case in runs}
         for one in as_completed(waiting):
             if (found := one.result()) is not None:
                 runs[waiting[one]].append(found)

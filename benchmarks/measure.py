@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -89,6 +90,35 @@ def show(title: str, columns: list[str], rows: list[list[object]]) -> None:
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     Console().print(table)
+
+
+def result(value: Any) -> None:
+    """Print what `apart` in another process reads."""
+    print("RESULT " + json.dumps(value), flush=True)
+
+
+def apart(
+    *which: str, settings: Mapping[str, Any], until: float | None = None, grace: float = 0.0, threads: str | None = None
+) -> Any:
+    """The last `result` of this script in a process of its own, with arguments `which` and `--name value` of the settings that are not
+    None. What is not done `grace` seconds after the time `until` is stopped; if it had no result yet, None, and what went wrong is
+    printed."""
+    command, label = [sys.executable, "-u", sys.argv[0], *which], " ".join(one for one in which if not one.startswith("--"))
+    for key, value in settings.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, list | tuple) else [] if value is True else [value]
+            command += [f"--{key.replace('_', '-')}", *map(str, values)]
+    left = None if until is None else max(1.0, until - time.time() + grace)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads or os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=left, env=environment, check=False)
+        said, problem = done.stdout, done.stderr.decode()[-1500:]
+    except subprocess.TimeoutExpired as late:
+        said, problem = late.stdout or b"", "not done in time"
+    lines = [line[7:] for line in said.decode().splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        print(f"{label}: {problem}", flush=True)
+    return json.loads(lines[-1]) if lines else None
 
 
 def earlier(name: str, besides: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:

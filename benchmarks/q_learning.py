@@ -24,17 +24,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, mean_and_error, show, write
+from measure import RESULTS, apart, mean_and_error, result, show, write
 from torch import nn
 
 import dubito
@@ -106,26 +103,15 @@ def run(name: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, A
     }
 
 
-def apart(name: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(name: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own; out of time, it hands in what it has."""
     if args.until is not None and time.time() > args.until - 5:
         return None
-    command = [sys.executable, "-u", __file__, "--run", name, arm, str(seed)]
-    command += [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in HANDED if getattr(args, key) is not None]
-    command += [] if args.until is None else [f"--until={args.until}"]
-    left = None if args.until is None else max(1.0, args.until - time.time()) + 60
-    environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=environ, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{name} {arm} {seed}: {done.stderr[-1500:]}", flush=True)
-        return None
-    found = json.loads(lines[-1])
-    print(f"{name} {arm} {seed}: {found['steps']} steps, {[round(v, 2) for v in found['curve']]}, "
-          f"{found['seconds']:.0f} s", flush=True)  # fmt: skip
+    settings = {key: getattr(args, key) for key in (*HANDED, "until")}
+    found = apart("--run", name, arm, str(seed), settings=settings, until=args.until, grace=60)
+    if found is not None:
+        print(f"{name} {arm} {seed}: {found['steps']} steps, {[round(v, 2) for v in found['curve']]}, "
+              f"{found['seconds']:.0f} s", flush=True)  # fmt: skip
     return found
 
 
@@ -165,8 +151,8 @@ def draw(path: str) -> None:
     """Return over steps, one panel an environment: mean over seeds, and its standard error."""
     from dubito.report.canvas import grid, render
 
-    result = json.loads((RESULTS / "q_learning.json").read_text())
-    runs = {name: arms for name, arms in result["figures"]["runs"].items() if any(arms.values())}
+    content = json.loads((RESULTS / "q_learning.json").read_text())
+    runs = {name: arms for name, arms in content["figures"]["runs"].items() if any(arms.values())}
 
     def panels(figure: Any) -> None:
         from matplotlib import colormaps
@@ -176,7 +162,7 @@ def draw(path: str) -> None:
                 curves = [one["curve"] for one in found if one["done"]]
                 if not curves:
                     continue
-                steps = result["settings"]["steps"] or STEPS[name]
+                steps = content["settings"]["steps"] or STEPS[name]
                 at = [(k + 1) * steps / WINDOWS for k in range(WINDOWS)]
                 pairs = [mean_and_error([curve[k] for curve in curves]) for k in range(WINDOWS)]
                 mean, error = [p[0] for p in pairs], [0.0 if p[1] != p[1] else p[1] for p in pairs]
@@ -210,7 +196,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args, began = parser.parse_args(), time.time()
     if args.run is not None:
-        print("RESULT " + json.dumps(run(args.run[0], args.run[1], int(args.run[2]), args)))
+        result(run(args.run[0], args.run[1], int(args.run[2]), args))
         return
     if args.picture is not None:
         draw(args.picture)
@@ -222,7 +208,7 @@ def main() -> None:
     runs: dict[str, dict[str, list]] = {name: {arm: [] for arm in args.arms.split(",")} for name in wanted}
     with ThreadPoolExecutor(args.jobs) as threads:
         waiting = {
-            threads.submit(apart, name, arm, seed, args): (name, arm)
+            threads.submit(alone, name, arm, seed, args): (name, arm)
             for seed in range(args.first, args.first + args.seeds)
             for name in wanted
             for arm in runs[name]

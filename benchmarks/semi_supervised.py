@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, show, write
+from measure import RESULTS, apart, result, show, write
 from torch import Tensor, nn
 
 import dubito
@@ -187,26 +184,18 @@ def trial(model: Model, chosen: Any, data: tuple[Tensor, Tensor], options: dict[
     return (times[-1] - times[SKIPPED - 1]) / (len(times) - SKIPPED)
 
 
-def apart(case: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(case: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own."""
-    if args.until is not None and time.time() > args.until - 30:
-        return None
-    command = [sys.executable, "-u", __file__, "--run", case, arm, str(seed)]
-    command += [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in HANDED if getattr(args, key) is not None]
-    command += ["--tuning"] * args.tuning
     until = args.until
-    if until is not None and args.rounds > 1:  # processes that come after others have their share of the time
-        until = min(until, time.time() + (args.until - args.began) / args.rounds)
-    command += [] if until is None else [f"--until={until}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{case} {arm} {seed}: {done.stderr[-1500:]}", flush=True)
+    if until is not None and time.time() > until - 30:
         return None
-    found = json.loads(lines[-1])
-    told = {key: round(found[key], 4) for key in ("error", "nll", "ece", "steps", "planned", "passes", "seconds")}
-    print(f"{case} {arm} {seed}: {json.dumps(told)}", flush=True)
+    if until is not None and args.rounds > 1:  # processes that come after others have their share of the time
+        until = min(until, time.time() + (until - args.began) / args.rounds)
+    settings = {key: getattr(args, key) for key in (*HANDED, "tuning")} | {"until": until}
+    found = apart("--run", case, arm, str(seed), settings=settings)
+    if found is not None:
+        told = {key: round(found[key], 4) for key in ("error", "nll", "ece", "steps", "planned", "passes", "seconds")}
+        print(f"{case} {arm} {seed}: {json.dumps(told)}", flush=True)
     return found
 
 
@@ -283,7 +272,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run is not None:
-        print("RESULT " + json.dumps(run(args.run[0], args.run[1], int(args.run[2]), args)))
+        result(run(args.run[0], args.run[1], int(args.run[2]), args))
         return
     if args.join is not None:
         join(args)
@@ -294,7 +283,7 @@ def main() -> None:
     tasks = [(case, arm, seed) for case in reversed(runs) for seed in range(args.seeds) for arm in runs[case]]  # CIFAR-10 first
     args.rounds = -(-len(tasks) // args.jobs)
     with ThreadPoolExecutor(args.jobs) as threads:
-        waiting = {threads.submit(apart, *task, args): task for task in tasks}
+        waiting = {threads.submit(alone, *task, args): task for task in tasks}
         for done in as_completed(waiting):
             case, arm, _ = waiting[done]
             if (found := done.result()) is not None:

@@ -25,8 +25,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import mean_and_error, show, write
+from measure import apart, mean_and_error, result, show, write
 from torch import Tensor
 
 from dubito import MAP, SWAG, Categorical, Laplace, MCDropout, Model, fit, judge
@@ -125,7 +123,7 @@ def run(job: Job, args: argparse.Namespace) -> dict[str, dict[str, dict[str, flo
     return rows
 
 
-def apart(job: Job, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(job: Job, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own, unless its result is kept already; None where there was no time."""
     settings = {key: getattr(args, key) for key in HANDED}
     name = hashlib.sha256(json.dumps([job, settings], sort_keys=True).encode()).hexdigest()[:16]
@@ -134,25 +132,14 @@ def apart(job: Job, args: argparse.Namespace) -> dict[str, Any] | None:
         return {**json.loads(kept.read_text()), "kept": True}
     if args.until is not None and time.time() > args.until - 2 * SPARE:
         return None
-    command = [sys.executable, "-u", __file__, "--run", json.dumps(job)]
-    command += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items() if value is not None]
-    command += [] if args.until is None else [f"--until={args.until}"]
-    left = None if args.until is None else max(1.0, args.until - time.time()) + 45
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     began = time.time()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{job}: not done in time", flush=True)
-        return None
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{job}: {done.stderr[-1500:]}", flush=True)
+    rows = apart("--run", json.dumps(job), settings=settings | {"until": args.until}, until=args.until, grace=45)
+    if rows is None:
         return None
     if args.until is not None and time.time() > args.until - SPARE:
         print(f"{job}: cut short, and left out", flush=True)
         return None
-    found = {"job": job, "rows": json.loads(lines[-1]), "seconds": time.time() - began}
+    found = {"job": job, "rows": rows, "seconds": time.time() - began}
     told = {row: {part: round(values["nll"], 4) for part, values in parts.items()} for row, parts in found["rows"].items()}
     print(f"{job}: {json.dumps(told)}, {found['seconds']:.0f} s", flush=True)
     if kept is not None:
@@ -241,18 +228,18 @@ def main() -> None:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args, began = parser.parse_args(), time.time()
     if args.run is not None:
-        print("RESULT " + json.dumps(run(json.loads(args.run), args)))
+        result(run(json.loads(args.run), args))
         return
     end = None if args.seconds is None else began + args.seconds
     tuning: list[dict[str, Any]] = []
     finals: list[dict[str, Any]] = []
     with ThreadPoolExecutor(args.jobs) as threads:
         args.until = None if args.seconds is None else began + args.seconds / 2
-        for one in as_completed([threads.submit(apart, job, args) for job in candidates(args)]):
+        for one in as_completed([threads.submit(alone, job, args) for job in candidates(args)]):
             tuning += [] if one.result() is None else [one.result()]
         picks, args.until = chosen(tuning), end
         final = [{**job, "seed": seed, "final": True} for seed in range(args.seeds) for job in picks]
-        for one in as_completed([threads.submit(apart, job, args) for job in final]):
+        for one in as_completed([threads.submit(alone, job, args) for job in final]):
             finals += [] if one.result() is None else [one.result()]
             report(tuning, finals, picks, args, began, last=False)
     report(tuning, finals, picks, args, began, last=True)

@@ -22,18 +22,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from measure import mean_and_error, show, write
+from measure import apart, mean_and_error, result, show, write
 from networks import mlp
 from torch import Tensor
 from torch.distributions import Gamma
@@ -120,14 +116,14 @@ def rounds(name: str, which: dubito.Model, s: Standardized, args: argparse.Names
     while True:
         whole = joined(parts)
         f = latent(whole, s.x_test)
-        apart = rhat(f)
+        between = rhat(f)
         used = float(whole.trace["gradients"].sum())
         history.append(
             {
                 "draws": len(whole) // whole.chains,
                 "gradients": spent + used,
-                "R-hat": float(apart.max()),
-                "share of inputs": float((apart <= AGREED).double().mean()),
+                "R-hat": float(between.max()),
+                "share of inputs": float((between <= AGREED).double().mean()),
                 "seconds": time.perf_counter() - began,
             }
         )
@@ -186,31 +182,18 @@ def evaluate(name: str, index: int, args: argparse.Namespace) -> None:
     scale, tried = choose(inside(split), args) if len(args.scales) > 1 else (args.scales[0], {})
     chosen = {"prior scale": scale, "tried": {str(key): value for key, value in tried.items()}}
     for draws, figures in rounds(args.methods[0], model(s.x_train.shape[1], scale), s, args):
-        print("RESULT " + json.dumps(figures | scores(draws, s) | chosen), flush=True)
+        result(figures | scores(draws, s) | chosen)
 
 
-def apart(name: str, index: int, sampler: str, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(name: str, index: int, sampler: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """`evaluate` in a process of its own, as far as it comes."""
-    left = None if args.until is None else args.until - time.time()
-    if left is not None and left < 1:
+    if args.until is not None and time.time() > args.until - 1:
         return None
-    same = {key: getattr(args, key) for key in ("device", "chains", "burn_in", "draws", "rounds", "short")}
-    command = [sys.executable, "-u", __file__, "--case", str(index), "--sets", name, "--methods", sampler]
-    command += [f"--{key.replace('_', '-')}={value}" for key, value in same.items()]
-    command += ["--scales", *map(str, args.scales)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=left, env=environment, check=False)
-        out, problem = done.stdout or b"", (done.stderr or b"").decode()[-2000:]
-    except subprocess.TimeoutExpired as late:
-        out, problem = late.stdout or b"", "not a round done in time"
-    lines = [line[7:] for line in out.decode().splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{name} {index} {sampler}: {problem}", flush=True)
-        return None
-    found = json.loads(lines[-1])
-    words = ", ".join(f"{key} {found[key]:.4g}" for key in ("draws", "R-hat", "rmse", "log likelihood", "seconds"))
-    print(f"{name} {index} {sampler}: {words}", flush=True)
+    settings = {key: getattr(args, key) for key in ("device", "chains", "burn_in", "draws", "rounds", "short", "scales")}
+    which = ("--case", str(index), "--sets", name, "--methods", sampler)
+    if (found := apart(*which, settings=settings, until=args.until, threads="1")) is not None:
+        words = ", ".join(f"{key} {found[key]:.4g}" for key in ("draws", "R-hat", "rmse", "log likelihood", "seconds"))
+        print(f"{name} {index} {sampler}: {words}", flush=True)
     return found
 
 
@@ -298,7 +281,7 @@ def main() -> None:
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in args.sets}
     with ThreadPoolExecutor(args.jobs) as pool:
         cases = list(itertools.product(range(args.splits), args.sets, args.methods))
-        for (index, name, sampler), one in zip(cases, pool.map(lambda c: apart(c[1], c[0], c[2], args), cases), strict=True):
+        for (index, name, sampler), one in zip(cases, pool.map(lambda c: alone(c[1], c[0], c[2], args), cases), strict=True):
             if one is not None:
                 found[name].setdefault(index, {})[sampler] = one
     report({name: splits for name, splits in found.items() if splits}, args, began)

@@ -23,15 +23,13 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from measure import earlier, mean_and_error, show, write
+from measure import apart, earlier, mean_and_error, result, show, write
 from networks import mlp
 from torch import Tensor, nn
 
@@ -46,6 +44,7 @@ from dubito.fit import Event
 from dubito.posteriors import Gaussian, Posterior
 from dubito.priors import LogUniform, Normal, Prior, ScaleMixture
 
+HANDED = ("device", "epochs", "slow_epochs", "batch", "learning_rate", "init_scale", "train")
 SHARES = (0.5, 0.75, 0.95, 0.98)
 HELD = 5000
 PUBLISHED = {
@@ -224,23 +223,13 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def apart(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def alone(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """`run` in a process of its own."""
-    same = {
-        key: getattr(args, key) for key in ("device", "epochs", "slow_epochs", "batch", "learning_rate", "init_scale", "train")
-    }
-    command = [sys.executable, "-u", __file__, "--case", case, "--seeds", str(seed)]
-    command += [f"--{key.replace('_', '-')}={value}" for key, value in same.items() if value is not None]
-    left = None if args.until is None else max(1.0, args.until - time.time())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1" if args.jobs > 1 else os.environ.get("OMP_NUM_THREADS", "2")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{case} {seed}: not done in time", flush=True)
-        return None
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    print(f"{case} {seed}: {lines[-1] if lines else done.stderr[-1500:]}", flush=True)
-    return json.loads(lines[-1]) if lines else None
+    settings = {key: getattr(args, key) for key in HANDED}
+    threads = "1" if args.jobs > 1 else os.environ.get("OMP_NUM_THREADS", "2")
+    found = apart("--case", case, "--seeds", str(seed), settings=settings, until=args.until, threads=threads)
+    print(f"{case} {seed}: {json.dumps(found)}", flush=True)
+    return found
 
 
 def words(case: str, runs: list[dict[str, Any]]) -> str:
@@ -280,7 +269,7 @@ def main() -> None:
     parser.add_argument("--case", help="one, in this process, with `--seeds` as its seed")
     args, began = parser.parse_args(), time.time()
     if args.case:
-        print("RESULT " + json.dumps(run(args.case, args.seeds, args)), flush=True)
+        result(run(args.case, args.seeds, args))
         return
     args.until = began + args.seconds if args.seconds else None
     found: dict[str, dict[int, Any]] = {}
@@ -294,7 +283,7 @@ def main() -> None:
         if seed not in found.get(case, {})
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for (seed, case), one in zip(cases, pool.map(lambda c: apart(c[1], c[0], args), cases), strict=True):
+        for (seed, case), one in zip(cases, pool.map(lambda c: alone(c[1], c[0], args), cases), strict=True):
             if one is not None:
                 found.setdefault(case, {})[seed] = one
                 report(found, args, commands, began)  # after each: what comes later may be cut short
