@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -349,3 +350,48 @@ def test_on_digits_draws_are_better_than_the_mode():
         assert float((p.mean.argmax(-1) == split.y_test).float().mean()) > 0.95, name
     assert all(nll < found["map"] + 0.005 for nll in found.values()), found
     assert sum(nll < found["map"] for nll in found.values()) >= 3, found
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_the_default_rate_does_not_run_away_where_the_noise_is_small(kind, scale):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(60, 1, generator=generator) * 4 - 2
+    y = torch.sin(2 * x) + 0.1 * torch.randn(60, 1, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 1))
+    p = dubito.fit(Model(net, Gaussian(scale=scale)), kind(), (x, y), batch_size=32).predict(x)
+    assert (p.mean - y).square().mean().sqrt() < 0.3, "the noise is 0.1; it was 60, or the walk left the numbers"
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_a_metric_that_follows_a_learned_noise_leaves_the_law_as_it_is(kind, monkeypatch):
+    """Few data, so that the noise, and the steps with it, vary by a factor of four."""
+    monkeypatch.setitem(kind.rates, "none", 0.03)
+    y = torch.tensor([0.4, 0.55, 0.45, 0.6, 0.3], dtype=torch.float64).unsqueeze(1)
+    model = Model(nn.Linear(1, 1, bias=False).double(), Gaussian(prior=torch.distributions.Gamma(1.0, 0.01)))
+    method = kind(chains=2000, burn_in=250, draws=1)
+    found = dubito.fit(model, method, (torch.ones_like(y), y), start={"weight": y.mean().reshape(1, 1)})
+    level = torch.linspace(-2, 3, 1001, dtype=torch.float64).unsqueeze(1)
+    log_noise = torch.linspace(-5, 3, 1001, dtype=torch.float64)
+    squares = (y.squeeze(1).view(-1, 1, 1) - level).square().sum(0)
+    density = -(5 + 2) * log_noise - (0.5 * squares + 0.01) * (-2 * log_noise).exp() - 0.5 * level.square()
+    density = density.flatten().softmax(0).view_as(density)
+
+    def moments(value: Tensor) -> tuple[Tensor, Tensor]:
+        mean = (density * value).sum()
+        return mean, (density * (value - mean).square()).sum().sqrt()
+
+    for draws, value in ((found.params["weight"], level), (found.params["likelihood:log_scale"], log_noise)):
+        mean, spread = moments(value)
+        assert float((draws.mean() - mean) / spread) == pytest.approx(0.0, abs=0.08)
+        assert float(draws.std() / spread) == pytest.approx(1.0, abs=0.08)
+
+
+def test_a_rate_that_is_given_is_the_rate():
+    levels, seen = Levels(24), []
+    for method in (SGLD(learning_rate=0.1), SGLD()):
+        found = dubito.fit(levels.model, replace(method, burn_in=1, draws=1), levels.data, batch_size=24)
+        seen.append(float(found.trace["step_size"]) * 24)
+    assert seen == pytest.approx([0.1, 0.1 * 0.5**2]), "the default is measured by the noise, 0.5"

@@ -6,6 +6,13 @@ joint over N. Of the target, (p(D | theta) p(theta))^(1/T), this is a step of
 .. math:: h = \text{learning\_rate} \cdot T / N, \qquad h \nabla \log p(\theta)^{1/T} = -\text{learning\_rate}\, \nabla L,
 
 so what is stable does not depend on N or T; the noise does, and follows from h alone.
+
+It does depend on the noise :math:`\sigma` of a regression, whose loss is as steep as the squares of its residuals over
+:math:`\sigma^2`. The default rate is that of descent on the squares themselves: with a rate that is not given, weights have the
+metric :math:`G = \min(1, \sigma^2)`, where :math:`\sigma` is the least noise of an output, and learned quantities beside them have 1.
+Where :math:`\sigma` is learned, this metric depends on it, but the metric of a coordinate never on that coordinate. So the term which a
+metric that moves adds to the drift, :math:`\sum_j \partial G_{ij} / \partial \theta_j`, is zero, and the law of the draws is the
+posterior still. A rate for the noise at the start would be far too large once it has fallen to a tenth, and the walk would run away.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from torch import Tensor, nn
 from dubito import store, tree
 from dubito.chains import BUFFER, TRACE, samples, starts
 from dubito.fit import Info, Start
+from dubito.likelihoods import own as learned
 from dubito.model import Model, Target
 from dubito.posteriors import Posterior
 from dubito.randomness import PIECE, Normals, normals
@@ -40,7 +48,7 @@ class LangevinState:
     buffers: Buffers
     velocity: Params  # of samplers that have one
     squares: Params  # running mean of squared gradients of the loss per example, where there is a preconditioner
-    root: Params  # of the metric 1 / (sqrt(squares) + 1 / N)
+    root: Params  # of the metric: 1 / (sqrt(squares) + 1 / N), or the square of a learned noise
     adapted: int  # steps in which the metric was learned
     step: int
     period: int  # steps in a pass over the data
@@ -112,7 +120,7 @@ class Langevin(ABC):
     burn_in: int = field(default=50, kw_only=True)  # epochs before the first draw; in every cycle, where there are cycles
     thin: int = field(default=1, kw_only=True)  # epochs from draw to draw
     chains: int = field(default=1, kw_only=True)  # run side by side, on the same batches
-    learning_rate: float | None = field(default=None, kw_only=True)  # of the loss per example, at its highest; None: see `rate`
+    learning_rate: float | None = field(default=None, kw_only=True)  # of the loss per example, at its highest; None: by the noise
     decay: float = field(default=0.0, kw_only=True)  # exponent by which the step falls after the burn-in, such as 1/3
     cycles: int = field(default=0, kw_only=True)  # cosine cycles of the step; 0: none
     exploration: float = field(default=0.5, kw_only=True)  # share of each cycle that comes first and has no noise
@@ -153,7 +161,7 @@ class Langevin(ABC):
 
     @property
     def rate(self) -> float:
-        """The learning rate, or its default; with RMSprop it is in units of the weights, as Adam's is."""
+        """The learning rate, or its default: of a loss with a noise of 1, or with RMSprop in units of the weights, as Adam's is."""
         return self.rates[self.preconditioner] if self.learning_rate is None else self.learning_rate
 
     @property
@@ -185,14 +193,14 @@ class Langevin(ABC):
             )
         params, (shared, moving) = starts(target, start, self.chains, generator), _apart(target.model, start.buffers)
         buffers = {**shared, **tree.repeat(moving, self.chains)}
-        preconditioned = self.preconditioner != "none"
+        preconditioned, noise = self.preconditioner != "none", self._noise(target.model, params)
         nothing = torch.zeros(self.chains, dtype=torch.float64, device=target.model.device)
         return LangevinState(
             params,
             buffers,
             self.begin(params),
             tree.apply(torch.zeros_like, params) if preconditioned else {},
-            tree.apply(torch.ones_like, params) if preconditioned else {},
+            tree.apply(torch.ones_like, params) if preconditioned or isinstance(noise, Tensor) else {},
             adapted=0,
             step=0,
             period=max(1, steps // self.epochs),
@@ -207,8 +215,14 @@ class Langevin(ABC):
         self, target: Target, state: LangevinState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[LangevinState, Info]:
         h = self.learning_rate_at(state.step, state.period) * target.temperature / target.n_data
+        if isinstance(noise := self._noise(target.model, state.params), Tensor):
+            for name, leaf in state.root.items():
+                if ":" not in name:
+                    leaf.copy_(noise.view(-1, *[1] * (leaf.ndim - 1)).expand_as(leaf))
+        else:
+            h *= noise**2
         noisy = not self.explores(state.step, state.period)
-        adapts = bool(state.root) and self._place(state.step, state.period) < self.burn_in * state.period
+        adapts = self.preconditioner != "none" and self._place(state.step, state.period) < self.burn_in * state.period
         state.adapted += adapts
         data = list(data)
         scores = []
@@ -261,6 +275,13 @@ class Langevin(ABC):
     def explores(self, step: int, period: int) -> bool:
         """Whether a step goes without noise."""
         return self.cycles > 0 and self._place(step, period) < self.exploration * self._length(period)
+
+    def _noise(self, model: Model, params: Params) -> Tensor | float:
+        """In what the default rate is measured: 1, or the least noise of a regression if it is smaller, [chains] if it is learned."""
+        if self.learning_rate is not None or self.preconditioner != "none":
+            return 1.0
+        noise = model.likelihood.least_noise(learned(params))
+        return noise.detach().clamp(max=1.0) if isinstance(noise, Tensor) else min(1.0, noise)
 
     def _length(self, period: int) -> int:
         """Steps of a cycle, or of all."""

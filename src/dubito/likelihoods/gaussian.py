@@ -102,6 +102,11 @@ class Gaussian(Likelihood):
         old = params[PREFIX + "log_scale"]
         return {PREFIX + "log_scale": (-0.5 * precision.log()).to(old.dtype).reshape(old.shape)}
 
+    def least_noise(self, params: Params) -> Tensor | float:
+        if self.scale is None:
+            return params[PREFIX + "log_scale"].amin(-1).exp()
+        return min(self.scale) if isinstance(self.scale, tuple) else self.scale
+
     def target(self, y: Tensor, f: Tensor) -> Tensor:
         width = self.outputs if self.scale is None else torch.as_tensor(self.scale).numel()
         if width not in (1, f.shape[-1]):

@@ -140,6 +140,11 @@ class Likelihood(ABC):
         conditional has a closed form; leaves [C, ...]. `share` is how many examples each of these stands for. Otherwise nothing."""
         return {}
 
+    def least_noise(self, params: Params) -> Tensor | float:
+        """The standard deviation of the output with the least noise, for regression: f is to be found as finely. Where it is learned,
+        of leaves [K], [], or of stacked ones [S, K], [S]. 1 for all that has no noise of this kind."""
+        return 1.0
+
     def width(self, f: Tensor) -> int:
         """How many numbers a target has at a position, or how many classes there are."""
         return f.shape[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -81,6 +82,12 @@ class MultiTask(Likelihood):
         """The learned parameters of one task, under the names its own likelihood knows."""
         start = f"{PREFIX}{name}."
         return {PREFIX + key[len(start) :]: leaf for key, leaf in params.items() if key.startswith(start)}
+
+    def least_noise(self, params: Params) -> Tensor | float:
+        found = [likelihood.least_noise(self.of(name, params)) for name, (likelihood, _) in self.tasks.items()]
+        learned = [noise for noise in found if isinstance(noise, Tensor)]
+        known = min((noise for noise in found if not isinstance(noise, Tensor)), default=math.inf)
+        return torch.stack(learned).amin(0).clamp(max=known) if learned else known
 
     def split(self, f: Tensor) -> dict[str, Tensor]:
         widths = [width for _, width in self.tasks.values()]
