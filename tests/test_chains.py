@@ -299,6 +299,25 @@ def test_a_run_that_goes_on_is_the_same_to_the_bit(name, tmp_path):
     assert (by_chain(whole).diff(dim=1) != 0).any(), "something has moved"
 
 
+def test_a_proposal_is_known_again_though_its_function_is_another_object(tmp_path):
+    """As it is in the process that goes on after a crash."""
+
+    def proposal():
+        def walk(position: Tensor, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            noise = torch.empty_like(position).normal_(generator=generator)
+            return position + step * noise, torch.zeros(len(position), dtype=torch.float64)
+
+        return walk
+
+    model, data = Model(nn.Linear(3, 1), Gaussian(scale=0.5)), (MILD.x.float(), MILD.y.float())
+    for draws in (2, 3):
+        method = Metropolis(0.1, proposal=proposal(), draws=draws, burn_in=2)
+        found = dubito.fit(model, method, data, checkpoint=tmp_path, resume=True)
+    assert len(found) == 12
+    with pytest.raises(ValueError, match="belongs to another run; different: method"):
+        dubito.fit(model, replace(method, proposal=torch.nn.functional.relu), data, checkpoint=tmp_path, resume=True)
+
+
 # ---- arguments
 
 

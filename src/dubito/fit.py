@@ -388,8 +388,8 @@ def _fingerprint(model: Model, method: Method, target: Target, first: Any) -> di
     shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
     return {
         "method": _described(method),
-        "likelihood": repr(model.likelihood),
-        "prior": repr(model.prior),
+        "likelihood": store.described(model.likelihood),
+        "prior": store.described(model.prior),
         "only": model.only,
         "network": f"{len(shapes)} parameters, {randomness.derive(repr(shapes)):x}",
         "n_data": target.n_data,
@@ -403,16 +403,16 @@ def _described(method: Method) -> str:
     """The method, without the field that only says how long a run is to be (`may_grow`), where it has one."""
     length = getattr(method, "may_grow", None)
     if length is None:
-        return repr(method)
+        return store.described(method)
     fields = [f.name for f in dataclasses.fields(method) if f.name != length]  # pyright: ignore[reportArgumentType]
-    return f"{type(method).__name__}({', '.join(f'{name}={getattr(method, name)!r}' for name in fields)})"
+    return f"{type(method).__name__}({', '.join(f'{name}={store.described(getattr(method, name))}' for name in fields)})"
 
 
 def _about(model: Model, method: Method) -> dict:
     """What draws on disk must say of themselves, so that they can be read without the run that made them."""
     adjusted = getattr(method, "adjusted", getattr(method, "exact", None))
     sampler = {"method": type(method).__name__, **({} if adjusted is None else {"adjusted": bool(adjusted)})}
-    return {"likelihood": repr(model.likelihood), "only": model.only, "sampler": sampler}
+    return {"likelihood": store.described(model.likelihood), "only": model.only, "sampler": sampler}
 
 
 def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool = False) -> Start:

@@ -75,7 +75,11 @@ def load(path: str | os.PathLike, model: Model) -> Posterior:
 
 
 def _save_folder(posterior: Stored, path: Path) -> None:
-    about = {"likelihood": repr(posterior.model.likelihood), "only": posterior.model.only, "sampler": posterior.sampler}
+    about = {
+        "likelihood": store.described(posterior.model.likelihood),
+        "only": posterior.model.only,
+        "sampler": posterior.sampler,
+    }
     if path.exists() and path.samefile(posterior.folder):
         store.write_shared(path, posterior.buffers, about)
         return
@@ -103,7 +107,7 @@ def _save_folder(posterior: Stored, path: Path) -> None:
 def _describe(model: Model) -> dict[str, Any]:
     return {
         "parameters": {name: list(p.shape) for name, p in model.network.named_parameters()},
-        "likelihood": repr(model.likelihood),
+        "likelihood": store.described(model.likelihood),
         "only": model.only,
     }
 

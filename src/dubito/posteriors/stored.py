@@ -58,7 +58,7 @@ class Stored(Posterior):
         """
         archive = store.Archive.open(folder, skip_damaged=skip_damaged)
         buffers, about = archive.shared()
-        for what, known in (("likelihood", repr(model.likelihood)), ("only", model.only)):
+        for what, known in (("likelihood", store.described(model.likelihood)), ("only", model.only)):
             if what in about and about[what] != known:
                 raise store.FileError(f"{folder}: draws of another model; its {what} is {about[what]!r} there and {known!r} here")
         return Stored(model, archive, tree.move(buffers, model.device), about.get("sampler", {}))
