@@ -212,6 +212,19 @@ def test_chains_start_where_they_are_told():
         dubito.fit(model, replace(STILL, chains=3), data, start=stacked)
 
 
+def test_starts_with_statistics_of_their_own_are_refused():
+    """A density has one set; with that of the network as it stands, the members would be other functions than they were."""
+    network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh(), nn.Linear(2, 1)).double()
+    model, data = Model(network, Gaussian(scale=0.5)), (MILD.x, MILD.y)
+    ensemble = dubito.fit(model, Ensemble(MAP(epochs=3), 2), data)
+    with pytest.raises(
+        ValueError, match=r"statistics of their own \(1.running_mean, 1.running_var\), and chains that see all data"
+    ):
+        dubito.fit(model, replace(STILL, chains=2), data, start=ensemble)
+    found = dubito.fit(model, replace(STILL, chains=1), data, start=ensemble)
+    assert torch.allclose(found.predict(MILD.x).means[0], ensemble.predict(MILD.x).means[0], atol=1e-5), "one has no others"
+
+
 def test_without_a_start_the_first_chain_is_at_the_network_and_the_others_are_elsewhere():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()

@@ -238,6 +238,19 @@ def test_chains_start_where_they_are_told_to():
     assert torch.allclose(found.params["0.weight"], ensemble.params["0.weight"], atol=1e-4)
 
 
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_chains_start_with_the_statistics_of_the_members_they_start_at(vectorize):
+    model, mean = Model(network(norm=True), Gaussian(scale=0.5)), "1.running_mean"
+    ensemble = dubito.fit(model, Ensemble(dubito.MAP(epochs=2), 3), data())
+    still = SGHMC(draws=1, burn_in=0, chains=3, learning_rate=1e-12, vectorize=vectorize)
+    found = dubito.fit(model, still, data(), start=ensemble, batch_size=40)
+    expected, x = [], data()[0]
+    for i, before in enumerate(ensemble.own_buffers[mean]):
+        after = x @ ensemble.params["0.weight"][i].mT + ensemble.params["0.bias"][i]
+        expected.append(0.9 * before + 0.1 * after.mean(0))  # one step follows
+    assert torch.allclose(found.own_buffers[mean], torch.stack(expected), atol=1e-5)
+
+
 def test_an_ensemble_of_samplers():
     found = dubito.fit(Model(network(), Gaussian(scale=0.5)), Ensemble(SGHMC(draws=2, burn_in=1, chains=2), 2), data())
     assert [len(member) for member in found.members] == [4, 4]

@@ -103,6 +103,14 @@ class Chains(ABC):
                 'fit(precision="bfloat16") to run it in half precision'
             )
         stacked = starts(target, start, self.chains, generator)
+        apart = [name for name, leaf in own_buffers(start, self.chains).items() if (leaf != leaf[:1]).any()]
+        if apart:
+            raise ValueError(
+                f"the settings in `start` have statistics of their own ({', '.join(apart[:2])}{', ...' if apart[2:] else ''}), "
+                "and chains that see all data share one set, as a part of the model: start from one setting, such as "
+                "start=map_posterior, use SGHMC, whose chains keep their own, or a network that keeps no statistics, with GroupNorm or "
+                "LayerNorm"
+            )
         if not start.given:
             stacked = within(target.model.prior, stacked, generator)
         position = tree.flatten(stacked, stacked=True)
@@ -236,8 +244,7 @@ def starts(target: Target, start: Start, chains: int, generator: torch.Generator
             raise ValueError(
                 f"start holds {found} settings of the weights for {chains} chains: give one for each, or chains={found}"
             )
-        which = torch.linspace(0, found - 1, chains).round().long()
-        return {name: leaf[which.to(leaf.device)].clone() for name, leaf in start.draws.items()}
+        return tree.select(start.draws, _evenly(found, chains))
     if start.given or chains == 1:
         return tree.repeat(start.params, chains)
     seeds = torch.randint(2**62, (chains - 1,), generator=generator, device=generator.device).tolist()
@@ -247,6 +254,16 @@ def starts(target: Target, start: Start, chains: int, generator: torch.Generator
         believed = concerned(start.params)
         others = [{**start.params, **target.model.prior.sample(believed, generator)} for _ in seeds]
     return tree.stack([start.params, *others])
+
+
+def own_buffers(start: Start, chains: int) -> Buffers:
+    """The buffers that the settings in `start` have for themselves, of those at which the chains begin, leaves [C, ...]."""
+    return tree.select(start.own, _evenly(tree.count(start.own), chains)) if start.own else {}
+
+
+def _evenly(found: int, chains: int) -> Tensor:
+    """Which of the settings that were found are for the chains, [C]."""
+    return torch.linspace(0, found - 1, chains).round().long()
 
 
 def supported(prior: Prior, params: Params) -> bool:

@@ -38,6 +38,7 @@ class Start(NamedTuple):
     unset: tuple[str, ...] = ()  # learned quantities beside the weights that nobody has given: they stand at a first guess
     given: bool = False  # whether the user named a start; otherwise it is the network as it stands
     draws: Params | None = None  # several settings, leaves [K, ...], for methods that begin at many
+    own: Buffers | None = None  # buffers that each of these has for itself, such as BatchNorm statistics, [K, ...]
 
 
 class Method(Protocol[State]):
@@ -420,9 +421,11 @@ def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool
     if start is None:
         return Start(params, buffers, tuple(name for name in params if ":" in name))
     if many and (several := _several(start, params)) is not None:
-        draws = tree.move(tree.clone(several), model.device)
-        one = {**{n: leaf for n, leaf in getattr(start, "buffers", {}).items() if n in buffers}, **tree.select(draws, 0)}
-        return _start(model, one, y)._replace(draws=_completed(draws, params))
+        draws, own = (tree.move(tree.clone(leaves), model.device) for leaves in several)
+        own = {name: leaf for name, leaf in own.items() if name in buffers}
+        shared = {name: leaf for name, leaf in getattr(start, "buffers", {}).items() if name in buffers}
+        one = {**shared, **tree.select(own, 0), **tree.select(draws, 0)}
+        return _start(model, one, y)._replace(draws=_completed(draws, params), own=own)
     given, given_buffers = (
         (start, {}) if isinstance(start, dict) else (getattr(start, "params", None), getattr(start, "buffers", {}))
     )
@@ -441,15 +444,18 @@ def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool
     )
 
 
-def _several(start: Params | Posterior, params: Params) -> Params | None:
-    """The settings of a start that holds many, leaves [K, ...]: draws of a posterior, modes of a mixture, or stacked weights."""
+def _several(start: Params | Posterior, params: Params) -> tuple[Params, Buffers] | None:
+    """The settings of a start that holds many, leaves [K, ...]: draws of a posterior, modes of a mixture, or stacked weights; and the
+    buffers that each has for itself."""
     if isinstance(start, dict):
         known = [name for name in start if name in params]
-        return start if known and all(start[name].shape[1:] == params[name].shape for name in known) else None
+        return (start, {}) if known and all(start[name].shape[1:] == params[name].shape for name in known) else None
     if isinstance(members := getattr(start, "members", None), tuple):
         points = [point for member in members if isinstance(point := getattr(member, "params", None), dict)]
-        return tree.stack(points) if len(points) == len(members) else None
-    return getattr(start, "params", None) if hasattr(start, "own_buffers") else None
+        if len(points) < len(members):
+            return None
+        return tree.stack(points), tree.stack([getattr(member, "buffers", {}) for member in members])
+    return (start.params, start.own_buffers) if hasattr(start, "own_buffers") else None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _completed(draws: Params, params: Params) -> Params:
