@@ -130,6 +130,16 @@ def test_an_energy_that_is_not_finite_is_a_counted_divergence(name, beyond):
     assert (weights.diff(dim=1) != 0).any(-1).any(1).all(), "chains go on"
 
 
+def test_a_proposal_out_of_the_support_of_the_prior_is_no_divergence():
+    """It is rejected, as it should be, and no smaller step is called for."""
+    model = Model(nn.Linear(1, 1, bias=False), Gaussian(scale=1.0), priors.LogUniform(bounds=(0.5, 2.0)))
+    method = Metropolis(1.0, tune=False, draws=50, burn_in=0, thin=2)
+    found = dubito.fit(model, method, (torch.ones(1, 1), torch.ones(1, 1)), start={"weight": torch.ones(1, 1)})
+    assert found.trace["acceptance"].min() == 0
+    assert found.trace["divergent"].sum() == 0
+    assert ((found.params["weight"].abs() > 0.5) & (found.params["weight"].abs() < 2.0)).all()
+
+
 @pytest.mark.parametrize("name", FIXED)
 def test_a_start_without_a_density_is_refused_in_words(name):
     model = Model(nn.Linear(2, 1, bias=False), Edge(scale=1.0))

@@ -69,7 +69,8 @@ class Metropolis(Chains):
         self.accept(state, after, accepted)
         if state.step < self.burn_in and self.tune:
             average(state.tuning, probability, self.target_acceptance)
-        lost = ~(value.log_likelihood + value.log_prior).isfinite()
+        # a step out of the prior's support is a proposal like others, and rightly rejected
+        lost = ~(value.log_likelihood + value.log_prior).isfinite() & ~value.log_prior.isneginf()
         return {"acceptance": probability, "accepted": accepted.double(), "divergent": lost.double(), "step_size": step}
 
     def _proposed(self, state: ChainState, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
