@@ -448,6 +448,29 @@ def test_remarks():
     assert alone.verdict.startswith("The chain looks sound")
 
 
+def test_weights_on_their_way_are_no_draws():
+    model = dubito.Model(torch.nn.Linear(1, 1), Gaussian(scale=0.5))
+    for method in (dubito.HMC(draws=5, burn_in=20, chains=2), dubito.SGLD(draws=5, burn_in=20)):
+        found = dubito.fit(model, method, (X, X), callbacks=[lambda event: event.step == 3]).summary(X)
+        assert found.trusted is False
+        assert found.verdict.startswith("Do not trust these draws: the run was stopped in its burn-in")
+
+
+def test_advice_is_in_the_words_of_the_sampler():
+    model = dubito.Model(torch.nn.Linear(1, 1), Gaussian(scale=0.5))
+    found = dubito.fit(model, dubito.SGLD(draws=6, burn_in=2), (X, X)).summary(X)
+    assert "Halve learning_rate and compare" in " ".join(found.remarks)
+    assert "step_size" not in found.verdict + " ".join(found.remarks)
+
+
+def test_draws_out_of_the_support_of_the_prior_are_not_trusted():
+    trace = {"log_likelihood": torch.zeros(1200), "log_prior": torch.randn(1200)}
+    trace["log_prior"][7] = -math.inf
+    found = chains_of(trace=trace).summary(X)
+    assert found.trusted is False
+    assert "some draws have no density" in found.verdict
+
+
 def test_weights_that_break_or_stand_still():
     posterior = chains_of()
     posterior.params["0.weight"][5] = math.nan

@@ -412,7 +412,9 @@ def _described(method: Method) -> str:
 def _about(model: Model, method: Method) -> dict:
     """What draws on disk must say of themselves, so that they can be read without the run that made them."""
     adjusted = getattr(method, "adjusted", getattr(method, "exact", None))
-    sampler = {"method": type(method).__name__, **({} if adjusted is None else {"adjusted": bool(adjusted)})}
+    sampler: dict[str, Any] = {"method": type(method).__name__}
+    sampler |= {} if adjusted is None else {"adjusted": bool(adjusted)}
+    sampler |= {"learning_rate": method.rate} if hasattr(method, "rate") else {}  # pyright: ignore[reportAttributeAccessIssue]
     return {"likelihood": store.described(model.likelihood), "only": model.only, "sampler": sampler}
 
 

@@ -119,6 +119,8 @@ class Summary:
     energy_error: tuple[float, ...] = ()  # its variance for each dimension
     divergences: int | None = None
     gradients: float | None = None  # evaluations, over all chains
+    burnt_in: bool = True  # otherwise there is no draw yet, and what stands here are the weights on their way
+    step: str = field(default="step_size", repr=False)  # what the sampler calls it
     limit: int = field(default=ENOUGH, repr=False)
 
     @property
@@ -137,21 +139,27 @@ class Summary:
     def problems(self) -> tuple[tuple[str, str], ...]:
         """What is wrong with the draws, and what to do about it."""
         found, what = [], "predictions" if self.predictions is not None else "weights"
+        if not self.burnt_in:
+            return (("the run was stopped in its burn-in, and these are the weights as they stood", "let it run to its end"),)
         broken = self.weights.broken + (self.predictions.broken if self.predictions is not None else 0)
         if broken:
-            found.append((f"{_count(broken, 'quantity', 'quantities')} became infinite or NaN", "lower step_size"))
+            found.append((f"{_count(broken, 'quantity', 'quantities')} became infinite or NaN", f"lower {self.step}"))
+        elif self.log_joint is not None and self.log_joint.broken:
+            found.append(
+                ("some draws have no density", "start within the support of the prior, and use a sampler with an accept step")
+            )
         total = self.chains * self.draws
         if self.divergences and self.divergences > DIVERGENT * total:
-            found.append((f"{self.divergences} divergences in {total} draws", "lower step_size"))
+            found.append((f"{self.divergences} divergences in {total} draws", f"lower {self.step}"))
         stuck = [i for i, rate in enumerate(self.acceptance) if rate < STUCK]
         if stuck and self.adjusted is not False:
             rate = f"{100 * min(self.acceptance):.1f} % of {'its' if len(stuck) == 1 else 'their'} proposals"
             which = f"chain {stuck[0] + 1} accepts" if len(stuck) == 1 else f"{len(stuck)} chains accept as little as"
-            found.append((f"{which} {rate}", "lower step_size"))
+            found.append((f"{which} {rate}", f"lower {self.step}"))
         if self.draws < 4:
             found.append((f"{_count(self.draws, 'draw', 'draws')} of a chain cannot be judged", "raise draws"))
         elif not len(self.spread) or math.isnan(self.spread.worst):
-            found.append((f"none of the {what} ever changes", "lower step_size"))
+            found.append((f"none of the {what} ever changes", f"lower {self.step}"))
         elif self.spread.worst > BAD and self.predictions is not None:
             who = "the chains disagree" if self.chains > 1 else "the chain drifts"
             share = f"{100 * (1 - self.spread.agree):.0f} % of them above {GOOD}"
@@ -212,10 +220,10 @@ class Summary:
         if self.adjusted is False:
             said.append(
                 "No accept step was used: the draws have a bias that grows with the step size and that nothing here shows. "
-                "Halve step_size and compare the predictions."
+                f"Halve {self.step} and compare the predictions."
             )
         if self.divergences and self.divergences <= DIVERGENT * self.chains * self.draws:
-            said.append(f"{_count(self.divergences, 'divergence', 'divergences')}: a smaller step_size would be safer.")
+            said.append(f"{_count(self.divergences, 'divergence', 'divergences')}: a smaller {self.step} would be safer.")
         if self.bfmi and min(self.bfmi) < SLOW:
             said.append(
                 f"The BFMI is {min(self.bfmi):.2f}, below {SLOW}: the energy changes slowly, and the tails are explored slowly. "
@@ -333,6 +341,8 @@ def summarize(
         energy_error=() if errors is None else tuple(energy_error_per_dimension(errors, size).tolist()),
         divergences=None if divergences is None else round(divergences),
         gradients=total("gradients"),
+        burnt_in=bool(sampler.get("burnt_in", True)),
+        step="learning_rate" if "learning_rate" in sampler else "step_size",
     )
 
 
