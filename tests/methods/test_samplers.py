@@ -58,6 +58,22 @@ def test_chains_from_anywhere_have_the_exact_moments(name, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.3, 3.0])
+def test_ula_finds_a_step_at_which_its_bias_is_small(temperature):
+    """From weights initialised anew; at the step of 1e-3 that it had, it would hardly have moved."""
+    known, method = MILD, ULA(chains=256, draws=12, burn_in=40, thin=5)
+    found = dubito.fit(known.model, method, (known.x, known.y), temperature=temperature)
+    away = (by_chain(found) - known.mean) @ torch.linalg.inv(torch.linalg.cholesky(temperature * known.covariance)).mT
+    assert float(away.mean((0, 1)).abs().max()) < 0.05
+    ratio = away.square().mean((0, 1))
+    assert float(ratio.min()) > 0.95, "too wide rather than too narrow"
+    assert float(ratio.max()) < 1.3
+    assert float(found.trace["acceptance"].mean()) == pytest.approx(0.95, abs=0.04)
+    assert found.sampler["adjusted"] is False
+    later = found.trace["step_size"].view(256, -1)
+    assert (later == later[:, :1]).all(), "it stays after the burn-in"
+
+
+@pytest.mark.parametrize("temperature", [0.3, 3.0])
 def test_mclmc_is_right_up_to_its_bias(temperature):
     """Its step is such that the bias is a few percent of a standard deviation at most, which the tolerance leaves room for."""
     method = MCLMC(units="posterior", chains=64, draws=60, burn_in=60, thin=10, path_length=2.0)
