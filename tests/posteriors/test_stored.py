@@ -154,6 +154,15 @@ def test_its_summary_is_that_of_samples(pair):
     assert few.energy_error == a.energy_error != ()
 
 
+def test_it_goes_to_arviz_as_samples_do(pair, monkeypatch):
+    monkeypatch.setattr("dubito.posteriors.samples.to_arviz", lambda params, **others: (params, others))
+    samples, stored = pair
+    (a, more), (b, others) = (posterior.to_arviz(torch.ones(2, 4)) for posterior in pair)
+    assert all(torch.equal(a[name], b[name]) for name in samples.params)
+    assert more["chains"] == others["chains"] == stored.chains
+    assert torch.equal(more["predictions"], others["predictions"])
+
+
 def test_draws_without_a_chain_axis_are_one_chain(tmp_path):
     model = build()
     drawn(model, tmp_path, chains=None)

@@ -218,6 +218,10 @@ class Stored(Posterior):
             found = replace(found, energy_error=tuple(energy_error_per_dimension(errors, size).tolist()))
         return found
 
+    def to_arviz(self, x: Any = None) -> Any:
+        """As `Samples.to_arviz`, which reads all draws into memory: ArviZ wants them there."""
+        return self.load().to_arviz(x)
+
     @staticmethod
     def _is_weight(name: str) -> bool:
         return not name.startswith((TRACE, BUFFER))
