@@ -238,6 +238,21 @@ def test_chains_start_where_they_are_told_to():
     assert torch.allclose(found.params["0.weight"], ensemble.params["0.weight"], atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"preconditioner": "rmsprop"}, {"decay": 0.3}], ids=str)
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_a_run_can_grow_to_what_a_longer_one_would_have_been(kind, options, tmp_path):
+    model, method = Model(network(norm=True), Gaussian()), kind(burn_in=2, draws=4, thin=2, chains=2, **options)
+    whole = dubito.fit(model, method, data(), batch_size=16, checkpoint=tmp_path / "whole")
+    for draws in (1, 4):
+        grown = dubito.fit(model, replace(method, draws=draws), data(), batch_size=16, checkpoint=tmp_path / "grown", resume=True)
+    for name, leaf in {**whole.params, **whole.own_buffers, **whole.trace}.items():
+        assert torch.equal(leaf, {**grown.params, **grown.own_buffers, **grown.trace}[name]), name
+    cyclical = kind(burn_in=2, draws=2, cycles=2)
+    dubito.fit(model, cyclical, data(), checkpoint=tmp_path / "cycles")
+    with pytest.raises(ValueError, match="belongs to another run; different: method"):
+        dubito.fit(model, replace(cyclical, draws=4), data(), checkpoint=tmp_path / "cycles", resume=True)
+
+
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_chains_start_with_the_statistics_of_the_members_they_start_at(vectorize):
     model, mean = Model(network(norm=True), Gaussian(scale=0.5)), "1.running_mean"

@@ -171,7 +171,7 @@ def fit(
                 "seed": seed,
                 "accumulate": accumulate,
                 "store_dtype": store_dtype,
-                **({} if hasattr(method, "may_grow") else {"steps": steps}),
+                **({} if getattr(method, "may_grow", None) else {"steps": steps}),
             }
         draws = store.Draws(
             keeper.folder,

@@ -161,6 +161,11 @@ class Langevin(ABC):
         return "batches"
 
     @property
+    def may_grow(self) -> str | None:
+        """A run that has ended can go on with more draws, unless its cycles are laid out over all of them."""
+        return None if self.cycles else "draws"
+
+    @property
     def rate(self) -> float:
         """The learning rate, or its default: of a loss with a noise of 1, or with RMSprop in units of the weights, as Adam's is."""
         return self.rates[self.preconditioner] if self.learning_rate is None else self.learning_rate
