@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dubito
 from dubito import Categorical, Ensemble, Gaussian, Model
@@ -251,6 +252,16 @@ def test_a_run_can_grow_to_what_a_longer_one_would_have_been(kind, options, tmp_
     dubito.fit(model, cyclical, data(), checkpoint=tmp_path / "cycles")
     with pytest.raises(ValueError, match="belongs to another run; different: method"):
         dubito.fit(model, replace(cyclical, draws=4), data(), checkpoint=tmp_path / "cycles", resume=True)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(SGLD, 0.02), (SGHMC, 0.002)])
+def test_what_is_left_over_at_the_end_of_a_pass_counts_for_what_it_is(kind, rate):
+    """Of 65 examples in batches of 64, the last one alone must not stand for all: their variance would be more than twice too large."""
+    levels, method = Levels(65), kind(learning_rate=rate, burn_in=150, draws=300)
+    loader = DataLoader(TensorDataset(*levels.data), batch_size=64, shuffle=True)
+    found = dubito.fit(levels.model, method, loader, start=levels.start())
+    ratio = (found.params["level"] - levels.mean).square().mean() * levels.precision
+    assert float(ratio) == pytest.approx(1.0, abs=0.15)
 
 
 @pytest.mark.parametrize("vectorize", [True, False])

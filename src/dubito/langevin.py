@@ -55,8 +55,10 @@ class LangevinState:
     together: bool  # all chains in one batched pass
     first: Buffers  # as they were at the start, to tell those that move
     moving: list[str] | None  # names of the buffers that do, known at the first draw
-    scores: Tensor  # log likelihoods of this pass over the data, summed over its steps, [chains]
+    scores: Tensor  # log likelihoods of this pass over the data, summed over its examples, [chains]
     trace: dict[str, Tensor]  # noted at the last draw, [chains] each
+    seen: int = 0  # examples in this pass over the data
+    whole: int = 0  # and in the one before
 
 
 class Move(NamedTuple):
@@ -232,8 +234,12 @@ class Langevin(ABC):
         adapts = self.preconditioner != "none" and self._place(state.step, state.period) < self.burn_in * state.period
         state.adapted += adapts
         data = list(data)
+        size = sum(target._size(batch) for batch in data)
+        if state.step % state.period == 0:
+            state.scores.zero_()
+            state.seen, state.whole = 0, state.seen
         scores = []
-        for own, part in self._parts(target, state):
+        for own, part in self._parts(self._shared(target, state, size), state):
             evaluation = own.gradient(part.params, data, part.buffers, train=True, factor=self.factor(h))
             if adapts:
                 self._adapt(target, part, evaluation.gradient, target.temperature / target.n_data / self.factor(h))
@@ -247,10 +253,8 @@ class Langevin(ABC):
                     part.buffers[name].copy_(leaf)
             scores.append(evaluation.log_likelihood)
         score = scores[0].reshape(-1) if len(scores) == 1 else torch.stack(scores)  # [chains]
-        if state.step % state.period == 0:
-            state.scores.zero_()
-        state.scores += score
-        state.step += 1
+        state.scores += score * size
+        state.seen, state.step = state.seen + size, state.step + 1
         if self._due(state):
             self._note(target, state, h)
         return state, {"log_likelihood": score}
@@ -304,6 +308,17 @@ class Langevin(ABC):
             return False
         since = self._place(state.step - 1, state.period) + 1 - self.burn_in * state.period
         return since > 0 and since % (self.thin * state.period) == 0
+
+    @staticmethod
+    def _shared(target: Target, state: LangevinState, size: int) -> Target:
+        """The target for a step on `size` examples: each stands for as many others as in all other steps of the pass.
+
+        Taken on its own, a batch that is left over at the end of a pass would be scaled to all data like the others: a single example
+        counts N times then, and its noise is what the draws would show.
+        """
+        if not state.whole or state.whole == size * state.period:  # in the first pass nobody knows how many there will be
+            return target
+        return replace(target, n_data=max(1, round(target.n_data * size * state.period / state.whole)))
 
     # ---- chains
 
@@ -362,7 +377,7 @@ class Langevin(ABC):
             }
             state.moving = [name for name in same if not same[name]]
         priors = [target.log_prior(tree.select(state.params, i)) for i in range(self.chains)]
-        state.trace["log_likelihood"].copy_(state.scores * (target.n_data / state.period))
+        state.trace["log_likelihood"].copy_(state.scores * (target.n_data / state.seen))
         state.trace["log_prior"].copy_(torch.stack(priors))
         state.trace["step_size"].fill_(h)
 
