@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Gamma
+from torch.distributions import Gamma, LogNormal, Weibull
 from torch.utils.data import DataLoader, TensorDataset
 
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Model, density, tree
@@ -386,3 +386,16 @@ def test_the_network_is_left_as_it_was():
     assert all(torch.equal(leaf, state[name]) for name, leaf in net.state_dict().items())
     assert net.training
     assert all(p.grad is None and p.requires_grad for p in net.parameters())
+
+
+@pytest.mark.parametrize("kind", [Gamma, LogNormal, Weibull])
+def test_a_noise_that_is_no_number_is_no_error(kind):
+    """A trajectory may end there, and a sampler counts a divergence. Priors that are made of others check their arguments too."""
+    model = Model(nn.Linear(1, 1, bias=False), Gaussian(prior=kind(1.0, 1.0)))
+    x = torch.ones(3, 1)
+    found = Density(Target(model, 3), [(x, x)], model.parameters(), model.buffers())
+    value = found(torch.tensor([[0.5, torch.nan], [0.5, 0.0]]))
+    assert value.log_prior[0].isnan()
+    assert value.log_prior[1].isfinite()
+    with pytest.raises(ValueError, match="support"):
+        model.likelihood.prior.log_prob(torch.tensor(torch.nan))  # the user's distribution checks as before

@@ -486,18 +486,26 @@ def _clean(module: GraphModule) -> int:
 def _unchecked(likelihood: Any) -> Iterator[None]:
     """The prior of a learned noise without torch's checks: they cannot be traced, and a NaN is to be a divergence, not an error."""
     prior = getattr(likelihood, "prior", None)
-    if not isinstance(prior, Distribution):
-        yield
-        return
-    before = vars(prior).get("_validate_args")
-    prior._validate_args = False
+    parts = list(_nested(prior)) if isinstance(prior, Distribution) else []
+    before = [vars(part).get("_validate_args") for part in parts]
+    for part in parts:
+        part._validate_args = False
     try:
         yield
     finally:
-        if before is None:
-            del prior._validate_args
-        else:
-            prior._validate_args = before
+        for part, checks in zip(parts, before, strict=True):
+            if checks is None:
+                del part._validate_args
+            else:
+                part._validate_args = checks
+
+
+def _nested(distribution: Distribution) -> Iterator[Distribution]:
+    """A distribution and those it is made of: a log-normal one is a normal one, transformed, which checks for itself."""
+    yield distribution
+    for part in vars(distribution).values():
+        if isinstance(part, Distribution):
+            yield from _nested(part)
 
 
 class _same_order:
