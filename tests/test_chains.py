@@ -84,6 +84,19 @@ def test_energies_are_those_of_the_hamiltonian_at_the_draw(name):
     assert float(moving.mean()) == pytest.approx(1.5, abs=SIGMAS * math.sqrt(1.5 / n))
 
 
+@pytest.mark.parametrize("name", ["hmc", "nuts"])
+def test_what_gibbs_moves_draw_has_no_share_in_the_energy(name):
+    """Of four weights and their four scales, the weights alone move: otherwise the BFMI would be that of noise nobody uses."""
+    n, prior = 2000, priors.Hierarchical(priors.InverseGamma(3.0, 2.0), groups="weight")
+    model = Model(nn.Linear(4, 1, bias=False).double(), Gaussian(scale=1.0), prior)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [prior.sample(model.parameters(), generator) for _ in range(n)]  # the data say nothing
+    method = several({"hmc": HMC(0.5, path_length=1.0), "nuts": NUTS(0.5)}[name], n, 1)
+    found = dubito.fit(model, method, (torch.zeros(1, 4).double(), torch.zeros(1, 1).double()), start=tree.stack(drawn))
+    moving = found.trace["energy"] + found.trace["log_likelihood"] + found.trace["log_prior"]
+    assert float(moving.mean()) == pytest.approx(2.0, abs=SIGMAS * float(moving.std()) / math.sqrt(n))
+
+
 @pytest.mark.parametrize(
     "method",
     [

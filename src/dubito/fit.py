@@ -304,8 +304,8 @@ def _finite(info: Info, step: int) -> None:
     value = info.get("log_likelihood")
     if isinstance(value, Tensor) and not torch.isfinite(value).all():
         raise FloatingPointError(
-            f"the log likelihood is not finite after step {step}: the steps are probably too large (lower learning_rate, or set clip), "
-            "or the data hold NaN"
+            f"the log likelihood is not finite after step {step}: the steps are probably too large (lower learning_rate, "
+            "or set clip or preconditioner where the method has them), or the data hold NaN"
         )
 
 

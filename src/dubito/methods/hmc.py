@@ -79,7 +79,8 @@ class HMC(Chains):
         # one number for all chains, which run side by side and would wait for the longest
         dice = float(torch.rand((), dtype=torch.float64, device=step.device, generator=generator))
         count = (self.path_length * (1 + self.jitter * (2 * dice - 1)) / step).ceil().clamp(1, self.max_steps).int()
-        velocity = torch.empty_like(state.position).normal_(generator=generator)
+        # what a Gibbs move draws has no unit of length: it does not move here, and has no share in the energy
+        velocity = torch.empty_like(state.position).normal_(generator=generator) * (state.scale > 0)
         before = self.here(state, velocity)
         after = leapfrog(density, before, step=step, count=count, scale=state.scale)
         noted = self.judge(density, state, before, after, generator)
