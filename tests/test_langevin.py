@@ -19,7 +19,7 @@ from dubito.methods.sghmc import SGHMC
 from dubito.methods.sgld import SGLD
 from dubito.model import Target
 from dubito.posteriors import Samples
-from dubito.priors import Normal
+from dubito.priors import LogUniform, Normal
 from methods.gaussians import Levels
 
 
@@ -262,6 +262,16 @@ def test_what_is_left_over_at_the_end_of_a_pass_counts_for_what_it_is(kind, rate
     found = dubito.fit(levels.model, method, loader, start=levels.start())
     ratio = (found.params["level"] - levels.mean).square().mean() * levels.precision
     assert float(ratio) == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_chains_start_where_the_prior_has_a_density(kind):
+    model = Model(network(), Gaussian(scale=0.5), LogUniform(bounds=(1e-3, 3.0)))
+    with torch.no_grad():
+        model.network[0].weight[0, 0] = 5.0
+    found = dubito.fit(model, kind(learning_rate=1e-9, burn_in=0, draws=1, chains=2), data())
+    assert found.trace["log_prior"].isfinite().all()
+    assert torch.allclose(found.params["2.weight"][0], model.network[2].weight, atol=1e-4), "the others stay"
 
 
 @pytest.mark.parametrize("vectorize", [True, False])

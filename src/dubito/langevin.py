@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito import store, tree
-from dubito.chains import BUFFER, TRACE, own_buffers, samples, starts
+from dubito.chains import BUFFER, TRACE, own_buffers, samples, starts, within
 from dubito.fit import Info, Start
 from dubito.likelihoods import own as learned
 from dubito.model import Model, Target
@@ -200,6 +200,8 @@ class Langevin(ABC):
                 'fit(precision="bfloat16") to run it in half precision'
             )
         params, (shared, moving) = starts(target, start, self.chains, generator), _apart(target.model, start.buffers)
+        if not start.given:
+            params = within(target.model.prior, params, generator)
         own = {name: leaf for name, leaf in own_buffers(start, self.chains).items() if name in moving}
         buffers = {**shared, **tree.repeat(moving, self.chains), **own}
         preconditioned, noise = self.preconditioner != "none", self._noise(target.model, params)
