@@ -476,3 +476,14 @@ def test_parts_of_the_fisher_information_without_all_of_it(likelihood):
     whole = likelihood.fisher(f, {})
     torch.testing.assert_close(likelihood.fisher_diagonal(f, {}), whole.diagonal(dim1=-2, dim2=-1))
     torch.testing.assert_close(likelihood.fisher_sum(f, {}), whole.sum((0, 1)))
+
+
+def test_the_least_noise_of_all_outputs():
+    learned = torch.tensor([[0.5, 0.2], [0.3, 0.4]]).log()
+    assert Gaussian(scale=(0.2, 0.5)).least_noise({}) == 0.2
+    assert torch.allclose(Gaussian(outputs=2).least_noise({"likelihood:log_scale": learned}), torch.tensor([0.2, 0.3]))
+    assert Categorical().least_noise({}) == 1.0
+    tasks = MultiTask({"a": (Gaussian(), 1), "b": (Categorical(), 3), "c": (Gaussian(scale=0.25), 1)})
+    assert torch.allclose(tasks.least_noise({"likelihood:a.log_scale": learned[:, :1]}), torch.tensor([0.25, 0.25]))
+    assert torch.allclose(tasks.least_noise({"likelihood:a.log_scale": learned[:, 1:]}), torch.tensor([0.2, 0.25]))
+    assert MultiTask({"b": (Categorical(), 3), "c": (Gaussian(scale=0.25), 1)}).least_noise({}) == 0.25
