@@ -63,6 +63,7 @@ SINGLE = {  # the density of one weight
 }
 GENERAL = {
     **{name: prior for name, (prior, _) in SINGLE.items() if name not in ("log-uniform", "relaxed")},
+    "centred": Centred({"0.weight": WEIGHTS["0.weight"]}, Laplace(0.7)),
     "share": SpikeAndSlab((2.0, 5.0), spike=0.2),
     "matrix": ByName({"0.weight": MatrixNormal(torch.eye(4) + 0.5, columns=torch.eye(3) + 1.0), "": Normal()}),
     "convolution": ConvCorrelated(0.7, length=1.5),
