@@ -84,7 +84,9 @@ def canonical(func: Callable) -> str:
             name = ("r" if name[0] == "r" and name[1:] in ("sub", "truediv", "matmul", "pow") else "") + name[1:]
         return {"truediv": "div", "rtruediv": "rdiv"}.get(name, name)
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    return {"log_sigmoid": "logsigmoid", "_threshold": "threshold"}.get(name, name)  # which torch calls otherwise than they are called
+    return {"log_sigmoid": "logsigmoid", "_threshold": "threshold"}.get(
+        name, name
+    )  # which torch calls otherwise than they are called
 
 
 class Recorder(TorchFunctionMode):
