@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import mean_and_error, show, write
+from measure import earlier, mean_and_error, show, write
 from networks import mlp
 
 import dubito
@@ -47,26 +47,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=400)
-    parser.add_argument("--sets", nargs="+", default=list(SETS))
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--resume", action="store_true", help="keep what the result file has of other sets and methods")
     options, began = parser.parse_args(), time.time()
-    figures: dict[str, Any] = {}
-    headline: dict[str, list[Any]] = {}
-    rows: list[list[object]] = []
+    cases = [f"{name}, {label}" for name in options.sets for label in options.methods]
+    kept, commands = earlier("variational_uci", cases) if options.resume else ({}, {})
+    figures: dict[str, Any] = dict(kept)
     for name in options.sets:
-        for label, make in METHODS.items():
-            found = [evaluate(make(options.epochs), name, index) for index in range(options.splits)]
+        for label in options.methods:
+            found = [evaluate(METHODS[label](options.epochs), name, index) for index in range(options.splits)]
             error, score = (mean_and_error(list(column)) for column in zip(*found, strict=True))
             figures[f"{name}, {label}"] = {"rmse": error, "log likelihood": score, "splits": found}
-            rows.append([name, label, f"{error[0]:.3f} ± {error[1]:.3f}", f"{score[0]:.3f} ± {score[1]:.3f}"])
-            beside = f"published log likelihood {MATRIX[name]}" if label == "matrix normal" else ""
-            headline[f"{name}, {options.splits} splits, {label}: RMSE; log likelihood"] = [
-                f"{rows[-1][2]}; {rows[-1][3]}",
-                beside,
-            ]
-            print(*rows[-1], flush=True)
-    show(f"UCI regression, {options.splits} splits", ["set", "method", "RMSE", "log likelihood"], rows)
-    settings = {"epochs": options.epochs, "batch": BATCH, "network": "one hidden layer of 50 ReLU", "draws": DRAWS}
+            print(f"{name}, {label}: {words(figures[f'{name}, {label}'])}", flush=True)
+    figures = {case: figures[case] for name in SETS for label in METHODS if (case := f"{name}, {label}") in figures}
+    headline = {
+        f"{case}, {len(one['splits'])} splits: RMSE; log likelihood": [
+            words(one),
+            f"published log likelihood {MATRIX[case.split(',')[0]]}" if case.endswith("matrix normal") else "",
+        ]
+        for case, one in figures.items()
+    }
+    show("UCI regression", ["case", "RMSE; log likelihood"], [[case, words(one)] for case, one in figures.items()])
+    settings = {
+        "epochs": options.epochs, "batch": BATCH, "network": "one hidden layer of 50 ReLU", "draws": DRAWS, "earlier": commands,
+    }  # fmt: skip
     write("variational_uci", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
+
+
+def words(one: dict[str, Any]) -> str:
+    return "; ".join(f"{mean:.3f} ± {error:.3f}" for mean, error in (one["rmse"], one["log likelihood"]))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,15 @@ def test_a_network_that_looks_at_values_goes_the_ordinary_way():
     same(Model(Looks(4, 3).cuda(), Categorical()), batches)
 
 
+@pytest.mark.gpu
+def test_a_recording_is_of_one_number_of_data():
+    model, batches = problem("cuda")
+    params, recorded = model.parameters(), Recorded(model, 100)
+    for n in (100, 50, 100):
+        found = dataclasses.replace(recorded, n_data=n).gradient(params, batches[:1], {})
+        torch.testing.assert_close(found.gradient, Target(model, n).gradient(params, batches[:1], {}).gradient)
+
+
 # ---- whole steps
 
 

@@ -24,7 +24,8 @@ KEPT = 4  # recordings; the one that was not played for longest goes first
 
 @dataclass(frozen=True)
 class Recorded(Target):
-    """A target that records its gradient as a CUDA graph, once for every place the weights are at and every shape of a batch.
+    """A target that records its gradient as a CUDA graph, once for every place the weights are at, every shape of a batch, and every
+    number of data that it may stand for.
 
     The weights must be changed in place, as samplers on mini-batches do. A gradient is overwritten by the next; until then it is the
     caller's. Networks with buffers, several batches to accumulate and all that is not on a GPU go the ordinary way.
@@ -45,7 +46,7 @@ class Recorded(Target):
         if self.model.device.type != "cuda" or buffers or len(data) != 1 or self.weights is not None:
             return super().gradient(params, data, buffers, train=train, factor=factor)
         places = tuple((leaf.data_ptr(), *leaf.shape) for leaf in params.values())
-        key = (places, *((tuple(leaf.shape), leaf.dtype) for leaf in tree.leaves(data[0])), train)
+        key = (places, *((tuple(leaf.shape), leaf.dtype) for leaf in tree.leaves(data[0])), train, self.n_data, self.temperature)
         if key not in self.recordings:
             try:
                 self.recordings[key] = self._record(params, data[0], train)
