@@ -215,7 +215,13 @@ def reached(runs: list[dict[str, Any]], goal: float) -> str:
 
 
 def report(
-    runs: dict[str, dict[str, list]], costs: dict[str, Any], args: argparse.Namespace, began: float, *, last: bool
+    runs: dict[str, dict[str, list]],
+    costs: dict[str, Any],
+    commands: dict[str, Any],
+    args: argparse.Namespace,
+    began: float,
+    *,
+    last: bool,
 ) -> None:
     headline: dict[str, list[Any]] = {}
     rows: list[list[object]] = []
@@ -234,12 +240,26 @@ def report(
         except ImportError:  # rich is not everywhere
             for row in rows:
                 print(" | ".join(map(str, row)))
-    settings = {key: value for key, value in vars(args).items() if key not in ("until", "run", "picture")}
+    hidden = ("until", "run", "picture")
+    settings = {key: value for key, value in vars(args).items() if key not in hidden} | {"earlier": commands}
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
     write(
         "active_mnist", settings=settings, figures={"runs": runs, "cost": costs}, headline=headline, seconds=time.time() - began
     )
+
+
+def kept(runs: dict[str, dict[str, list]]) -> tuple[dict[str, dict[str, list]], dict[str, Any], dict[str, Any]]:
+    """What the result file has of other arms beside `runs`, in the order of ARMS; its costs; and how each of them was made."""
+    content = json.loads((RESULTS / "active_mnist.json").read_text())
+    now = {key: content[key] for key in ("date", "command", "machine", "versions")}
+    before, known = content["figures"]["runs"], content["settings"].get("earlier", {})
+    every = {
+        case: {arm: runs.get(case, {}).get(arm, before.get(case, {}).get(arm)) for arm in arms} for case, arms in ARMS.items()
+    }
+    every = {case: {arm: found for arm, found in arms.items() if found is not None} for case, arms in every.items()}
+    others = [f"{case}, {arm}" for case, arms in every.items() for arm in arms if arm not in runs.get(case, {})]
+    return every, content["figures"]["cost"], {name: known.get(name, now) for name in others}
 
 
 def draw(path: str) -> None:
@@ -292,6 +312,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="images at a time; 500, on a GPU 4000")
     parser.add_argument("--tuning", action="store_true", help="judge by training images outside the pool, to choose settings")
     parser.add_argument("--no-cost", action="store_true", help="leave out the cost of scoring")
+    parser.add_argument("--resume", action="store_true", help="keep what the result file has of other arms")
     parser.add_argument("--picture", help="where to draw the curves")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
@@ -308,20 +329,20 @@ def main() -> None:
     runs: dict[str, dict[str, list]] = {
         case: {arm: [] for arm in ARMS[case] if chosen is None or arm in chosen} for case in args.cases.split(",")
     }
+    wanted = [(case, arm, seed) for seed in range(args.seeds) for case, arms in runs.items() for arm in arms]
     costs: dict[str, Any] = {} if args.no_cost else cost(args)  # before the others take the device
+    commands: dict[str, Any] = {}
+    if args.resume:
+        runs, before, commands = kept(runs)
+        costs = costs or before
     with ThreadPoolExecutor(args.jobs) as threads:
-        waiting = {
-            threads.submit(alone, case, arm, seed, args): (case, arm)
-            for seed in range(args.seeds)
-            for case, arms in runs.items()
-            for arm in arms
-        }
+        waiting = {threads.submit(alone, case, arm, seed, args): (case, arm) for case, arm, seed in wanted}
         for one in as_completed(waiting):
             if (found := one.result()) is not None:
                 case, arm = waiting[one]
                 runs[case][arm].append(found)
-                report(runs, costs, args, began, last=False)
-    report(runs, costs, args, began, last=True)
+                report(runs, costs, commands, args, began, last=False)
+    report(runs, costs, commands, args, began, last=True)
 
 
 if __name__ == "__main__":
