@@ -93,12 +93,7 @@ def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Desc
         method = Variational(init_scale=args.init_scale, estimator="weights", **descent)
         return mlp(784, width, width, 10), ScaleMixture(0.5, scales=(1.0, math.exp(-6))), method, args.batch
     if case == "vmg":
-        return (
-            mlp(784, 150, 150, 150, 10),
-            Normal.fan_in(mlp(784, 150, 150, 150, 10)),
-            Variational(MatrixNormal(50), **descent),
-            args.batch,
-        )
+        return mlp(784, 150, 150, 150, 10), Normal(scale=1.0), Variational(MatrixNormal(50), **descent), args.batch
     network = lenet5() if case.startswith("lenet5") else mlp(784, 300, 100, 10)
     kind = case.split("-")[1]
     if kind == "sparse":
