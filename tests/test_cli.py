@@ -219,6 +219,31 @@ def test_the_order_of_columns_and_further_ones_do_not_matter(ok, fitted, tables,
     assert ok("predict", fitted, tmp_path / "new.csv") == ok("predict", fitted, tables / "iris.csv")
 
 
+def test_text_and_missing_cells(ok, refused, tmp_path):
+    lines = [f"{'' if i % 5 == 0 else i % 7},{('Oslo', 'Rome', 'NA')[i % 3]},{1e5 * (i % 3)}" for i in range(60)]
+    (tmp_path / "train.csv").write_text("\n".join(["size,city,price", *lines]))
+    out = ok(
+        "fit",
+        "map",
+        tmp_path / "train.csv",
+        "--target",
+        "price",
+        "--kind",
+        "regression",
+        "--out",
+        tmp_path / "f",
+        "--epochs",
+        "200",
+        *QUICK,
+    )
+    assert "5 inputs\nof text and of what is missing: size=?, city=Oslo, city=Rome, city=?\n" in out
+    (tmp_path / "new.csv").write_text("city,size\nOslo,\nRome,3\n,3\n")
+    means = column(rows(ok("predict", tmp_path / "f", tmp_path / "new.csv")), "mean")
+    assert means == pytest.approx([0, 1e5, 2e5], abs=2e4)
+    (tmp_path / "far.csv").write_text("city,size\nParis,3\n")
+    assert "'Paris' is not one of the known texts, Oslo, Rome" in refused("predict", tmp_path / "f", tmp_path / "far.csv")
+
+
 def test_kind_can_be_overridden(ok, tables, tmp_path):
     out = ok("fit", "map", tables / "wine.csv", "--target", "cultivar", "--out", tmp_path / "a", "--epochs", 1)
     assert "cultivar: classification of 3 classes (whole numbers, 3 different ones;" in out

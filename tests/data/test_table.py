@@ -56,6 +56,33 @@ def test_csv_without_a_target(csv):
     assert t.x.tolist() == [[2, 1]]
 
 
+def test_csv_with_text_and_missing_cells(csv):
+    t = table(csv("age,city,owner,y\n30,Rome,yes,1\n,Oslo,no,2\n50,NA,yes,3\n40,Rome,yes,4\n"))
+    assert t.features == ("age", "age=?", "city=Oslo", "city=Rome", "city=?", "owner=no", "owner=yes")
+    assert t.fill == {"age": 40.0}
+    assert t.x[:, :2].tolist() == [[30, 0], [40, 1], [50, 0], [40, 0]]
+    assert t.x[:, 2:5].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert t.x[:, 5:].tolist() == [[0, 1], [1, 0], [0, 1], [0, 1]]
+
+    # Another file is read as the first was, whatever it lacks.
+    other = table(csv("city,age,owner\nOslo,?,no\n,80,no\n", "new.csv"), (), features=t.features, fill=t.fill)
+    assert other.x.tolist() == [[40, 1, 1, 0, 0, 1, 0], [80, 0, 0, 0, 1, 1, 0]]
+    assert (other.features, other.fill) == (t.features, t.fill)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("age,city\n30,Paris\n", "column 'city', row 1 \\(line 2\\): 'Paris' is not one of the known texts, Oslo, Rome$"),
+        ("age,city\n30,\n", "column 'city', row 1 \\(line 2\\): the cell is empty"),
+        ("age,city\n,Oslo\n", "row 1 \\(line 2\\), column 'age': the cell is empty"),
+        ("age,town\n30,Oslo\n", "no column is called 'city'"),
+    ],
+)
+def test_what_the_first_file_did_not_have_is_refused(text, message, csv):
+    refused(message, csv(text), (), features=("age", "city=Oslo", "city=Rome"))
+
+
 def test_csv_from_a_spreadsheet(csv):
     t = table(csv('"the input","y"\r\n"1","2"\r\n', encoding="utf-8-sig"))
     assert t.features == ("the input",)
@@ -103,9 +130,10 @@ def test_known_classes(csv):
         ("a;y\n1;2\n", "separate the columns by commas"),
         ("a,y\n1,2\n3\n", "row 2 \\(line 3\\): 1 cells, the header has 2"),
         ("a,y\n1,2\n\n3,4,5\n", "row 2 \\(line 4\\): 3 cells, the header has 2"),
-        ("a,y\n1,2\n,\n", "row 2 \\(line 3\\), column 'a': the cell is empty"),
-        ("a,y\n1,2\n,4\n", "row 2 \\(line 3\\), column 'a': the cell is empty"),
-        ("a,y\n1,2\nNaN,4\n", "row 2 \\(line 3\\), column 'a': NaN stands for a missing value"),
+        ("a,y\n1,2\n,\n", "row 2 \\(line 3\\), column 'y': the cell is empty"),
+        ("a,b,y\n1,,2\n,NA,4\n", "column 'b' is empty; leave it out"),
+        ("a,y\np,1\nq,2\nr,3\n", "column 'a' holds 3 different texts in 3 rows, such as 'p'"),
+        ("a,a=p,y\np,1,1\nq,2,2\n", "the column 'a=p' has the name of an input that is made of 'a'"),
         ("a,y\n1,2\n3,NA\n", "row 2 \\(line 3\\), column 'y': NA stands for a missing value"),
         ("a,y\n1,2\nred,4\n", "row 2 \\(line 3\\), column 'a': 'red' is not a number"),
         ("a,y\ninf,2\n", "row 1 \\(line 2\\), column 'a': inf is too large or infinite"),

@@ -182,7 +182,8 @@ def _problem(what: What, own: Table, training: Training) -> Any:
         with redirect_stdout(None) if training.quiet else nullcontext():  # it says on screen what it found
             found, _ = read(Data(path, own.target, Path(), kind=own.kind, held_out=own.held_out))
         strange: dict[str, Tensor] = {
-            Path(name).stem: table(name, (), features=found.features or None, dtype=found.x.dtype).x for name in what.unfamiliar
+            Path(name).stem: table(name, (), features=found.features or None, fill=found.fill, dtype=found.x.dtype).x
+            for name in what.unfamiliar
         }
         wrong = [name for name, x in strange.items() if x.shape[1:] != found.x.shape[1:]]
         if wrong:

@@ -49,7 +49,8 @@ class Data:
     """What to learn, and where to keep it."""
 
     data: Annotated[Path, Positional, arg(metavar="DATA")]
-    """A CSV file with a header, or an NPZ file with the inputs in the array x."""
+    """A CSV file with a header (numbers, texts, and inputs that are missing here and there), or an NPZ file with the inputs in the
+    array x."""
     target: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="COLUMN", help_behavior_hint="(required, repeatable)")]
     """The column to predict, or the array of an NPZ file; several make a regression with several targets. Others are inputs."""
     out: Annotated[Path, arg(metavar="FOLDER")]
@@ -110,6 +111,8 @@ def fit(name: str, args: Sequence[str]) -> None:
       regression is learned. Where --epochs or --learning-rate are not given,
       methods that train (map, mc_dropout, variational, and what comes before
       laplace or neural_linear) take at least 3,000 steps, at a rate of 0.003.
+      Of a CSV file, every text of a column is an input, 1 where it stands; so
+      is whether a cell is missing. A missing number is the mean of the others.
 
     The folder is for `dubito predict` and `dubito evaluate`.
     """
@@ -129,6 +132,7 @@ def fit(name: str, args: Sequence[str]) -> None:
         kind=kind,
         shape=tuple(found.x.shape[1:]),
         features=found.features,
+        fill=found.fill,
         targets=found.targets,
         outputs=names(found) if regression else found.classes,
         x=Scaling.of(found.x[learn]),
@@ -290,6 +294,9 @@ def read(data: Data) -> tuple[Table, Literal["regression", "classification"]]:
         raise Refusal(f"{data.data}: every row has the same value of {shown}, so there is nothing to learn")
     size = "x".join(map(str, found.x.shape[1:]))
     print(f"{data.data}: {len(y)} rows, {size} input{'s' if size != '1' else ''}")
+    made = [name for name in found.features if "=" in name]
+    if made:
+        print(f"of text and of what is missing: {', '.join(made[:20])}{f' and {len(made) - 20} more' if len(made) > 20 else ''}")
     listed = f" of {len(found.classes)} classes" if kind == "classification" else ""
     print(f"{shown}: {kind}{listed} ({why})")
     return found, kind

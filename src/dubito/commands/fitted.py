@@ -79,9 +79,9 @@ class Fitted:
         with refusing(ValueError):
             if targets:
                 classes = r.outputs if r.kind == "classification" else None
-                found = table(path, r.targets, kind=r.kind, features=r.features or None, classes=classes, dtype=wide)
+                found = table(path, r.targets, kind=r.kind, features=r.features or None, fill=r.fill, classes=classes, dtype=wide)
             else:
-                found = table(path, (), features=r.features or None, dtype=wide)
+                found = table(path, (), features=r.features or None, fill=r.fill, dtype=wide)
         if found.x.shape[1:] != r.shape:
             raise Refusal(f"{path}: an input has the shape {list(found.x.shape[1:])}, where {list(r.shape)} is needed")
         if r.kind == "regression" and found.y is not None and found.y.shape[1:] != (len(r.outputs),):

@@ -76,6 +76,7 @@ class Recipe:
     method: str
     training: dict[str, Any]
     metrics: dict[str, float | None] = field(default_factory=dict)  # on the held-out rows
+    fill: dict[str, float] = field(default_factory=dict)  # what stands for a missing number, by column
 
     def model(self, network: str | None) -> Model:
         """The model, with fresh weights. `network` is the user's word on what may be imported."""
@@ -110,7 +111,7 @@ class Recipe:
             raise Refusal(f"{path}: written by a newer dubito, {content.get('dubito')}; upgrade to read it")
         if checksum != _checksum(content):
             raise Refusal(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
-        values = {item.name: _tupled(content[item.name]) for item in fields(Recipe)}
+        values = {item.name: _tupled(content[item.name]) for item in fields(Recipe) if item.name in content}
         for name, kind in (("x", Scaling), ("y", Scaling), ("network", Network)):
             values[name] = values[name] and kind(**values[name])
         return Recipe(**values)

@@ -8,8 +8,8 @@ import difflib
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -19,17 +19,21 @@ from torch import Tensor
 
 MISSING = ("", "nan", "na", "n/a", "null", "none", "?")
 FEW = 20  # different whole numbers that still look like classes
+MOST = 100  # different texts of an input column, each of which is an input
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was read. Give `features` and `classes` of a training table to `table` to read another file the same way."""
+    """What was read. Give `features`, `fill` and `classes` of a training table to `table` to read another file the same way."""
 
     x: Tensor  # [N, F] float32, or the dtype asked for; from an NPZ file also [N, ...]
     y: Tensor | None  # [N, C] like x, or [N] int64 positions in `classes`; None where no target was asked for
-    features: tuple[str, ...]  # names of the F columns; empty where x is not a table
+    features: tuple[
+        str, ...
+    ]  # names of the F columns; empty where x is not a table. "city=Rome" is 1 there, "age=?" where age is missing
     targets: tuple[str, ...]
     classes: tuple[str, ...]  # empty for regression
+    fill: dict[str, float] = field(default_factory=dict)  # what stands for a missing number, by column: the mean of the others
 
 
 def table(
@@ -38,16 +42,21 @@ def table(
     *,
     kind: Literal["regression", "classification"] = "regression",
     features: Sequence[str] | None = None,
+    fill: Mapping[str, float] | None = None,
     classes: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Table:
     """Read a CSV or NPZ file.
 
+    Of a CSV file, an input column of text becomes an input for each of its texts, 1 where it stands and 0 elsewhere. A column
+    with missing cells has one more input, which is 1 there; a missing number is the mean of the others.
+
     Args:
         path: a `.csv` file (commas, a header line) or a `.npz` file (inputs in the array x).
         target: the column(s) to predict, or the array of an NPZ file; `()` reads the inputs alone.
         kind: "classification" takes one target of strings or whole numbers and encodes it.
-        features: the input columns in order; all but the targets by default.
+        features: the inputs in order, as an earlier `Table` names them; by default of all columns but the targets.
+        fill: what stands for missing numbers in this file, as an earlier `Table` has it.
         classes: the known class names in order; by default those found, sorted, of which there must be at least two.
         dtype: of the inputs, and of targets that are numbers. Columns that differ only after their seventh digit, such as Unix
             times, need torch.float64 until they are standardised.
@@ -69,7 +78,7 @@ def table(
     _check(path)
     readers = {".csv": _read_csv, ".npz": _read_npz}
     known = None if classes is None else tuple(classes)
-    return readers[path.suffix.lower()](path, targets, kind == "classification", features, known, dtype)
+    return readers[path.suffix.lower()](path, targets, kind == "classification", features, fill or {}, known, dtype)
 
 
 def detect(path: str | Path, target: str) -> tuple[Literal["regression", "classification"], str]:
@@ -115,39 +124,116 @@ def _read_csv(
     targets: tuple[str, ...],
     classify: bool,
     features: Sequence[str] | None,
+    fill: Mapping[str, float],
     known: tuple[str, ...] | None,
     dtype: torch.dtype,
 ) -> Table:
     columns, lines = _cells(path)
-    inputs = tuple(name for name in columns if name not in targets) if features is None else tuple(features)
-    for name in (*targets, *inputs):
+    for name in targets:
         _require(path, name, columns, "column")
-    if not inputs:
-        raise ValueError(f"{path}: no column is left for the inputs")
 
     def where(row: int) -> str:
         return f"row {row + 1} (line {lines[row]})"
 
-    def numbers(name: str) -> np.ndarray:  # [N] float64
+    def numbers(name: str, other: float | None = None) -> np.ndarray:  # [N] float64; `other` stands for what is missing
         cells = columns[name]
         try:
             values = np.array(cells, dtype=np.float64)
         except ValueError:  # the slow way, to find the cell
             values = np.array([_number(cell) for cell in cells])
+        if other is not None:
+            values[[_missing(cell) for cell in cells]] = other
         for row in np.flatnonzero(~_usable(values))[:1]:
             _refuse_number(f"{path}, {where(row)}, column {name!r}", cells[row])
         return values
 
-    def stacked(names: tuple[str, ...]) -> Tensor:
-        return torch.from_numpy(np.stack([numbers(name) for name in names], axis=1)).to(dtype)
+    def stacked(values: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.stack(values, axis=1)).to(dtype)
 
-    x = stacked(inputs)
+    if features is None:
+        names = [name for name in columns if name not in targets]
+        filled = {name: _mean(columns[name]) for name in names if _has_gaps(columns[name])}
+        inputs = tuple(feature for name in names for feature in _features(path, name, columns[name], columns))
+    else:
+        inputs, filled = tuple(features), dict(fill)
+    if not inputs:
+        raise ValueError(f"{path}: no column is left for the inputs")
+    found = {name: _source(path, name, columns) for name in inputs}
+    for column in dict.fromkeys(column for column, text in found.values() if text is not None and column not in inputs):
+        levels = [text for of, text in found.values() if of == column]
+        _check_texts(f"{path}, column {column!r}", columns[column], where, [text for text in levels if text is not None])
+    x = stacked(
+        [
+            numbers(column, filled.get(column) if f"{column}=?" in inputs else None)
+            if text is None
+            else np.array([_missing(cell) if text == "?" else cell == text for cell in columns[column]], dtype=np.float64)
+            for column, text in found.values()
+        ]
+    )
+    filled = {name: value for name, value in filled.items() if name in inputs}
     if not targets:
-        return Table(x, None, inputs, targets, ())
+        return Table(x, None, inputs, targets, (), filled)
     if not classify:
-        return Table(x, stacked(targets), inputs, targets, ())
+        return Table(x, stacked([numbers(name) for name in targets]), inputs, targets, (), filled)
     y, names = _encode(f"{path}, column {targets[0]!r}", columns[targets[0]], where, known)
-    return Table(x, y, inputs, targets, names)
+    return Table(x, y, inputs, targets, names, filled)
+
+
+def _features(path: Path, name: str, cells: list[str], columns: dict[str, list[str]]) -> list[str]:
+    """The inputs that a column becomes. One in which a text is among numbers counts as numbers, and is refused when it is read."""
+    there = [cell for cell in cells if not _missing(cell)]
+    if not there:
+        raise ValueError(f"{path}: column {name!r} is empty; leave it out")
+    levels: list[str] = []
+    if all(math.isnan(_number(cell)) for cell in there):
+        levels = sorted(set(there))
+        if len(levels) > min(MOST, max(2, len(cells) / 2)):  # names, keys, dates: nothing can be learned from each by itself
+            raise ValueError(
+                f"{path}: column {name!r} holds {len(levels)} different texts in {len(cells)} rows, such as {levels[0]!r}, and each "
+                "would be an input of its own; leave the column out, or write it as numbers or in fewer words"
+            )
+    made = [f"{name}={level}" for level in levels] or [name]
+    made += [f"{name}=?"] if len(there) < len(cells) else []
+    for feature in made:
+        if feature != name and feature in columns:
+            raise ValueError(
+                f"{path}: the column {feature!r} has the name of an input that is made of {name!r}; call it otherwise"
+            )
+    return made
+
+
+def _source(path: Path, feature: str, columns: dict[str, list[str]]) -> tuple[str, str | None]:
+    """The column of an input, and the text which it looks for there; None where it is the number itself."""
+    if feature in columns:
+        return feature, None
+    for at in (i for i, sign in enumerate(feature) if sign == "="):
+        if feature[:at] in columns:
+            return feature[:at], feature[at + 1 :]
+    _require(path, feature.partition("=")[0], columns, "column")
+    raise AssertionError("not reached: no such column is refused")
+
+
+def _check_texts(place: str, cells: list[str], where: Callable[[int], str], levels: Sequence[str]) -> None:
+    for row, cell in enumerate(cells):
+        if _missing(cell):
+            if "?" not in levels:
+                _refuse_number(f"{place}, {where(row)}", cell)
+        elif cell not in levels:
+            raise ValueError(f"{place}, {where(row)}: {cell!r} is not one of the known texts, {_listed(levels)}")
+
+
+def _missing(cell: str) -> bool:
+    return cell.lower() in MISSING
+
+
+def _has_gaps(cells: list[str]) -> bool:
+    return any(map(_missing, cells))
+
+
+def _mean(cells: list[str]) -> float:
+    """The mean of the cells that are finite numbers; 0 where there is none."""
+    values = np.array([_number(cell) for cell in cells])
+    return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else 0.0
 
 
 def _cells(path: Path) -> tuple[dict[str, list[str]], list[int]]:
@@ -185,6 +271,7 @@ def _read_npz(
     targets: tuple[str, ...],
     classify: bool,
     features: Sequence[str] | None,
+    fill: Mapping[str, float],
     known: tuple[str, ...] | None,
     dtype: torch.dtype,
 ) -> Table:

@@ -123,7 +123,15 @@ def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]
         )
     held: tuple[Tensor, Tensor] | None = None
     if other is not None:
-        found = data.table(other, target, kind="classification", features=features, classes=classes or None, dtype=torch.float64)
+        found = data.table(
+            other,
+            target,
+            kind="classification",
+            features=features,
+            fill=inputs.fill,
+            classes=classes or None,
+            dtype=torch.float64,
+        )
         assert found.y is not None
         held, classes = (found.x, found.y), found.classes
     elif path.suffix.lower() == ".npz" and (inner := _inner(path)) is not None:
