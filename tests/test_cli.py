@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -106,6 +107,16 @@ def rows(text: str) -> list[dict[str, str]]:
 
 def column(predictions: list[dict[str, str]], name: str) -> np.ndarray:
     return np.array([float(row[name]) for row in predictions])
+
+
+@pytest.mark.parametrize("module", ["dubito", "dubito.cli"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_run_as_a_module(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dubito", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0
+    assert dubito.__version__ in capsys.readouterr().out
 
 
 # Round trips

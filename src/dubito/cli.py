@@ -131,3 +131,7 @@ def _overview(usage: str, about: str, title: str, parts: Mapping[str, Callable[.
         Panel(Text(examples), title="examples", title_align="left", box=box.ROUNDED, expand=False),
         sep="\n",
     )
+
+
+if __name__ == "__main__":  # or `python -m dubito.cli` would do nothing, and say nothing
+    sys.exit(main())
