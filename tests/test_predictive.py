@@ -320,6 +320,20 @@ def test_other_units(name, kind):
         assert torch.allclose(getattr(q.uncertainty, part), scale**2 * getattr(p.uncertainty, part), **close)
 
 
+@pytest.mark.parametrize("likelihood", [Gaussian(), Gaussian(scale=0.4), HeteroscedasticGaussian()])
+def test_units_as_numbers_and_arrays(likelihood):
+    y = torch.tensor([[3e5], [1e5], [2e5]])
+    width = 2 if isinstance(likelihood, HeteroscedasticGaussian) else 1
+    p = LatentMixture(likelihood, torch.randn(2, 3, width), params=likelihood.parameters())
+    expected = p.rescaled(torch.tensor([2e5]), torch.tensor([1e5])).log_prob(y)
+    for shift, scale in ((y.mean(), y.std()), (2e5, 1e5), ([2e5], [1e5]), (y.numpy().mean(), y.numpy().std(0, ddof=1))):
+        assert torch.allclose(p.rescaled(shift, scale).log_prob(y), expected)
+    with pytest.raises(ValueError, match="a scale is above 0"):
+        p.rescaled(0.0, 0.0)
+    with pytest.raises(ValueError, match="there are 1 targets"):
+        p.rescaled([0.0, 1.0], 1.0)
+
+
 def test_classes_have_no_units():
     with pytest.raises(ValueError, match="no units"):
         LatentMixture(Categorical(), torch.zeros(1, 2, 3)).rescaled(torch.zeros(3), torch.ones(3))

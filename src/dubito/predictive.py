@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
@@ -23,6 +24,7 @@ from dubito.randomness import forked, fresh, generator
 from dubito.tree import Params
 
 CACHE = 2**16  # numbers that quantiles work on at a time, so that they stay in the cache
+Units = Tensor | np.ndarray | Sequence[float] | float
 LINKS = ("nodes", "mc", "pairwise", "probit", "bridge")
 
 
@@ -68,8 +70,9 @@ class Predictive(ABC):
     def to(self, device: torch.device | str) -> Predictive:
         """The same predictive on another device."""
 
-    def rescaled(self, shift: Tensor, scale: Tensor) -> Predictive:
-        """The predictive of shift + scale * y, each [C]: back to the units that the targets of a regression were standardised from."""
+    def rescaled(self, shift: Units, scale: Units) -> Predictive:
+        """The predictive of shift + scale * y, each [C] or one number: back to the units that the targets of a regression were
+        standardised from."""
         raise ValueError(f"a {type(self).__name__} has no other units to be seen in")
 
 
@@ -321,7 +324,8 @@ class LatentMixture(Predictive):
         cov, weights, root = (None if t is None else t.to(device) for t in (self.cov, self.weights, self.root))
         return replace(self, means=self.means.to(device), cov=cov, weights=weights, params=params, root=root)
 
-    def rescaled(self, shift: Tensor, scale: Tensor) -> LatentMixture:
+    def rescaled(self, shift: Units, scale: Units) -> LatentMixture:
+        shift, scale = _units(shift, scale, self.mean)
         likelihood, offset, factor, params = self.likelihood.rescaled(shift, scale, self.params or {})
         cov = self.cov
         if cov is not None:
@@ -510,8 +514,27 @@ class StudentT(Predictive):
         means, spread, shape, rate = (t.to(device) for t in (self.means, self.spread, self.shape, self.rate))
         return replace(self, means=means, spread=spread, shape=shape, rate=rate)
 
-    def rescaled(self, shift: Tensor, scale: Tensor) -> StudentT:
+    def rescaled(self, shift: Units, scale: Units) -> StudentT:
+        shift, scale = _units(shift, scale, self.means)
         return replace(self, means=shift + scale * self.means, rate=self.rate * scale.to(self.rate) ** 2)
+
+
+def _units(shift: Units, scale: Units, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as [C], in the precision in which they come as tensors, or else in that of the mean."""
+
+    def each(value: Units) -> Tensor:
+        found = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=mean.dtype)
+        found = found.to(mean.device)
+        if found.numel() not in (1, mean.shape[-1]):
+            raise ValueError(
+                f"there are {mean.shape[-1]} targets, whose shift and scale are one number or one for each; got {value}"
+            )
+        return found.reshape(-1).expand(mean.shape[-1])
+
+    shift, scale = each(shift), each(scale)
+    if not bool((scale > 0).all()):
+        raise ValueError(f"a scale is above 0; got {scale.tolist()}")
+    return shift, scale
 
 
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dubito import tree
 from dubito.likelihoods import Likelihood, Uncertainty
-from dubito.predictive import Predictive
+from dubito.predictive import Predictive, Units
 from dubito.randomness import fresh
 from dubito.recalibrate.marginals import Exact, below, cdf, log_density, quantile_at
 
@@ -161,7 +161,7 @@ class RecalibratedNumbers(Predictive):
         """The same predictive on another device."""
         return replace(self, before=self.before.to(device), levels=self.levels.to(device), shares=self.shares.to(device))
 
-    def rescaled(self, shift: Tensor, scale: Tensor) -> RecalibratedNumbers:
+    def rescaled(self, shift: Units, scale: Units) -> RecalibratedNumbers:
         return replace(self, before=self.before.rescaled(shift, scale))
 
 
