@@ -621,3 +621,17 @@ def test_a_learned_noise_arrives_at_the_residuals_in_a_short_fit(method):
     posterior = dubito.fit(Model(network, Gaussian()), method, (x, y), batch_size=16)
     noise, residual = posterior.params["likelihood:log_scale"].exp(), (posterior.predict(x).mean - y).square().mean().sqrt()
     assert 0.95 < float(noise / residual) < 1.1
+
+
+def test_targets_out_of_reach_are_warned_of(recwarn):
+    x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    price = 3e5 + 1e5 * x
+    net = nn.Linear(1, 1)
+    with pytest.warns(UserWarning, match="targets are about 3.1e\\+05 in size.*rescaled"):
+        dubito.fit(Model(net, Gaussian()), MAP(epochs=1), (x, price))
+    with torch.no_grad():
+        net.weight.fill_(1e5)
+        net.bias.fill_(3e5)
+    dubito.fit(Model(net, Gaussian()), MAP(epochs=1), (x, price))  # the network was trained on them
+    dubito.fit(Model(nn.Linear(1, 1), Gaussian()), MAP(epochs=1), (x, 30 * x))
+    assert not recwarn.list

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from dubito import randomness, store, tree
 from dubito.batches import Batches, batches, reseed
+from dubito.likelihoods import Gaussian, HeteroscedasticGaussian
 from dubito.model import Model, Target
 from dubito.posteriors import Posterior, Stored
 from dubito.progress import Progress
 from dubito.tree import Buffers, Params
+
+FAR = 100.0  # times the network's outputs: targets that training would not reach
 
 State = TypeVar("State")
 Info = Mapping[str, Any]  # what a diagnostic or a person wants to see of a step; tensors may stay on their device
@@ -160,6 +164,7 @@ def fit(
             raise ValueError("there is no data: the loader gave no batch")
         begin = _start(model, start, model.split(first)[1], many=getattr(method, "many_starts", False))
         model.check(begin.params, first, begin.buffers)
+        _warn_of_units(model, begin, first)
         per_epoch = math.ceil(source.n_batches / accumulate) if method.data == "batches" else 1
         steps = method.steps(per_epoch)
         generator = randomness.generator(model.device, seed, "method")
@@ -444,6 +449,25 @@ def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool
         tuple(name for name in params if ":" in name and name not in known),
         given=True,
     )
+
+
+def _warn_of_units(model: Model, start: Start, batch: Any) -> None:
+    """Targets of 300,000 are out of reach of weights that begin near 1 and are held there by their prior; a learned noise hides it."""
+    x, y = model.split(batch)
+    if not isinstance(model.likelihood, Gaussian | HeteroscedasticGaussian) or not isinstance(y, Tensor):
+        return
+    size = float(y.detach().double().square().nanmean().sqrt())
+    if size <= FAR:
+        return
+    with torch.no_grad():
+        f = model.forward(start.params, x, tree.clone(start.buffers))[0]
+    reached = float(model.likelihood.mean(f, start.params).double().square().mean().sqrt())
+    if size > FAR * max(reached, 1.0):  # a network that was trained on them is where they are
+        warnings.warn(
+            f"the targets are about {size:.2g} in size, and the network's outputs {reached:.2g}: steps and priors of the usual size do "
+            "not reach them. Standardise the targets, fit (y - mean) / std, and go back by posterior.predict(x).rescaled(mean, std)",
+            stacklevel=3,
+        )
 
 
 def _several(start: Params | Posterior, params: Params) -> tuple[Params, Buffers] | None:
