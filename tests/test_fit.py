@@ -635,3 +635,24 @@ def test_targets_out_of_reach_are_warned_of(recwarn):
     dubito.fit(Model(net, Gaussian()), MAP(epochs=1), (x, price))  # the network was trained on them
     dubito.fit(Model(nn.Linear(1, 1), Gaussian()), MAP(epochs=1), (x, 30 * x))
     assert not recwarn.list
+
+
+def test_arguments_in_the_wrong_place_are_told():
+    net, x, y = nn.Linear(2, 2), torch.randn(8, 2), torch.zeros(8).long()
+    model = Model(net, Categorical())
+    with pytest.raises(TypeError, match=r"the first argument is a dubito.Model\(network, likelihood\); got Linear"):
+        dubito.fit(net, MAP(), (x, y))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="the second argument is a method such as .* and the third the data; got tuple"):
+        dubito.fit(model, (x, y), MAP())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="got the class MAP"):
+        dubito.fit(model, MAP, (x, y))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"the prior is an object such as dubito.priors.Normal\(scale=1.0\); got Normal"):
+        Model(net, Categorical(), dubito.priors.Normal)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("layers", [(nn.Flatten(), nn.Linear(64, 2)), (nn.Conv2d(1, 2, 8), nn.Flatten())])
+def test_images_of_bytes_are_told(layers):
+    net = nn.Sequential(*layers)
+    x, y = np.zeros((8, 1, 8, 8), dtype=np.uint8), np.zeros(8, dtype=np.int64)
+    with pytest.raises(TypeError, match="the inputs are uint8, .* x.float\\(\\) / 255"):
+        dubito.fit(Model(net, Categorical()), MAP(epochs=1), (x, y))

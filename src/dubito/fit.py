@@ -149,6 +149,7 @@ def fit(
     >>> posterior.predict(torch.tensor([[0.5]])).mean.round(decimals=1)
     tensor([[1.]])
     """
+    _check_parts(model, method)
     _check_arguments(accumulate, patience, validation, precision, resume, checkpoint, store_dtype)
     if start is not None and getattr(method, "starts_anew", False):
         raise ValueError(f"{type(method).__name__} initialises its members anew and would ignore `start`: leave it out")
@@ -488,6 +489,18 @@ def _completed(draws: Params, params: Params) -> Params:
     """Stacked weights with what nobody has given, at its first guess."""
     n = tree.count(draws)
     return {name: draws[name] if name in draws else tree.repeat({name: leaf}, n)[name] for name, leaf in params.items()}
+
+
+def _check_parts(model: Any, method: Any) -> None:
+    """What is mistaken most easily: the order, a class in the place of an object, a network that no model is around."""
+    if not isinstance(model, Model):
+        raise TypeError(f"the first argument is a dubito.Model(network, likelihood); got {_kind(model)}")
+    if isinstance(method, type) or not hasattr(method, "step") or not hasattr(method, "init"):
+        raise TypeError(f"the second argument is a method such as dubito.MAP(), and the third the data; got {_kind(method)}")
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _check_arguments(

@@ -133,6 +133,9 @@ class Model:
         if not isinstance(self.likelihood, Likelihood):
             given = self.likelihood.__name__ if isinstance(self.likelihood, type) else type(self.likelihood).__name__
             raise TypeError(f"the likelihood is an object such as dubito.Categorical() or dubito.Gaussian(); got {given}")
+        if not isinstance(self.prior, Prior):
+            given = self.prior.__name__ if isinstance(self.prior, type) else type(self.prior).__name__
+            raise TypeError(f"the prior is an object such as dubito.priors.Normal(scale=1.0); got {given}")
         names = [name for name, _ in self.network.named_parameters()]
         if not names:
             raise ValueError("the network has no parameters, so there is nothing to infer")
@@ -200,8 +203,18 @@ class Model:
         x, y = self.split(batch)
         x = tree.apply_leaves(torch.clone, x)
         versions = [leaf._version for leaf in tree.leaves(x)]
-        with torch.no_grad():
-            f, _ = self.forward(params, x, tree.clone(buffers))
+        try:
+            with torch.no_grad():
+                f, _ = self.forward(params, x, tree.clone(buffers))
+        except RuntimeError as error:
+            whole = [leaf.dtype for leaf in tree.leaves(x) if not leaf.is_floating_point()]
+            if "type" not in str(error) or not whole:  # whole numbers may well be words or classes, which networks look up
+                raise
+            kind = str(whole[0]).removeprefix("torch.")
+            raise TypeError(
+                f"the inputs are {kind}, which the network does not take ({error}): give numbers with fractions, as x.float(), or of "
+                "images x.float() / 255"
+            ) from error
         if versions != [leaf._version for leaf in tree.leaves(x)]:
             raise ValueError(
                 "the network changes its input in place, so a second pass over the same batch would see another input: write "
