@@ -1,6 +1,7 @@
 """One pass over batches equals the metrics on everything at once."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dubito
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask, measures
 from dubito.judge import Judge, Judgement, judge
+from dubito.likelihoods import Likelihood
 from dubito.metrics import (
     DECISIONS,
     METRICS,
@@ -323,3 +325,20 @@ def test_batches_without_examples_and_targets_in_lists():
     result = found.compute()
     assert result.n == 5
     assert all(map(math.isfinite, result.values.values()))
+
+
+@dataclass(frozen=True)
+class Counts(Likelihood):
+    def __call__(self, f, params):
+        return torch.distributions.Independent(torch.distributions.Poisson(f.exp(), validate_args=False), 1)
+
+
+def test_a_likelihood_of_ones_own_without_a_cdf():
+    """What has no answer is left out, and asked for by name it is an error in words."""
+    f = torch.randn(3, 40, 1)
+    y = torch.poisson(f[0].exp())
+    found = judge(lambda x: LatentMixture(Counts(), f), (torch.zeros(40, 1), y))
+    assert {"nll", "rmse", "sharpness"} <= set(found.values)
+    assert not {"crps", "coverage", "quantile_error"} & set(found.values)
+    with pytest.raises(ValueError, match=r"a Poisson has no cdf in torch.*p.sample\(2000\).quantile"):
+        LatentMixture(Counts(), f).interval(0.9)

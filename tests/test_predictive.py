@@ -1,16 +1,18 @@
 """The mixture predictive against Monte Carlo over f, against scipy, and as a proper density."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kstest, norm
+from torch.distributions import Independent
 
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask
-from dubito.likelihoods import align
+from dubito.likelihoods import Likelihood, align
 from dubito.predictive import LatentMixture, concatenate, mix
 
 DOUBLE = torch.float64
@@ -581,3 +583,17 @@ def test_quantiles_of_equal_components_of_nothing_and_of_nan():
     assert LatentMixture(Gaussian(scale=2.0), torch.zeros(4, 0, 1)).quantile(0.3).shape == (0, 1)
     q = LatentMixture(Gaussian(scale=2.0), torch.tensor([[[0.0], [math.nan]], [[0.0], [1.0]]])).quantile(0.5)
     assert q.isnan().flatten().tolist() == [False, True]
+
+
+@dataclass(frozen=True)
+class Skewed(Likelihood):
+    def __call__(self, f, params):
+        return Independent(torch.distributions.LogNormal(f, 2.5), 1)
+
+
+@pytest.mark.parametrize("level", [0.001, 0.05, 0.5, 0.95, 0.999])
+def test_quantiles_of_a_skewed_likelihood(level):
+    """Which lie far from the mean, in deviations or not at all."""
+    p = LatentMixture(Skewed(), torch.zeros(1, 1, 1).double())
+    exact = math.exp(2.5 * NormalDist().inv_cdf(level))
+    assert float(p.quantile(level)) == pytest.approx(exact, rel=1e-6)

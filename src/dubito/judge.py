@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 from torch.utils.data import DataLoader, Dataset
 
 from dubito import tree
@@ -168,8 +169,7 @@ class Judge:
         suit = [name for name, metric in (METRICS | DECISIONS).items() if getattr(metric, kind)]
         suit += ["brier_decomposition", "uncertainty"] if self.discrete else ["uncertainty"]
         if self.wanted is None:
-            exact = {"crps": isinstance(p, LatentMixture) or hasattr(p, "crps"), "quantile_error": hasattr(p, "cdf")}
-            self.wanted = [name for name in suit if exact.get(name, True)]
+            self.wanted = [name for name in suit if self.discrete or _exists(p, name)]
         wrong = [name for name in self.wanted if name not in suit]
         if wrong:
             raise ValueError(
@@ -486,6 +486,22 @@ def _length(loader: Iterable[Any]) -> int:
         return len(loader)  # pyright: ignore[reportArgumentType]
     except TypeError:
         return 0
+
+
+def _exists(p: Predictive, name: str) -> bool:
+    """Whether a score of numbers can be had of this predictive: of a likelihood of one's own there may be no CRPS or no cdf."""
+    marginal = p.marginals[0] if isinstance(p, LatentMixture) else None
+    if name == "crps":
+        return isinstance(marginal, Normal) or hasattr(p, "crps")
+    if name not in ("coverage", "width", "interval_score", "quantile_error") or isinstance(marginal, Normal):
+        return True
+    if not hasattr(p, "cdf"):
+        return name != "quantile_error"
+    try:
+        p.cdf(p.mean)  # pyright: ignore[reportAttributeAccessIssue]
+    except ValueError:
+        return False
+    return True
 
 
 def _inner(n: int) -> list[float]:

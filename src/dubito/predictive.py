@@ -288,7 +288,14 @@ class LatentMixture(Predictive):
     def cdf(self, y: Tensor) -> Tensor:
         """P(Y <= y) of every output of a regression on its own, [B, *D, C], for y [B, *D, C]."""
         marginal, weights = self.marginals
-        return average(marginal.cdf(y.expand(self.marginals[0].batch_shape)), weights)
+        try:
+            below = marginal.cdf(y.expand(marginal.batch_shape))
+        except NotImplementedError:  # which torch raises without a word
+            raise ValueError(
+                f"a {type(marginal).__name__} has no cdf in torch, so there are no exact quantiles and intervals: take them from "
+                "draws, as p.sample(2000).quantile(0.95, 0), or let the likelihood return a distribution that has one"
+            ) from None
+        return average(below, weights)
 
     def quantile(self, level: float) -> Tensor:
         """The level-quantile of every output of a regression, [B, *D, C]: a root of the mixture's exact cdf."""
@@ -298,9 +305,10 @@ class LatentMixture(Predictive):
         if isinstance(marginal, Normal):
             mean, scale = (t.expand(marginal.batch_shape) for t in (marginal.loc, marginal.scale))
             return _normal_quantile(mean, scale, weights, level)
-        width = 2 + abs(NormalDist().inv_cdf(level))
-        low = (marginal.mean - width * marginal.stddev).amin(0)
-        high = (marginal.mean + width * marginal.stddev).amax(0)
+        # Cantelli's bounds, which hold for every distribution that has a variance: no more than 1 / (1 + k^2) lies k deviations below
+        low = (marginal.mean - math.sqrt((1 - level) / level) * marginal.stddev).amin(0)
+        high = (marginal.mean + math.sqrt(level / (1 - level)) * marginal.stddev).amax(0)
+        low, high = _supported(marginal, low), _supported(marginal, high)
         for _ in range(60 if low.dtype == torch.float64 else 30):
             middle = (low + high) / 2
             below = self.cdf(middle) < level
@@ -535,6 +543,16 @@ def _units(shift: Units, scale: Units, mean: Tensor) -> tuple[Tensor, Tensor]:
     if not bool((scale > 0).all()):
         raise ValueError(f"a scale is above 0; got {scale.tolist()}")
     return shift, scale
+
+
+def _supported(distribution: Distribution, y: Tensor) -> Tensor:
+    """Within the bounds of what a distribution gives, such as 0 of a duration: its cdf is NaN or an error outside."""
+    try:
+        support = distribution.support
+    except NotImplementedError:  # of a distribution of one's own
+        return y
+    low, high = (getattr(support, name, None) for name in ("lower_bound", "upper_bound"))
+    return y if low is None and high is None else y.clamp(low, high)
 
 
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:
