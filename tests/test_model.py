@@ -20,6 +20,7 @@ from dubito import (
     HeteroscedasticGaussian,
     MCDropout,
     Model,
+    priors,
 )
 from dubito.model import Target
 
@@ -206,3 +207,11 @@ def test_stacked_targets_equal_single_ones():
         one = Target(model, 50, 0.5).gradient(params, data, {})
         assert all(torch.allclose(whole.gradient[n][i], one.gradient[n]) for n in params)
         assert torch.allclose(value[i], Target(model, 50, 0.5).log_joint(params, data, {}))
+
+
+@pytest.mark.parametrize(
+    "prior", [priors.ByName({"haed": priors.Laplace(0.5), "": priors.Normal()}), priors.Normal(scale={"haed": 0.5, "": 1.0})]
+)
+def test_a_pattern_of_the_prior_that_matches_nothing_is_refused(prior):
+    with pytest.raises(ValueError, match="the prior's pattern 'haed' matches no parameter of the network; it has"):
+        Model(nn.Linear(2, 2), Categorical(), prior)

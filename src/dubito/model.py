@@ -137,12 +137,14 @@ class Model:
             given = self.prior.__name__ if isinstance(self.prior, type) else type(self.prior).__name__
             raise TypeError(f"the prior is an object such as dubito.priors.Normal(scale=1.0); got {given}")
         names = [name for name, _ in self.network.named_parameters()]
+        listed = f"{names[:8]}{'...' if names[8:] else ''}"
         if not names:
             raise ValueError("the network has no parameters, so there is nothing to infer")
+        for pattern in self.prior.patterns:  # a slip of the pen would leave those parameters to the rest, without a word
+            if not any(re.search(pattern, name) for name in names):
+                raise ValueError(f"the prior's pattern {pattern!r} matches no parameter of the network; it has {listed}")
         if not any(re.search(self.only, name) for name in names):
-            raise ValueError(
-                f"only={self.only!r} matches no parameter of the network; it has {names[:8]}{'...' if names[8:] else ''}"
-            )
+            raise ValueError(f"only={self.only!r} matches no parameter of the network; it has {listed}")
 
     @property
     def device(self) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -352,7 +353,7 @@ def test_stacked_members_under_a_prior_that_does_not_stack():
 @pytest.mark.parametrize("name", ["laplace", "student", "scale mixture", "convolution", "share", "by name"])
 def test_full_batch_samplers_see_the_same_density(name):
     prior = GENERAL[name]
-    net = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 1)).double()
+    net = nn.Sequential(OrderedDict(conv=nn.Conv1d(1, 2, 2), flat=nn.Flatten(), head=nn.Linear(6, 1))).double()
     model, data = Model(net, Gaussian(scale=1.0), prior), (torch.randn(5, 1, 4).double(), torch.randn(5, 1).double())
     params = [prior.sample(model.parameters(), torch.Generator().manual_seed(i)) for i in range(2)]
     target = Target(model, 5)

@@ -37,6 +37,10 @@ class ByName(Prior):
             )
 
     @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(self.priors) + tuple(pattern for prior in self.priors.values() for pattern in prior.patterns)
+
+    @property
     def stacks(self) -> bool:
         return all(prior.stacks for prior in self.priors.values())
 

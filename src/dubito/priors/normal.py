@@ -71,6 +71,10 @@ class Normal(Prior):
                 scales[f"^{re.escape(name)}$"] = scale / math.sqrt(fan) if sums else flat
         return Normal(scale=scales)
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(self.scale) if isinstance(self.scale, Mapping) else ()
+
     def scale_of(self, name: str) -> float:
         """The standard deviation of one parameter's weights."""
         if self.scale is None:

@@ -53,6 +53,11 @@ class Prior(ABC):
         return 0.0
 
     @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of parameter names that it is given by, where it is; each of them must be found in some name."""
+        return ()
+
+    @property
     def improper(self) -> bool:
         """Whether the density of the weights is known up to a constant only; given the hyperparameters, where there are some."""
         return False
