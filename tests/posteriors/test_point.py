@@ -63,3 +63,12 @@ def test_members_are_given_what_they_take():
     torch.testing.assert_close(p.mean, mixture.predict(x, "linearized").linked("probit").mean)
     with pytest.raises(TypeError, match="Stochastic posterior predicts without colour"):
         Mixture.equal([forms()["stochastic"]]).predict(x, colour="red")
+
+
+def test_posteriors_are_shown_in_a_line():
+    model = dubito.Model(torch.nn.Linear(3, 2), dubito.Categorical())
+    point = Point(model, model.parameters(), model.buffers())
+    assert repr(point) == "Point(8 weights of Linear, Categorical(dim=-1, ignore_index=-100, scale=1.0))"
+    draws = dubito.posteriors.Samples(model, point.sample(5), {})
+    assert repr(draws).startswith("Samples(5 draws, 8 weights of Linear, ")
+    assert repr(Mixture(model, (point, point), torch.full((2,), 0.5))).startswith("Mixture(2 members, 8 weights of Linear, ")

@@ -21,7 +21,7 @@ from dubito.tree import Buffers, Params
 DRAWS = 100  # for how="sampled", where nobody says
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Conjugate(Posterior):
     r"""The Normal-inverse-gamma posterior of the last layer's weights and of the noise: what the neural linear model gives.
 

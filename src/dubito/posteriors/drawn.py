@@ -16,7 +16,7 @@ from dubito.randomness import fresh, generator
 from dubito.tree import Buffers, Params
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Drawn(Posterior):
     """A member of a variational family that is not Gaussian: its parameters, `leaves`, and what was learned as a point."""
 

@@ -32,7 +32,7 @@ CONTINUED = "the prior is an earlier posterior: change it there, and fit again"
 FIXED = "the noise is not learned by this likelihood, so it is part of the curvature: fit with another noise"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gaussian(Posterior):
     """N(params, covariance) over the weights that the covariance names; the other parameters are a point.
 

@@ -17,7 +17,7 @@ from dubito.randomness import derive, fresh
 from dubito.tree import Params
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mixture(Posterior):
     """A weighted mixture of posteriors of the same model: what an ensemble of Bayesian members gives."""
 

@@ -14,7 +14,7 @@ from dubito.predictive import LatentMixture
 from dubito.tree import Buffers, Params
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Point(Posterior):
     """All mass on one setting: what MAP gives. Its predictive has noise but no epistemic uncertainty."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,21 @@ from dubito.randomness import forked, lent
 from dubito.tree import Params
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Posterior(ABC):
     """A distribution over the weights of `model` (or over the functions it computes) given data."""
 
     model: Model
+
+    def __repr__(self) -> str:
+        """In a line: all weights of a network would fill the screen."""
+        members = getattr(self, "members", None)
+        many = f"{len(self):,} draws, " if isinstance(self, Sized) else ""
+        held = f"{len(members)} members, " if isinstance(members, tuple) else many
+        weights = sum(parameter.numel() for parameter in self.model.network.parameters())
+        return (
+            f"{type(self).__name__}({held}{weights:,} weights of {type(self.model.network).__name__}, {self.model.likelihood!r})"
+        )
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:

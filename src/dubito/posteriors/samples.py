@@ -17,7 +17,7 @@ from dubito.randomness import fresh
 from dubito.tree import Buffers, Params
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Samples(Posterior):
     """S draws, leaves [S, ...]: what samplers and ensembles of points give. `weights` [S] sums to 1; None is equal weights.
 

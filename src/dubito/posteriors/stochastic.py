@@ -19,7 +19,7 @@ from dubito.randomness import fresh, generator
 from dubito.tree import Buffers, Params
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stochastic(Posterior):
     """One setting of the weights and dropout that stays on: a distribution over functions, what MC dropout gives.
 

@@ -27,7 +27,7 @@ from dubito.tree import Buffers, Params
 TRACE, BUFFER = "trace:", "buffer:"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stored(Posterior):
     """The draws of a sampler in a folder, which may be larger than memory: they are read as they are needed, and not kept.
 
