@@ -119,7 +119,7 @@ class Laplace:
         if not isinstance(target.model.prior, Normal | MultivariateNormal):
             raise ValueError(
                 f"Laplace adds the prior's precision to the curvature, so the prior is a Normal or an earlier posterior; got a "
-                f"{type(target.model.prior).__name__}"
+                f"{type(target.model.prior).__name__} (Normal(scale={{pattern: number}}) gives parameters their own scales)"
             )
         names = self._names(target, start, batch)
         if isinstance(target.model.prior, MultivariateNormal):
