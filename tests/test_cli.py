@@ -252,6 +252,10 @@ def test_text_and_missing_cells(ok, refused, tmp_path):
     means = column(rows(ok("predict", tmp_path / "f", tmp_path / "new.csv")), "mean")
     assert means == pytest.approx([0, 1e5, 2e5], abs=2e4)
     (tmp_path / "far.csv").write_text("city,size\nParis,3\n")
+    out = ok(
+        "fit", "map", tmp_path / "train.csv", "--target", "price", "--ignore", "city", "--out", tmp_path / "g", "--epochs", "1"
+    )
+    assert "2 inputs\nof text and of what is missing: size=?\n" in out
     assert "'Paris' is not one of the known texts, Oslo, Rome" in refused("predict", tmp_path / "f", tmp_path / "far.csv")
 
 

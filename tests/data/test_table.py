@@ -83,6 +83,14 @@ def test_what_the_first_file_did_not_have_is_refused(text, message, csv):
     refused(message, csv(text), (), features=("age", "city=Oslo", "city=Rome"))
 
 
+def test_columns_that_are_no_inputs(csv):
+    path = csv("id,a,y\nk1,1,5\nk2,,6\nk3,3,7\n")
+    t = table(path, ignore=("id",))
+    assert (t.features, t.fill) == (("a", "a=?"), {"a": 2.0})
+    refused("no column is called 'key'; there are id, a, y$", path, ignore=("key",))
+    refused("no column is left for the inputs", path, ignore=("id", "a"))
+
+
 def test_csv_from_a_spreadsheet(csv):
     t = table(csv('"the input","y"\r\n"1","2"\r\n', encoding="utf-8-sig"))
     assert t.features == ("the input",)
@@ -131,7 +139,7 @@ def test_known_classes(csv):
         ("a,y\n1,2\n3\n", "row 2 \\(line 3\\): 1 cells, the header has 2"),
         ("a,y\n1,2\n\n3,4,5\n", "row 2 \\(line 4\\): 3 cells, the header has 2"),
         ("a,y\n1,2\n,\n", "row 2 \\(line 3\\), column 'y': the cell is empty"),
-        ("a,b,y\n1,,2\n,NA,4\n", "column 'b' is empty; leave it out"),
+        ("a,b,y\n1,,2\n,NA,4\n", "column 'b' is empty; leave it out \\(--ignore\\)"),
         ("a,y\np,1\nq,2\nr,3\n", "column 'a' holds 3 different texts in 3 rows, such as 'p'"),
         ("a,a=p,y\np,1,1\nq,2,2\n", "the column 'a=p' has the name of an input that is made of 'a'"),
         ("a,y\n1,2\n3,NA\n", "row 2 \\(line 3\\), column 'y': NA stands for a missing value"),

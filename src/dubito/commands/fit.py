@@ -57,6 +57,8 @@ class Data:
     """The folder to write; it must be new."""
     kind: Literal["auto", "regression", "classification"] = "auto"
     """Detected by default: text, and a few different whole numbers, are classes; other numbers are not."""
+    ignore: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="COLUMN", help_behavior_hint="(repeatable)")] = ()
+    """A column of a CSV file that is no input, such as a key."""
     held_out: Annotated[float, arg(metavar="SHARE")] = 0.2
     """The share of the rows, taken at random, that is kept back to measure how good the predictions are; or 0."""
 
@@ -285,7 +287,7 @@ def read(data: Data) -> tuple[Table, Literal["regression", "classification"]]:
             why += f"; otherwise give --kind {'regression' if kind == 'classification' else 'classification'}"
         else:
             kind, why = "regression", "several targets"
-        found = table(data.data, targets, kind=kind, dtype=torch.float64)
+        found = table(data.data, targets, kind=kind, ignore=data.ignore, dtype=torch.float64)
     y = found.y
     assert y is not None
     if kind == "regression" and y.ndim != 2:

@@ -41,6 +41,7 @@ def table(
     target: str | Sequence[str] = "y",
     *,
     kind: Literal["regression", "classification"] = "regression",
+    ignore: Sequence[str] = (),
     features: Sequence[str] | None = None,
     fill: Mapping[str, float] | None = None,
     classes: Sequence[str] | None = None,
@@ -55,6 +56,7 @@ def table(
         path: a `.csv` file (commas, a header line) or a `.npz` file (inputs in the array x).
         target: the column(s) to predict, or the array of an NPZ file; `()` reads the inputs alone.
         kind: "classification" takes one target of strings or whole numbers and encodes it.
+        ignore: columns of a CSV file that are no inputs, such as keys.
         features: the inputs in order, as an earlier `Table` names them; by default of all columns but the targets.
         fill: what stands for missing numbers in this file, as an earlier `Table` has it.
         classes: the known class names in order; by default those found, sorted, of which there must be at least two.
@@ -78,6 +80,8 @@ def table(
     _check(path)
     readers = {".csv": _read_csv, ".npz": _read_npz}
     known = None if classes is None else tuple(classes)
+    if ignore and features is None:
+        features, fill = _others(path, targets, ignore)
     return readers[path.suffix.lower()](path, targets, kind == "classification", features, fill or {}, known, dtype)
 
 
@@ -150,12 +154,7 @@ def _read_csv(
     def stacked(values: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.stack(values, axis=1)).to(dtype)
 
-    if features is None:
-        names = [name for name in columns if name not in targets]
-        filled = {name: _mean(columns[name]) for name in names if _has_gaps(columns[name])}
-        inputs = tuple(feature for name in names for feature in _features(path, name, columns[name], columns))
-    else:
-        inputs, filled = tuple(features), dict(fill)
+    inputs, filled = _inputs(path, targets, columns) if features is None else (tuple(features), dict(fill))
     if not inputs:
         raise ValueError(f"{path}: no column is left for the inputs")
     found = {name: _source(path, name, columns) for name in inputs}
@@ -179,18 +178,35 @@ def _read_csv(
     return Table(x, y, inputs, targets, names, filled)
 
 
+def _others(path: Path, targets: tuple[str, ...], ignore: Sequence[str]) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The inputs of a CSV file without some columns."""
+    if path.suffix.lower() != ".csv":
+        raise ValueError(f"{path}: an NPZ file has its inputs in one array, of which no columns can be left out by name")
+    columns, _ = _cells(path)
+    for name in ignore:
+        _require(path, name, columns, "column")
+    return _inputs(path, (*targets, *ignore), columns)
+
+
+def _inputs(path: Path, without: tuple[str, ...], columns: dict[str, list[str]]) -> tuple[tuple[str, ...], dict[str, float]]:
+    """What the columns become, and what stands for their missing numbers."""
+    names = [name for name in columns if name not in without]
+    filled = {name: _mean(columns[name]) for name in names if any(map(_missing, columns[name]))}
+    return tuple(feature for name in names for feature in _features(path, name, columns[name], columns)), filled
+
+
 def _features(path: Path, name: str, cells: list[str], columns: dict[str, list[str]]) -> list[str]:
     """The inputs that a column becomes. One in which a text is among numbers counts as numbers, and is refused when it is read."""
     there = [cell for cell in cells if not _missing(cell)]
     if not there:
-        raise ValueError(f"{path}: column {name!r} is empty; leave it out")
+        raise ValueError(f"{path}: column {name!r} is empty; leave it out (--ignore)")
     levels: list[str] = []
     if all(math.isnan(_number(cell)) for cell in there):
         levels = sorted(set(there))
         if len(levels) > min(MOST, max(2, len(cells) / 2)):  # names, keys, dates: nothing can be learned from each by itself
             raise ValueError(
                 f"{path}: column {name!r} holds {len(levels)} different texts in {len(cells)} rows, such as {levels[0]!r}, and each "
-                "would be an input of its own; leave the column out, or write it as numbers or in fewer words"
+                "would be an input of its own; leave the column out (--ignore), or write it as numbers or in fewer words"
             )
     made = [f"{name}={level}" for level in levels] or [name]
     made += [f"{name}=?"] if len(there) < len(cells) else []
@@ -224,10 +240,6 @@ def _check_texts(place: str, cells: list[str], where: Callable[[int], str], leve
 
 def _missing(cell: str) -> bool:
     return cell.lower() in MISSING
-
-
-def _has_gaps(cells: list[str]) -> bool:
-    return any(map(_missing, cells))
 
 
 def _mean(cells: list[str]) -> float:
