@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import UserDict
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,3 +61,9 @@ def test_move_reaches_into_everything_and_respects_what_knows_better():
     assert isinstance(moved["packed"], nn.utils.rnn.PackedSequence)
     assert moved["enc"].moved == "cpu"
     assert len(list(tree.leaves(moved["a"]))) == 2
+
+
+@pytest.mark.parametrize("array", [np.array(["cat", "dog"]), np.array([1.0, None])])
+def test_arrays_of_names_and_objects_are_told_of(array):
+    with pytest.raises(TypeError, match=r"holds text or objects, not numbers: .* np.unique\(names, return_inverse=True\)"):
+        tree.tensors((np.zeros(2), array))

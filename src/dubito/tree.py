@@ -131,6 +131,11 @@ def apply_leaves(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def tensors(value: Any, dtype: torch.dtype | None = None) -> Any:
     """NumPy arrays anywhere inside nested dicts, lists and tuples as tensors, real ones in a dtype (NumPy is float64 by default)."""
     if isinstance(value, np.ndarray):
+        if value.dtype.kind in "USO":
+            raise TypeError(
+                f"an array of {value.dtype} holds text or objects, not numbers: of class names give their positions, as "
+                "classes, y = np.unique(names, return_inverse=True), and of numbers x.astype(np.float32)"
+            )
         tensor = torch.from_numpy(value)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     if type(value) is dict:
