@@ -215,3 +215,15 @@ def test_stacked_targets_equal_single_ones():
 def test_a_pattern_of_the_prior_that_matches_nothing_is_refused(prior):
     with pytest.raises(ValueError, match="the prior's pattern 'haed' matches no parameter of the network; it has"):
         Model(nn.Linear(2, 2), Categorical(), prior)
+
+
+def test_inputs_that_are_not_numbers_are_told_before_the_first_step():
+    x, y = torch.tensor([[0.0], [float("nan")]]), torch.zeros(2, 1)
+    with pytest.raises(ValueError, match="the inputs hold NaN or infinity"):
+        dubito.fit(Model(nn.Linear(1, 1), Gaussian()), dubito.MAP(epochs=1), (x, y))
+
+    class Fills(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.nan_to_num(0.0))
+
+    dubito.fit(Model(Fills(1, 1), Gaussian()), dubito.MAP(epochs=1), (x, y))  # a network that knows what to do with them

@@ -226,6 +226,11 @@ class Model:
             raise ValueError(
                 f"the network gives {f.shape[0]} outputs for {batch_size(y)} targets: the first axis must be the batch"
             )
+        if f.isnan().any() and any(leaf.is_floating_point() and not leaf.isfinite().all() for leaf in tree.leaves(x)):
+            raise ValueError(
+                "the inputs hold NaN or infinity, and the network makes NaN of them: fill such values in, x.nan_to_num(0.0), or leave "
+                "those rows out"
+            )
         self.likelihood.check(f, y)
 
 
