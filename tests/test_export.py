@@ -17,7 +17,7 @@ import dubito
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Laplace, Model, as_module
 from dubito.export import elimination
 from dubito.posteriors import Gaussian as Posterior
-from dubito.posteriors import Point
+from dubito.posteriors import Mixture
 from dubito.predict.streamlined import Streamlined, Weight
 from dubito.predict.streamlined.engine import covariance_of
 
@@ -199,7 +199,7 @@ def test_autocast(rank):
 @pytest.mark.parametrize(
     ("posterior", "options", "message"),
     [
-        (lambda: Point(m := Model(mlp(4, 3), Categorical()), m.parameters(), {}), {}, "Gaussian"),
+        (lambda: Mixture.equal([around(mlp(4, 3))] * 2), {}, "of each member"),
         (lambda: around(mlp(4, 3)), {"how": "sampled"}, "one pass"),
         (lambda: around(mlp(4, 3)), {"how": "adjoint", "rank": 2}, "rank"),
     ],
@@ -386,3 +386,48 @@ def test_the_adjoint_of_what_is_no_chain():
     posterior, x = around(Around()), torch.randn(6, 4)
     found = as_module(posterior, x, how="adjoint")(x[:4])
     torch.testing.assert_close(found["f_cov"].diagonal(dim1=1, dim2=2), posterior.predict(x[:4], "adjoint").f_var)
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("network", "likelihood", "x", "y"),
+    [
+        (mlp(4, 8, 3), Categorical(), torch.randn(12, 4), torch.arange(12) % 3),
+        (mlp(4, 8, 2), Gaussian(), torch.randn(12, 4), torch.randn(12, 2)),
+        (mlp(4, 8, 2), HeteroscedasticGaussian(), torch.randn(12, 4), torch.randn(12, 1)),
+        (cnn(), Categorical(), torch.randn(12, 1, 6, 6), torch.arange(12) % 3),
+        (nn.Conv2d(1, 3, 1), Categorical(dim=1), torch.randn(6, 1, 4, 4), torch.randint(3, (6, 4, 4))),
+    ],
+    ids=["classes", "noise of each", "predicted noise", "batch norm", "pixels"],
+)
+@pytest.mark.parametrize("method", [dubito.Ensemble(dubito.MAP(epochs=2, learning_rate=0.05), 3), dubito.MAP(epochs=2)])
+def test_members_side_by_side_predict_as_the_samples_do(network, likelihood, x, y, method):
+    posterior = dubito.fit(Model(network, likelihood), method, (x, y))
+    before = {name: leaf.clone() for name, leaf in network.state_dict().items()}
+    module, p = as_module(posterior, x), posterior.predict(x)
+    found, split = module(x), p.uncertainty
+    expected = {"mean": p.mean, "total": split.total, "aleatoric": split.aleatoric, "epistemic": split.epistemic}
+    torch.testing.assert_close({key: found[key] for key in expected}, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close((found["f_mean"], found["f_cov"]), (p.f_mean, p.f_var), atol=1e-5, rtol=1e-4)
+    program = torch.export.export(module, (x[:4],), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.testing.assert_close(program.module()(x), found, atol=1e-5, rtol=1e-4)
+    assert all(torch.equal(leaf, before[name]) for name, leaf in network.state_dict().items())
+
+
+def test_members_of_unequal_weights():
+    posterior = dubito.fit(
+        Model(mlp(4, 3), Categorical()), dubito.Ensemble(dubito.MAP(epochs=1), 2), (torch.randn(6, 4), torch.arange(6) % 3)
+    )
+    x, weighted = torch.randn(5, 4), replace(posterior, weights=torch.tensor([0.9, 0.1]))
+    torch.testing.assert_close(as_module(weighted, x)(x)["mean"], weighted.predict(x).mean)
+    with pytest.raises(ValueError, match="leave out `how`"):
+        as_module(posterior, x, how="adjoint")
+
+
+def test_members_take_inputs_by_name():
+    data = {"left": torch.randn(6, 4), "right": torch.randn(6, 3), "labels": torch.arange(6) % 3}
+    posterior = dubito.fit(Model(TwoInputs(), Categorical()), dubito.Ensemble(dubito.MAP(epochs=1), 2), [data])
+    x = {name: data[name] for name in ("left", "right")}
+    torch.testing.assert_close(as_module(posterior, x)(**x)["mean"], posterior.predict(x).mean)

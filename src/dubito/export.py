@@ -5,6 +5,8 @@ second moments of the weights are its buffers, so `.to()`, `state_dict` and `loa
 its forward pass is a torch operation whose shape follows from that of x: `torch.compile(fullgraph=True)`, `torch.export` with any
 number of examples, and ONNX take it as it is.
 
+A set of samples, such as an ensemble, becomes its networks side by side, whose answers are averaged as `predict` does.
+
 For a regression with Gaussian noise what comes out is exact given the moments of f. Elsewhere, as in a `LatentMixture`, the Gaussian
 over f becomes deterministic nodes with its mean and covariance; the nodes are a buffer too. The root of a covariance is found by
 elimination, written out, since ONNX knows neither eigenvectors nor Cholesky factors: the nodes then lie in other places than those of
@@ -13,6 +15,7 @@ elimination, written out, since ONNX knows neither eigenvectors nor Cholesky fac
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
@@ -23,8 +26,9 @@ from torch import Tensor, fx, nn
 from dubito import tree
 from dubito.curvature.capture import example_count
 from dubito.curvature.layout import layout
-from dubito.likelihoods import Gaussian, Likelihood, average, nodes, own
-from dubito.posteriors import Posterior
+from dubito.likelihoods import Gaussian, Likelihood, align, average, nodes, own
+from dubito.model import outputs_last
+from dubito.posteriors import Point, Posterior, Samples
 from dubito.predict.adjoint import Means
 from dubito.predict.chain import chain, sweep
 from dubito.predict.linearized import _Run
@@ -52,8 +56,11 @@ class Prediction(TypedDict):
     f_cov: Tensor  # [B, *D, C], or [B, *D, C, C] where outputs move together
 
 
-def as_module(posterior: Posterior, x: Any, *, how: str = "streamlined", rank: int | None = None) -> fx.GraphModule:
+def as_module(posterior: Posterior, x: Any, *, how: str | None = None, rank: int | None = None) -> fx.GraphModule:
     """The posterior's prediction as a module that is called as the network is and gives a `Prediction`; x is an example input.
+
+    A set of samples (an ensemble, the draws of a sampler) or a point becomes as many networks, each with its weights, and a pass goes
+    through all of them. Other posteriors become one pass of means and variances, `how="streamlined"` or `"adjoint"`.
 
     `rank` is as in `predict`: directions in which units move together, 0 none, -1 all; None picks. The `mean.*`, `var.*` and `second.*`
     (E[w^2]) in its `state_dict` have the network's names. `how="adjoint"` takes longer to make: its sweeps backwards become part of the
@@ -70,11 +77,19 @@ def as_module(posterior: Posterior, x: Any, *, how: str = "streamlined", rank: i
     >>> program.module()(torch.full((5, 1), 2.0))["total"][4]
     tensor([0.1700])
     """
+    if isinstance(posterior, Point):
+        posterior = Samples(posterior.model, tree.repeat(posterior.params, 1), posterior.buffers)
+    if isinstance(posterior, Samples):
+        if how is not None or rank is not None:
+            raise ValueError("samples are networks to run as they are: leave out `how` and `rank`")
+        with torch.inference_mode(False), torch.no_grad():
+            return _side_by_side(posterior, x)
+    how = how or "streamlined"
     engine = getattr(posterior, "streamlined", None)
     if not isinstance(engine, Streamlined):
         raise ValueError(
-            "a module is made of a posterior whose means and variances go through the network in one pass, such as a Gaussian; got a "
-            f"{type(posterior).__name__}. Of a mixture, make one of each member"
+            "a module is made of samples, or of a posterior whose means and variances go through the network in one pass, such as a "
+            f"Gaussian; got a {type(posterior).__name__}. Of a mixture, make one of each member; of draws on disk, of posterior.load()"
         )
     if how not in ("streamlined", "adjoint"):
         raise ValueError(f"a module predicts in one pass, how='streamlined' or 'adjoint'; got {how!r}")
@@ -185,6 +200,54 @@ class Readout(nn.Module):
         expected = expected.clamp(0, 1) if self.likelihood.discrete else expected
         split = self.likelihood.uncertainty(points, weights, learned)
         return _prediction(expected, split.total, split.aleatoric, split.epistemic, mean, cov)
+
+
+def _side_by_side(posterior: Samples, x: Any) -> fx.GraphModule:
+    """The network once for every draw of the weights, and the average of what they say."""
+    if not isinstance(x, Tensor) and not all(isinstance(leaf, Tensor) for leaf in (x.values() if isinstance(x, dict) else x)):
+        raise ValueError("a module of samples takes tensors, by position or by name, and no trees of them")
+    graph, root, members = fx.Graph(), nn.Module(), nn.ModuleList()
+    root.add_module("members", members)
+    root.add_module("readout", Average(posterior))
+    inputs = {name: graph.placeholder(name) for name in _names(x)}
+    given: dict[str, Any] = {"kwargs": inputs} if isinstance(x, dict) else {"args": tuple(inputs.values())}
+    answers = []
+    for i in range(len(posterior)):
+        weights = {**posterior.buffers, **tree.select({**posterior.params, **posterior.own_buffers}, i)}
+        member = copy.deepcopy(posterior.model.network).eval().requires_grad_(False)
+        for name, leaf in (*member.named_parameters(), *member.named_buffers()):
+            if name in weights:
+                leaf.copy_(weights[name])
+        members.append(member)
+        answers.append(graph.call_module(f"members.{i}", **given))
+    graph.output(graph.call_module("readout", (answers,)))
+    return fx.GraphModule(root, graph, "Samples")
+
+
+class Average(nn.Module):
+    """From what the members of a set of samples say to what is asked."""
+
+    def __init__(self, posterior: Samples):
+        super().__init__()
+        learned, model = own(posterior.params), posterior.model
+        self.output, self.likelihood, self.names = model.output, model.likelihood, tuple(learned)
+        for i, leaf in enumerate(learned.values()):
+            self.register_buffer(f"learned{i}", leaf.detach().clone())
+        equal = torch.full((len(posterior),), 1 / len(posterior), device=model.device)
+        self.register_buffer("weights", equal if posterior.weights is None else posterior.weights.clone())
+
+    def forward(self, answers: list[Any]) -> Prediction:
+        points = torch.stack([outputs_last(self.output(answer), self.likelihood.dim) for answer in answers])  # [S, B, *D, C]
+        points = points.float() if points.dtype.itemsize < 4 else points
+        weights = self.get_buffer("weights").to(points)
+        learned = align({name: self.get_buffer(f"learned{i}").to(points) for i, name in enumerate(self.names)}, points)
+        mean, split = (
+            average(self.likelihood.mean(points, learned), weights),
+            self.likelihood.uncertainty(points, weights, learned),
+        )
+        f_mean = average(points, weights)
+        f_cov = average((points - f_mean).square(), weights)
+        return _prediction(mean, split.total, split.aleatoric, split.epistemic, f_mean, f_cov)
 
 
 def _prediction(mean: Tensor, total: Tensor, aleatoric: Tensor, epistemic: Tensor, f_mean: Tensor, f_cov: Tensor) -> Prediction:

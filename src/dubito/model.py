@@ -105,6 +105,13 @@ def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
             module._flat_weights, module._flat_weight_refs = flat, references
 
 
+def outputs_last(f: Tensor, dim: int) -> Tensor:
+    """What a network gives, with its outputs along `dim`, as [B, *D, C]."""
+    if f.ndim == 1:
+        return f.unsqueeze(-1)
+    return f if dim == -1 else f.movedim(dim, -1)
+
+
 @dataclass(frozen=True)
 class Model:
     """A network, what its output means, and what is believed of its weights beforehand.
@@ -181,11 +188,7 @@ class Model:
         weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
         with swapped(self.network, weights):
-            f = self.output(self.network(*args, **kwargs))
-        if f.ndim == 1:
-            f = f.unsqueeze(-1)
-        elif self.likelihood.dim != -1:
-            f = f.movedim(self.likelihood.dim, -1)
+            f = outputs_last(self.output(self.network(*args, **kwargs)), self.likelihood.dim)
         return f, {name: weights[name] for name in buffers}
 
     def log_likelihood(self, params: Params, batch: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
