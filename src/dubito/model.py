@@ -148,7 +148,8 @@ class Model:
         if not names:
             raise ValueError("the network has no parameters, so there is nothing to infer")
         for pattern in self.prior.patterns:  # a slip of the pen would leave those parameters to the rest, without a word
-            if not any(re.search(pattern, name) for name in names):
+            kind = pattern in ("weight", "bias")  # which a network may do without
+            if not kind and not any(re.search(pattern, name) for name in names):
                 raise ValueError(f"the prior's pattern {pattern!r} matches no parameter of the network; it has {listed}")
         if not any(re.search(self.only, name) for name in names):
             raise ValueError(f"only={self.only!r} matches no parameter of the network; it has {listed}")
