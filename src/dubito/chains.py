@@ -18,7 +18,7 @@ from torch import Tensor
 from dubito import store, tree
 from dubito.density import Density
 from dubito.fit import Info, Start
-from dubito.integrators import Point, kinetic, rise
+from dubito.integrators import Point, kinetic, leapfrog, rise
 from dubito.likelihoods import own
 from dubito.model import Target
 from dubito.posteriors import Posterior, Samples
@@ -380,3 +380,12 @@ def find_step(density: Density, state: ChainState, generator: torch.Generator, i
         log = log + torch.where(searching, way * math.log(2), 0.0)
     state.tuning |= averaging(1.0, state)
     again(state.tuning, log)
+
+
+def langevin(chains: Chains, density: Density, state: ChainState, generator: torch.Generator) -> tuple[Tensor, Point, Tensor]:
+    """A Langevin step, one leapfrog step from a fresh velocity: its size, where it leads, and how far the energy rises, [C]."""
+    step = state.tuning["log_step"].exp().to(state.position.dtype)
+    before = chains.here(state, torch.empty_like(state.position).normal_(generator=generator))
+    once = torch.ones(len(step), dtype=torch.int32, device=step.device)
+    after = leapfrog(density, before, step=step, count=once, scale=state.scale)
+    return step, after, rise(density, before, after) + kinetic(after.velocity) - kinetic(before.velocity)

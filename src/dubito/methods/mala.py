@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.chains import Chains, ChainState, average, averaging, find_step
+from dubito.chains import Chains, ChainState, average, averaging, find_step, langevin
 from dubito.density import Density
-from dubito.integrators import kinetic, leapfrog, rise
+from dubito.integrators import leapfrog
 from dubito.model import Target
 
 
@@ -54,11 +54,7 @@ class MALA(Chains):
             find_step(density, state, generator, leapfrog)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
-        before = self.here(state, torch.empty_like(state.position).normal_(generator=generator))
-        once = torch.ones(len(step), dtype=torch.int32, device=step.device)
-        after = leapfrog(density, before, step=step, count=once, scale=state.scale)
-        change = rise(density, before, after) + kinetic(after.velocity) - kinetic(before.velocity)
+        step, after, change = langevin(self, density, state, generator)
         probability = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0)
         accepted = torch.rand(probability.shape, dtype=torch.float64, device=step.device, generator=generator) < probability
         self.accept(state, after, accepted)

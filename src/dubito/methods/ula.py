@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dubito.chains import Chains, ChainState, average, averaging, find_step
+from dubito.chains import Chains, ChainState, average, averaging, find_step, langevin
 from dubito.density import Density
-from dubito.integrators import kinetic, leapfrog, rise
+from dubito.integrators import leapfrog
 from dubito.model import Target
 
 
@@ -65,12 +65,8 @@ class ULA(Chains):
             find_step(density, state, generator, leapfrog)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
-        before = self.here(state, torch.empty_like(state.position).normal_(generator=generator))
-        once = torch.ones(len(step), dtype=torch.int32, device=step.device)
-        after = leapfrog(density, before, step=step, count=once, scale=state.scale)  # its position is the Langevin step's
+        step, after, change = langevin(self, density, state, generator)
         lost = ~(after.log_likelihood + after.log_prior).isfinite()
-        change = rise(density, before, after) + kinetic(after.velocity) - kinetic(before.velocity)
         probability = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0)
         taken = ~lost
         if state.step < self.burn_in and self.tune:  # a step that is still too large would throw a chain far out
