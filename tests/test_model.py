@@ -21,6 +21,7 @@ from dubito import (
     MCDropout,
     Model,
     priors,
+    tree,
 )
 from dubito.model import Target
 
@@ -227,3 +228,19 @@ def test_inputs_that_are_not_numbers_are_told_before_the_first_step():
             return super().forward(x.nan_to_num(0.0))
 
     dubito.fit(Model(Fills(1, 1), Gaussian()), dubito.MAP(epochs=1), (x, y))  # a network that knows what to do with them
+
+
+def test_a_pass_leaves_weights_of_recurrent_layers_where_they_are(monkeypatch):
+    """On a GPU torch would lay weights that a layer has not seen before side by side for cuDNN, and move the tensors there."""
+    torch.manual_seed(0)
+    network = nn.LSTM(3, 4, batch_first=True)
+    model, x = Model(network, Gaussian(scale=1.0), output=lambda out: out[0]), torch.randn(2, 5, 3)
+    before, params = [*network._flat_weights], tree.apply(torch.zeros_like, model.parameters())
+    calls = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: calls.append(self))
+    f, _ = model.forward(params, x, {})
+    assert not calls
+    assert f.abs().max() == 0, "the weights given are those used"
+    assert all(a is b for a, b in zip(before, network._flat_weights, strict=True))
+    network(x)
+    assert not calls, "the layer has its own weights again, and knows them"

@@ -6,6 +6,8 @@ The network is never rewritten: it runs with other weights in the places of its 
 from __future__ import annotations
 
 import re
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -84,7 +86,7 @@ def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
     """
     names: dict[int, str] = {}
     places: list[tuple[dict[str, Any], str, Tensor, str]] = []
-    recurrent: list[tuple[nn.Module, Any, Any]] = []  # these keep a list of their weights, which a pass brings up to date
+    recurrent: list[tuple[nn.RNNBase, Any, Any]] = []  # these keep a list of their weights
     for prefix, module in network.named_modules():
         if isinstance(module, nn.RNNBase):
             recurrent.append((module, module._flat_weights, module._flat_weight_refs))
@@ -97,12 +99,32 @@ def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
     try:
         for tensors, key, _, name in places:
             tensors[key] = weights[name]
-        yield
+        with _recurrent([module for module, _, _ in recurrent]) if recurrent else nullcontext():
+            yield
     finally:
         for tensors, key, tensor, name in places:
             weights[name], tensors[key] = tensors[key], tensor
         for module, flat, references in recurrent:
             module._flat_weights, module._flat_weight_refs = flat, references
+
+
+@contextmanager
+def _recurrent(layers: list[nn.RNNBase]) -> Iterator[None]:
+    """nn.LSTM and its kin with the weights that they have now.
+
+    Left to themselves they lay weights that they have not seen before side by side for cuDNN, in new memory, and move the *tensors that
+    were given* there: a recorded CUDA graph would go on with the old memory, which is anyone's by then. So that they do not, they are
+    told that these are what they had; cuDNN then makes a copy of its own, and says so. In eval mode it keeps nothing for a backward
+    pass, and refuses it: where one may come, torch's own kernels run.
+    """
+    cudnn = torch.backends.cudnn
+    refuses = cudnn.enabled and torch.is_grad_enabled() and not all(layer.training for layer in layers)
+    for layer in layers:
+        layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+        layer._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in layer._flat_weights]
+    with warnings.catch_warnings(), cudnn.flags(enabled=False) if refuses else nullcontext():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        yield
 
 
 def outputs_last(f: Tensor, dim: int) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -374,8 +373,4 @@ class Masks(TorchFunctionMode):
                 state = mask(f"hidden{layer}{direction}", (1, flat[first + 1].shape[1]))
                 masked[first] = flat[first] if inputs is None else flat[first] * inputs
                 masked[first + 1] = flat[first + 1] if state is None else flat[first + 1] * state
-        with (
-            warnings.catch_warnings()
-        ):  # on a GPU: masked weights are copies, which do not lie side by side as the layer's own do
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-            return func(*without[:where], masked, *without[where + 1 :])
+        return func(*without[:where], masked, *without[where + 1 :])
