@@ -368,6 +368,20 @@ def test_a_limit_of_scales_can_be_left_again():
     assert scales[1] < 0.1
 
 
+def test_limits_of_scales_by_name():
+    start = dict(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).named_parameters())
+    start = {name: leaf.detach() for name, leaf in start.items()}
+    wide = {name: torch.full_like(leaf, 0.5) for name, leaf in start.items()}
+    q = Grouped(limit={r"^0\.weight$": 0.2})
+    scales = q.scales(q.leaves(start, wide))
+    assert torch.allclose(scales["0.weight"], torch.tensor(0.2))
+    assert all(torch.allclose(scales[name], torch.tensor(0.5)) for name in ("0.bias", "1.weight", "1.bias"))
+    with pytest.raises(ValueError, match="matches no weight"):
+        Grouped(limit={"conv": 0.2}).leaves(start, wide)
+    with pytest.raises(ValueError, match="positive"):
+        Grouped(limit={"": 0.0})
+
+
 def test_mean_field_is_too_certain_between_clusters():
     """Its standard deviation in the gap, relative to that at the data, is smaller than that of HMC (Foong et al. 2020)."""
     generator = torch.Generator().manual_seed(0)

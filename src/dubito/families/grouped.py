@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -48,13 +50,15 @@ class Grouped(Family):
 
     prior: Literal["normal_jeffreys", "horseshoe"] = "normal_jeffreys"
     tau: float = 1e-5  # scale of the horseshoe's global factor
-    limit: float | None = None  # largest standard deviation of a weight; keeps the first steps from wandering
+    # largest standard deviation of a weight, or {pattern of names: it}; keeps the first steps from wandering. Below the prior's one, a
+    # limit also takes from what is gained by switching a unit off, namely that its weights may go back to the prior
+    limit: float | Mapping[str, float] | None = None
 
     def __post_init__(self):
         if (
             self.prior not in ("normal_jeffreys", "horseshoe")
             or not self.tau > 0
-            or (self.limit is not None and not self.limit > 0)
+            or not all(limit > 0 for limit in self._limits.values())
         ):
             raise ValueError(
                 f"prior is 'normal_jeffreys' or 'horseshoe', tau and limit positive; got {self.prior!r}, {self.tau}, {self.limit}"
@@ -62,7 +66,14 @@ class Grouped(Family):
 
     local: ClassVar[bool] = True
 
+    @property
+    def _limits(self) -> Mapping[str, float]:
+        return {} if self.limit is None else self.limit if isinstance(self.limit, Mapping) else {"": self.limit}
+
     def leaves(self, start: Params, scale: Params) -> Params:
+        for pattern in self._limits:
+            if not any(re.search(pattern, name) for name in start):
+                raise ValueError(f"the limit's pattern {pattern!r} matches no weight; there are {list(start)}")
         made = {**of_kind("mean", tree.clone(start)), **of_kind("rho", tree.apply(inverse_softplus, scale))}
         self.bounded(made)
         small = math.log(1e-2)  # standard deviations of the factors, or of their logarithms, at the start
@@ -132,9 +143,10 @@ class Grouped(Family):
 
     def bounded(self, leaves: Params) -> None:
         # here and not in `scales`: a clamped scale has no slope, so what had once come to the limit could never leave it
-        if self.limit is not None:
-            for rho in kind(leaves, "rho").values():
-                rho.clamp_(max=math.log(math.expm1(self.limit)))
+        for pattern, limit in self._limits.items():
+            for name, rho in kind(leaves, "rho").items():
+                if re.search(pattern, name):
+                    rho.clamp_(max=math.log(math.expm1(limit)))
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
         mean = kind(leaves, "mean")
