@@ -10,6 +10,7 @@ from torch import nn
 import dubito
 from dubito import MAP, SWAG, Categorical, Ensemble, MCDropout, Model, OnlineLaplace, Variational
 from dubito.families import Grouped
+from dubito.fit import Start
 from dubito.model import Target
 from dubito.priors import Normal, ScaleMixture
 from dubito.recorded import Recorded
@@ -150,3 +151,19 @@ class Draws(nn.Linear):
 def test_what_cannot_be_recorded_goes_the_ordinary_way(layer):
     both_ways(network(layer=layer), MAP(epochs=8), plays=False)
     both_ways(network(layer=layer), Variational(epochs=8, estimator="weights"), plays=False)
+
+
+@pytest.mark.gpu
+def test_weights_that_have_moved_are_recorded_anew():
+    model, batches = problem("cuda")
+    found = []
+    for record in (True, False):
+        method, target, generator = MAP(epochs=1, record=record), Target(model, 100), torch.Generator("cuda").manual_seed(0)
+        state = method.init(target, Start(model.parameters(), {}), batches[0], generator, steps=20)
+        for i in range(20):
+            if i == 10:
+                for leaf in state.params.values():
+                    leaf.set_(leaf.clone())
+            state, _ = method.step(target, state, [batches[0]], generator)
+        found.append(state.params)
+    torch.testing.assert_close(found[0], found[1])

@@ -80,10 +80,10 @@ class Recorded(Target):
 class Steps:
     """The steps of an optimiser, recorded as CUDA graphs once they repeat themselves.
 
-    A step is repeated if it has the same `kind` (all that decides which operations it consists of, and with which numbers) and a batch
-    of the same shapes. Its first times it goes the ordinary way, and is watched: where the GPU takes longer than Python nothing is
-    gained, and where the network draws from a generator of the CPU (layers that are dropped by `random`, say) it would draw the same
-    for ever. These are never recorded, nor is what looks at values.
+    A step is repeated if it has the same `kind` (all that decides which operations it consists of, and with which numbers), a batch
+    of the same shapes, and weights that are where they were. Its first times it goes the ordinary way, and is watched: where the GPU
+    takes longer than Python nothing is gained, and where the network draws from a generator of the CPU (layers that are dropped by
+    `random`, say) it would draw the same for ever. These are never recorded, nor is what looks at values.
     """
 
     def __init__(self):
@@ -106,7 +106,8 @@ class Steps:
         leaves = list(tree.leaves(batch))
         if not self.pays or not leaves or any(leaf.device.type != "cuda" for leaf in leaves):
             return work(batch)
-        key = (kind, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+        places = tuple(leaf.data_ptr() for group in optimizer.param_groups for leaf in group["params"])
+        key = (kind, places, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
         if key not in self.played:
             self.tried[key] = self.tried.get(key, 0) + 1
             if self.tried[key] <= TRIED:
