@@ -147,6 +147,7 @@ def run(case: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, A
     means = {key: statistics.mean([one.seconds.get(key, 0.0) for one in rounds]) for key in ("fit", "ask")}
     classes = torch.bincount(y[learning.labelled[20:]], minlength=10).tolist()
     return {
+        "seed": seed,
         "labels": labels,
         "accuracy": accuracy,
         "nll": [one.held_out["nll"] for one in rounds],
@@ -249,44 +250,60 @@ def report(
     )
 
 
-def kept(runs: dict[str, dict[str, list]]) -> tuple[dict[str, dict[str, list]], dict[str, Any], dict[str, Any]]:
-    """What the result file has of other arms beside `runs`, in the order of ARMS; its costs; and how each of them was made."""
+def kept(again: dict[str, list[str]]) -> tuple[dict[str, dict[str, list]], dict[str, Any], dict[str, Any]]:
+    """What the result file has, but for the arms `again`, in the order of ARMS; its costs; and how each arm was made."""
     content = json.loads((RESULTS / "active_mnist.json").read_text())
     now = {key: content[key] for key in ("date", "command", "machine", "versions")}
     before, known = content["figures"]["runs"], content["settings"].get("earlier", {})
-    every = {
-        case: {arm: runs.get(case, {}).get(arm, before.get(case, {}).get(arm)) for arm in arms} for case, arms in ARMS.items()
+    runs = {
+        case: {arm: before[case][arm] for arm in arms if before.get(case, {}).get(arm) and arm not in again.get(case, ())}
+        for case, arms in ARMS.items()
     }
-    every = {case: {arm: found for arm, found in arms.items() if found is not None} for case, arms in every.items()}
-    others = [f"{case}, {arm}" for case, arms in every.items() for arm in arms if arm not in runs.get(case, {})]
-    return every, content["figures"]["cost"], {name: known.get(name, now) for name in others}
+    made = {f"{case}, {arm}": known.get(f"{case}, {arm}", now) for case, arms in runs.items() for arm in arms}
+    return runs, content["figures"]["cost"], made
+
+
+def seeds(found: list[dict[str, Any]]) -> set[int]:
+    """Those an arm has; runs that do not tell theirs were the first, all of them handed in."""
+    return {one.get("seed", i) for i, one in enumerate(found)}
+
+
+def middle(found: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """The median over runs at every number of labels; one that has come to its goal stays there, one whose time was over is left out."""
+    goal = [one for one in found if one["accuracy"][-1] >= GOALS[-1]]
+    labels = sorted({n for one in found for n in one["labels"]})
+    values = []
+    for n in labels:
+        here = [one["accuracy"][one["labels"].index(n)] for one in found if n in one["labels"]]
+        values.append(statistics.median([*here, *(one["accuracy"][-1] for one in goal if one["labels"][-1] < n)]))
+    return labels, values
 
 
 def draw(path: str) -> None:
-    """Accuracy over labels, one panel a case, every run a line; it ends at the goal, or in a cross where its time was over."""
+    """Accuracy over labels, one panel a case: every run a thin line, that ends at the goal or where its time was over; the median thick."""
     from dubito.report.canvas import grid, render
 
-    content = json.loads((RESULTS / "active_mnist.json").read_text())
-    settings, runs = content["settings"], {case: arms for case, arms in content["figures"]["runs"].items() if any(arms.values())}
-    names = list(dict.fromkeys(arm for arms in runs.values() for arm in arms))  # an arm has the same colour in all panels
+    runs = {
+        case: arms for case, arms in json.loads((RESULTS / "active_mnist.json").read_text())["figures"]["runs"].items() if arms
+    }
+    names = list(dict.fromkeys(arm.split(":")[0] for arms in runs.values() for arm in arms))  # one colour in all panels
 
     def panels(figure: Any) -> None:
         from matplotlib import colormaps
 
         for axes, (case, arms) in zip(figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs.items(), strict=True):
             for arm, found in arms.items():
-                colour, style = colormaps["tab10"](names.index(arm)), "--" if ":" in arm else "-"
-                for i, one in enumerate(found):
-                    label = arm.replace("_", " ") if i == 0 else None
-                    axes.plot(one["labels"], one["accuracy"], style, color=colour, label=label, linewidth=1.2)
-                    if one["labels"][-1] < settings["labels"] and one["accuracy"][-1] < settings["stop"]:
-                        axes.plot(one["labels"][-1], one["accuracy"][-1], "x", color=colour, markersize=7, markeredgewidth=2)
-            axes.set(title=case, xlabel="labels", ylim=(0.6, 1.0))
+                name, _, off = arm.partition(":")
+                how = {"color": colormaps["tab10"](names.index(name)), "linestyle": "--" if off else "-"}
+                for one in found:
+                    axes.plot(one["labels"], one["accuracy"], **how, linewidth=0.6, alpha=0.35)
+                axes.plot(*middle(found), **how, linewidth=1.6, label=name.replace("_", " ") + (", softmax" if off else ""))
+            axes.set(title=case, xlabel="labels", ylim=(0.7, 0.97), xlim=(0, 600))
             axes.legend(loc="lower right", fontsize=7)
             grid(axes, "y")
         figure.axes[0].set_ylabel("test accuracy")
 
-    Path(path).write_bytes(render(panels, (3.6 * len(runs), 3.2), kind="png"))
+    Path(path).write_bytes(render(panels, (4.2 * len(runs), 3.8), kind="png"))
 
 
 def main() -> None:
@@ -312,7 +329,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="images at a time; 500, on a GPU 4000")
     parser.add_argument("--tuning", action="store_true", help="judge by training images outside the pool, to choose settings")
     parser.add_argument("--no-cost", action="store_true", help="leave out the cost of scoring")
-    parser.add_argument("--resume", action="store_true", help="keep what the result file has of other arms")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that results/active_mnist.json has")
+    parser.add_argument("--again", action="store_true", help="with --resume: all chosen arms are run anew")
     parser.add_argument("--picture", help="where to draw the curves")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
@@ -326,15 +344,23 @@ def main() -> None:
         return
     args.until = None if args.seconds is None else began + args.seconds
     chosen = None if args.acquisitions is None else args.acquisitions.split(",")
-    runs: dict[str, dict[str, list]] = {
-        case: {arm: [] for arm in ARMS[case] if chosen is None or arm in chosen} for case in args.cases.split(",")
-    }
-    wanted = [(case, arm, seed) for seed in range(args.seeds) for case, arms in runs.items() for arm in arms]
+    arms = {case: [arm for arm in ARMS[case] if chosen is None or arm in chosen] for case in args.cases.split(",")}
     costs: dict[str, Any] = {} if args.no_cost else cost(args)  # before the others take the device
     commands: dict[str, Any] = {}
+    runs: dict[str, dict[str, list]] = {}
     if args.resume:
-        runs, before, commands = kept(runs)
+        runs, before, commands = kept(arms if args.again else {})
         costs = costs or before
+    runs = {case: runs.get(case, {}) for case in ARMS if case in runs or case in arms}
+    for case, names in arms.items():
+        runs[case] = {arm: runs[case].get(arm, []) for arm in ARMS[case] if arm in runs[case] or arm in names}
+    wanted = [
+        (case, arm, seed)
+        for seed in range(args.seeds)
+        for case, names in arms.items()
+        for arm in names
+        if seed not in seeds(runs[case][arm])
+    ]
     with ThreadPoolExecutor(args.jobs) as threads:
         waiting = {threads.submit(alone, case, arm, seed, args): (case, arm) for case, arm, seed in wanted}
         for one in as_completed(waiting):
