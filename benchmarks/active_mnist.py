@@ -269,7 +269,7 @@ def seeds(found: list[dict[str, Any]]) -> set[int]:
 
 
 def middle(found: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    """The median over runs at every number of labels; one that has come to its goal stays there, one whose time was over is left out."""
+    """The median over runs at every number of labels; one that has come to its goal stays there, one that was cut short is left out."""
     goal = [one for one in found if one["accuracy"][-1] >= GOALS[-1]]
     labels = sorted({n for one in found for n in one["labels"]})
     values = []
@@ -280,7 +280,7 @@ def middle(found: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
 
 
 def draw(path: str) -> None:
-    """Accuracy over labels, one panel a case: every run a thin line, that ends at the goal or where its time was over; the median thick."""
+    """Accuracy over labels, one panel a case: every run a thin line, the median thick; lines end at the goal or out of time."""
     from dubito.report.canvas import grid, render
 
     runs = {
