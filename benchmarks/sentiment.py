@@ -27,6 +27,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -53,7 +54,7 @@ ARMS = {"lstm": ("none", "naive", "variational"), "gru": ("none", "naive", "vari
 DECIDES = {"none": "none", "naive": "naive, averaged", "variational": "variational, averaged", "own": "own, averaged"}
 SWAG_RATES = (1e-4, 1e-3, 1e-2)  # lowered twice, after runs (with test figures in sight) in which it was worse than its start
 SPARE = 15.0  # seconds before the end at which fits are cut short
-HANDED = ("device", "train", "length", "width", "epochs", "batch_size", "learning_rate", "draws", "size")
+HANDED = ("train", "length", "width", "epochs", "batch_size", "learning_rate", "draws", "size")
 
 
 def network(job: Job, words: int, args: argparse.Namespace) -> torch.nn.Module:
@@ -133,13 +134,14 @@ def alone(job: Job, args: argparse.Namespace) -> dict[str, Any] | None:
     if args.until is not None and time.time() > args.until - 2 * SPARE:
         return None
     began = time.time()
-    rows = apart("--run", json.dumps(job), settings=settings | {"until": args.until}, until=args.until, grace=45)
+    handed = settings | {"device": args.device, "until": args.until}
+    rows = apart("--run", json.dumps(job), settings=handed, until=args.until, grace=45)
     if rows is None:
         return None
     if args.until is not None and time.time() > args.until - SPARE:
         print(f"{job}: cut short, and left out", flush=True)
         return None
-    found = {"job": job, "rows": rows, "seconds": time.time() - began}
+    found = {"job": job, "rows": rows, "seconds": time.time() - began, "device": args.device}
     told = {row: {part: round(values["nll"], 4) for part, values in parts.items()} for row, parts in found["rows"].items()}
     print(f"{job}: {json.dumps(told)}, {found['seconds']:.0f} s", flush=True)
     if kept is not None:
@@ -200,6 +202,7 @@ def report(tuning: list, finals: list, picks: list[Job], args: argparse.Namespac
     settings["fits kept from an earlier call, and their seconds"] = [
         len(kept := [one for one in (*tuning, *finals) if one.get("kept")]), round(sum(one["seconds"] for one in kept))
     ]  # fmt: skip
+    settings["fits by device"] = Counter(one.get("device", "unknown") for one in (*tuning, *finals))
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
     figures = {"tuning": tuning, "final": finals}
