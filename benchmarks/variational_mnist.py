@@ -4,7 +4,9 @@
 - `bbb-400`, `-800`, `-1200`: two hidden ReLU layers of that width, mean field, the scale mixture prior (Blundell et al. 2015), pixels
   over 126 as there; error of the mean of 30 draws, and with 50, 75, 95 and 98 % of the weights pruned by |mu| / sigma; the error of the
   mean weights while they are trained, and histograms of a draw of the weights and of |mu| / sigma in decibels.
-- `vmg`: three layers of 150, matrix-variate Gaussians (Louizos & Welling 2016).
+- `vmg`: three layers of 150, matrix-variate Gaussians (Louizos & Welling 2016), standardised pixels, prior variance 2 / inputs (chosen
+  by held-out images). There the KL is that of the matrix before pseudo-data make it surer; ours, of the posterior that is used, is
+  larger. `vmg-light` counts it a tenth.
 - `lenet5-...`, `lenet300-...`: group normal-Jeffreys, group horseshoe (Louizos et al. 2017), sparse variational dropout (Molchanov et
   al. 2017) on LeNet-5-Caffe and LeNet-300-100, compressed by `dubito.compress` at the thresholds that `compression.thresholds` finds on
   the last 5,000 training images, which are not trained on: there, at most the error that was published, or 0.1 % more than before.
@@ -54,6 +56,7 @@ PUBLISHED = {
     "bbb-800": "1.34 %",
     "bbb-1200": "1.32 %; pruned 1.24, 1.24, 1.29, 1.39 %",
     "vmg": "1.09 %",
+    "vmg-light": "1.09 %",
     "lenet5-jeffreys": "1.0 %, 108 x, 361 x, 573 x coded; 8-13-88-13",
     "lenet5-horseshoe": "1.0 %, 156 x, 419 x, 771 x coded; 5-10-76-16",
     "lenet5-sparse": ".75 %, 280 x",
@@ -92,15 +95,23 @@ def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Desc
         width = int(case.split("-")[1])
         method = Variational(init_scale=args.init_scale, estimator="weights", **descent)
         return mlp(784, width, width, 10), ScaleMixture(0.5, scales=(1.0, math.exp(-6))), method, args.batch
-    if case == "vmg":
-        return mlp(784, 150, 150, 150, 10), Normal(scale=1.0), Variational(MatrixNormal(50), **descent), args.batch
+    if case.startswith("vmg"):
+        network, weight = mlp(784, 150, 150, 150, 10), 0.1 if case == "vmg-light" else 1.0
+        return (
+            network,
+            Normal.fan_in(network, math.sqrt(2)),
+            Variational(MatrixNormal(50), kl_weight=weight, **descent),
+            args.batch,
+        )
     network = lenet5() if case.startswith("lenet5") else mlp(784, 300, 100, 10)
     kind = case.split("-")[1]
     if kind == "sparse":
         return network, LogUniform(), Variational(estimator="local", kl_warmup=0.3, **descent), args.batch
     prior = "normal_jeffreys" if kind == "jeffreys" else "horseshoe"
+    # on the first layer, as published; of this one that left more errors on held-out images than were published
+    limit = 0.2 if case == "lenet300-jeffreys" else {r"^0\.weight$": 0.2}
     # a constant rate, as was published: factors of units move slowly, and the sum of all rates counts
-    method = Variational(Grouped(prior, limit=0.2), kl_warmup=0.2, schedule="constant", **descent)
+    method = Variational(Grouped(prior, limit=limit), kl_warmup=0.2, schedule="constant", **descent)
     return network, Normal(scale=1.0), method, args.batch
 
 
@@ -182,8 +193,7 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     network, prior, method, size = problem(case, args)
     train, test = mnist("train"), mnist("test")
     flat = not isinstance(network[0], nn.Conv2d)  # pyright: ignore[reportIndexIssue]
-    scale = 255 / 126 if case.startswith("bbb") else 2.0
-    shift = 0.0 if case.startswith("bbb") else 1.0
+    scale, shift = {"bbb": (255 / 126, 0.0), "vmg": (1 / 0.3081, 0.1307 / 0.3081)}.get(case.split("-")[0], (2.0, 1.0))
 
     def ready(x: Tensor) -> Tensor:
         return (x.flatten(1) if flat else x) * scale - shift
@@ -195,12 +205,19 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         torch.backends.cudnn.benchmark = True
         data, network = tuple(leaf.to(args.device) for leaf in data), network.to(args.device)
     model = Model(network, Categorical(), prior)
-    curve = Curve(model, *tested) if flat and not case.startswith("lenet") and case != "vmg" else None
+    curve = Curve(model, *tested) if flat and not case.startswith(("lenet", "vmg")) else None
     posterior = dubito.fit(
         model, method, data, batch_size=size, seed=seed, progress=False, callbacks=[] if curve is None else [curve]
     )
     found: dict[str, Any] = {
-        "settings": {"epochs": method.epochs, "batch": size, "learning rate": args.learning_rate, "init scale": args.init_scale},
+        "settings": {
+            "epochs": method.epochs,
+            "batch": size,
+            "learning rate": args.learning_rate,
+            "init scale": args.init_scale,
+            "kl weight": getattr(method, "kl_weight", None),
+            "limit": getattr(getattr(method, "family", None), "limit", None),
+        },
         "seconds to fit": time.time() - began,
         "error": error(posterior, *tested),
     }
