@@ -28,9 +28,8 @@ class Table:
 
     x: Tensor  # [N, F] float32, or the dtype asked for; from an NPZ file also [N, ...]
     y: Tensor | None  # [N, C] like x, or [N] int64 positions in `classes`; None where no target was asked for
-    features: tuple[
-        str, ...
-    ]  # names of the F columns; empty where x is not a table. "city=Rome" is 1 there, "age=?" where age is missing
+    # names of the F inputs; empty where x is not a table. "city=Rome" is 1 there, "age=?" is 1 where age is missing
+    features: tuple[str, ...]
     targets: tuple[str, ...]
     classes: tuple[str, ...]  # empty for regression
     fill: dict[str, float] = field(default_factory=dict)  # what stands for a missing number, by column: the mean of the others
