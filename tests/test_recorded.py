@@ -55,6 +55,7 @@ def test_a_network_that_looks_at_values_goes_the_ordinary_way():
 
     _, batches = problem("cuda")
     same(Model(Looks(4, 3).cuda(), Categorical()), batches)
+    torch.rand((), device="cuda")  # the user's generator is not left waiting for the end of a recording
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,7 @@ class Recorded(Target):
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:  # the network looks at values, or does what cannot be recorded
-                self.recordings[key] = None
+                self.recordings.update(dict.fromkeys([*self.recordings, key]))
         if (recording := self.recordings[key]) is None:
             return super().gradient(params, data, buffers, train=train, factor=factor)
         graph, inputs, found, _ = recording
@@ -72,7 +73,7 @@ class Recorded(Target):
                 super().gradient(params, [batch], {}, train=train)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _recording(graph, torch.cuda.Stream(), torch.cuda.graph_pool_handle()):
             found = super().gradient(params, [batch], {}, train=train)
         return graph, list(tree.leaves(batch)), found, params  # the weights stay where the graph reads them
 
@@ -164,28 +165,37 @@ class Steps:
         if "capturable" in group:
             group["capturable"] = True
         graph = torch.cuda.CUDAGraph()
-        generators = [torch.cuda.default_generators[self.rate.device.index]]
-        if generator.device.type == "cuda":
-            graph.register_generator_state(generator)
-            generators.append(generator)
-        before = [one.clone_state() for one in generators]
-        torch.cuda.synchronize()
         try:
-            with torch.cuda.stream(self.stream):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    found = work(batch)
-                finally:
-                    graph.capture_end()
+            with _recording(graph, self.stream, self.pool, *([generator] if generator.device.type == "cuda" else [])):
+                found = work(batch)
             self.played[key] = graph, list(tree.leaves(batch)), found
         except RuntimeError:  # there is no memory for a second set of activations, or an operation that cannot be recorded
             self.pays = False
-            for one, state in zip(generators, before, strict=True):  # a recording that failed leaves them waiting for its end
-                one.graphsafe_set_state(state)
         finally:
             group["lr"] = rate
             if "capturable" in group:
                 group["capturable"] = False
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any, *generators: torch.Generator) -> Iterator[None]:
+    """What is done here is recorded, with what it draws from `generators` and from the GPU's global one."""
+    for one in generators:
+        graph.register_generator_state(one)
+    drawn = [torch.cuda.default_generators[stream.device.index], *generators]
+    before = [one.clone_state() for one in drawn]
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    except BaseException:
+        for one, state in zip(drawn, before, strict=True):  # a recording that failed leaves them waiting for its end
+            one.graphsafe_set_state(state)
+        raise
 
 
 def _drawn_on_the_cpu() -> tuple[Any, ...]:
