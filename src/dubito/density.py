@@ -31,6 +31,7 @@ from dubito.model import Target, mode
 from dubito.priors import Normal
 from dubito.priors.factorised import Factorised
 from dubito.randomness import forked, lent
+from dubito.recorded import usable
 from dubito.tree import Buffers, Params
 
 HELD = {"cpu": 2**32, "cuda": 2**35}  # bytes of data that are kept at hand; what is larger is read anew for every gradient
@@ -386,7 +387,7 @@ class Loop:
                 function(*held, *still)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.no_grad():
+        with usable(stream.device), torch.cuda.graph(graph), torch.no_grad():
             state = held
             for _ in range(size):
                 state = function(*state, *still)

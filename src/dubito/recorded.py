@@ -182,18 +182,24 @@ def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
     """What is done here is recorded, with what it draws from `generators` and from the GPU's global one."""
     for one in generators:
         graph.register_generator_state(one)
-    drawn = [torch.cuda.default_generators[stream.device.index], *generators]
-    before = [one.clone_state() for one in drawn]
     torch.cuda.synchronize()
+    with usable(stream.device, *generators), torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+@contextmanager
+def usable(device: torch.device, *generators: torch.Generator) -> Iterator[None]:
+    """A recording that fails leaves the generators it draws from waiting for its end, unable to draw: after one they are as before."""
+    drawn = [torch.cuda.default_generators[device.index], *generators]
+    before = [one.clone_state() for one in drawn]
     try:
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
+        yield
     except BaseException:
-        for one, state in zip(drawn, before, strict=True):  # a recording that failed leaves them waiting for its end
+        for one, state in zip(drawn, before, strict=True):
             one.graphsafe_set_state(state)
         raise
 
