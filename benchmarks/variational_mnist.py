@@ -3,7 +3,8 @@
 - `sgd-1200`, `dropout-1200`: the same network by plain training and with dropout, for their curves of errors and their weights.
 - `bbb-400`, `-800`, `-1200`: two hidden ReLU layers of that width, mean field, the scale mixture prior (Blundell et al. 2015), pixels
   over 126 as there; error of the mean of 30 draws, and with 50, 75, 95 and 98 % of the weights pruned by |mu| / sigma; the error of the
-  mean weights while they are trained, and histograms of a draw of the weights and of |mu| / sigma in decibels.
+  mean weights while they are trained, and histograms of a draw of the weights and of |mu| / sigma in decibels. By Adam, or, in a result
+  file of its own, by SGD, with which standard deviations hardly move; `--grid` looks for settings by held-out images.
 - `vmg`: three layers of 150, matrix-variate Gaussians (Louizos & Welling 2016), standardised pixels, prior variance 2 / inputs (chosen
   by held-out images). There the KL is that of the matrix before pseudo-data make it surer; ours, of the posterior that is used, is
   larger. `vmg-light` counts it a tenth.
@@ -14,6 +15,7 @@
 Every case and seed is a process, `--jobs` at a time.
 
     DUBITO_DATA=... python benchmarks/variational_mnist.py --device cuda --jobs 14 --seeds 3 --epochs 120     # 30 minutes, or less
+    DUBITO_DATA=... python benchmarks/variational_mnist.py --device cuda --jobs 12 --grid --optimizer sgd --prior .75 0 8 --epochs 150
     DUBITO_DATA=... python benchmarks/variational_mnist.py --only bbb-400 --train 5000 --epochs 5
 """
 
@@ -46,7 +48,19 @@ from dubito.fit import Event
 from dubito.posteriors import Gaussian, Posterior
 from dubito.priors import LogUniform, Normal, Prior, ScaleMixture
 
-HANDED = ("device", "epochs", "slow_epochs", "batch", "learning_rate", "init_scale", "train")
+HANDED = ("device", "epochs", "slow_epochs", "batch", "optimizer", "learning_rate", "init_scale", "prior", "train")
+GRIDS: dict[
+    str, list[dict[str, Any]]
+] = {  # of settings to choose among: Blundell's priors; rates; where standard deviations start
+    "adam": [
+        {"prior": [share, wide, narrow], "init_scale": start}
+        for start in (0.003, 0.03)
+        for share in (0.25, 0.5, 0.75)
+        for wide in (0, 1, 2)
+        for narrow in (6, 7, 8)
+    ],
+    "sgd": [{"learning_rate": rate, "init_scale": start} for rate in (0.003, 0.01, 0.03) for start in (0.01, 0.03, 0.05, 0.1)],
+}
 SHARES = (0.5, 0.75, 0.95, 0.98)
 HELD = 5000
 PUBLISHED = {
@@ -82,6 +96,11 @@ def lenet5() -> nn.Module:
     )  # fmt: skip
 
 
+def mixture(args: argparse.Namespace) -> ScaleMixture:
+    share, *scales = args.prior
+    return ScaleMixture(share, scales=(math.exp(-scales[0]), math.exp(-scales[1])))
+
+
 def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Descent, int]:
     """Network, prior, method, and the batch size."""
     epochs = args.epochs if case.startswith(("sgd", "dropout", "bbb")) else args.slow_epochs or args.epochs
@@ -93,8 +112,8 @@ def problem(case: str, args: argparse.Namespace) -> tuple[nn.Module, Prior, Desc
         return mlp(784, 1200, 1200, 10), Normal(scale=10.0), dropping, args.batch
     if case.startswith("bbb"):
         width = int(case.split("-")[1])
-        method = Variational(init_scale=args.init_scale, estimator="weights", **descent)
-        return mlp(784, width, width, 10), ScaleMixture(0.5, scales=(1.0, math.exp(-6))), method, args.batch
+        method = Variational(init_scale=args.init_scale, estimator="weights", optimizer=args.optimizer, **descent)
+        return mlp(784, width, width, 10), mixture(args), method, args.batch
     if case.startswith("vmg"):
         network, weight = mlp(784, 150, 150, 150, 10), 0.1 if case == "vmg-light" else 1.0
         return (
@@ -205,7 +224,7 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         torch.backends.cudnn.benchmark = True
         data, network = tuple(leaf.to(args.device) for leaf in data), network.to(args.device)
     model = Model(network, Categorical(), prior)
-    curve = Curve(model, *tested) if flat and not case.startswith(("lenet", "vmg")) else None
+    curve = Curve(model, *tested) if flat and not (args.held or case.startswith(("lenet", "vmg"))) else None
     posterior = dubito.fit(
         model, method, data, batch_size=size, seed=seed, progress=False, callbacks=[] if curve is None else [curve]
     )
@@ -213,16 +232,21 @@ def run(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "settings": {
             "epochs": method.epochs,
             "batch": size,
+            "optimizer": args.optimizer if case.startswith("bbb") else None,
             "learning rate": args.learning_rate,
             "init scale": args.init_scale,
+            "prior": args.prior if case.startswith("bbb") else None,
             "kl weight": getattr(method, "kl_weight", None),
             "limit": getattr(getattr(method, "family", None), "limit", None),
         },
         "seconds to fit": time.time() - began,
-        "error": error(posterior, *tested),
     }
     if args.train is None:
         found["held-out error"] = error(posterior, *held)
+    if args.held:  # to choose by: test images are not looked at
+        of_labels = probabilities(posterior, held[0]).gather(-1, held[1][:, None])
+        return {**found, "held-out nll": -float(of_labels.clamp(min=1e-12).log().mean())}
+    found["error"] = error(posterior, *tested)
     print(case, seed, found, flush=True)
     if curve is not None:
         found |= {"curve": curve.points, "histograms": histograms(posterior)}
@@ -242,6 +266,34 @@ def alone(case: str, seed: int, args: argparse.Namespace) -> dict[str, Any] | No
     found = apart("--case", case, "--seeds", str(seed), settings=settings, until=args.until, threads=threads)
     print(f"{case} {seed}: {json.dumps(found)}", flush=True)
     return found
+
+
+def named(result: str, args: argparse.Namespace) -> str:
+    return result if args.optimizer == "adam" else f"{result}_{args.optimizer}"
+
+
+def grid(args: argparse.Namespace, began: float) -> None:
+    """Held-out error and NLL of the smallest network of Bayes by Backprop, for every choice of the optimiser's grid."""
+
+    def one(choice: dict[str, Any]) -> dict[str, Any] | None:
+        settings = {key: getattr(args, key) for key in HANDED} | choice | {"held": True}
+        return apart("--case", "bbb-400", "--seeds", "0", settings=settings, until=args.until, threads="1")
+
+    figures, choices = {}, GRIDS[args.optimizer]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for choice, found in zip(choices, pool.map(one, choices), strict=True):
+            if found is not None:
+                figures[", ".join(f"{key.replace('_', ' ')} {value}" for key, value in choice.items())] = found
+    ranked = sorted(figures, key=lambda case: figures[case]["held-out nll"])
+    headline = {
+        f"{case}: NLL, error in %": [f"{figures[case]['held-out nll']:.4f}, {figures[case]['held-out error']:.2f}", ""]
+        for case in ranked
+    }
+    settings = {key: getattr(args, key) for key in HANDED}
+    write(
+        named("variational_mnist_grid", args), settings=settings, figures=figures, headline=headline, seconds=time.time() - began
+    )
+    show("Bayes by Backprop, held-out images", ["case", "NLL, error in %"], [[k, v[0]] for k, v in headline.items()])
 
 
 def words(case: str, runs: list[dict[str, Any]]) -> str:
@@ -271,7 +323,11 @@ def main() -> None:
     parser.add_argument("--slow-epochs", type=int, help="of the matrix Gaussians and of networks to compress, if not as many")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--optimizer", choices=list(GRIDS), default="adam", help="of Bayes by Backprop")
     parser.add_argument("--init-scale", type=float, default=0.01, help="standard deviations of Bayes by Backprop at the start")
+    parser.add_argument("--prior", type=float, nargs=3, default=[0.5, 0, 6], help="its share, and minus the logs of both scales")
+    parser.add_argument("--grid", action="store_true", help="only try settings on bbb-400, by held-out images")
+    parser.add_argument("--held", action="store_true", help="with --case: held-out images only")
     parser.add_argument("--train", type=int, help="training images; by default all but 5,000")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
@@ -284,10 +340,13 @@ def main() -> None:
         result(run(args.case, args.seeds, args))
         return
     args.until = began + args.seconds if args.seconds else None
+    if args.grid:
+        grid(args, began)
+        return
     found: dict[str, dict[int, Any]] = {}
     commands: dict[str, Any] = {}  # which call a case that is kept comes from
     if args.resume:
-        kept, commands = earlier("variational_mnist", args.only.split(",") if args.again else [])
+        kept, commands = earlier(named("variational_mnist", args), args.only.split(",") if args.again else [])
         found = {case: {int(seed): one for seed, one in runs.items()} for case, runs in kept.items()}
     cases = [
         (seed, case)
@@ -308,14 +367,14 @@ def report(
 ) -> list[list[object]]:
     """Write what there is; the rows of a table."""
     if args.resume:  # another call may have written cases of its own meanwhile
-        kept, theirs = earlier("variational_mnist", args.only.split(","))
+        kept, theirs = earlier(named("variational_mnist", args), args.only.split(","))
         found, commands = {**found, **kept}, {**commands, **theirs}
     found = {case: found[case] for case in PUBLISHED if case in found}
     headline = {f"{case}, {len(runs)} seeds": [words(case, list(runs.values())), PUBLISHED[case]] for case, runs in found.items()}
     settings = {key: value for key, value in vars(args).items() if key not in ("case", "until")} | {"earlier": commands}
     if args.device != "cpu":
         settings["gpu"] = torch.cuda.get_device_name()
-    write("variational_mnist", settings=settings, figures=found, headline=headline, seconds=time.time() - began)
+    write(named("variational_mnist", args), settings=settings, figures=found, headline=headline, seconds=time.time() - began)
     return [[case, *row] for case, row in headline.items()]
 
 
