@@ -5,10 +5,10 @@
 - `minigrid`: MiniGrid-FourRooms-v0 with its view of seven by seven, where minigrid is installed, if asked for.
 
 All arms have the same network (two hidden layers of 64), replay, optimiser and discount, and a first tenth of the steps at random,
-as the published comparison has a burn-in. `thompson` draws a mask of dropout .1 for every step, `thompson_episode` one for an
-episode. `epsilon` has no dropout, and epsilon falls from 1 to .05 in a quarter of the steps (`epsilon_fast`: in a tenth). A curve is
-the mean return of the episodes that ended in each tenth of the steps. Settings were chosen on seeds from 100 on, and the figures are
-of seeds from 0 on.
+as the published comparison has a burn-in. `thompson` draws a mask of dropout (.1, in CartPole .02) for every step,
+`thompson_episode` one for an episode. `epsilon` has no dropout, and epsilon falls from 1 to .05 in a quarter of the steps
+(`epsilon_fast`: in a tenth). A curve is the mean return of the episodes that ended in each tenth of the steps. Settings were chosen on
+seeds from 100 on, and the figures are of seeds from 0 on.
 
 Every arm and seed is a process, `--jobs` at a time, and the result is written after each; `--folder` keeps agents and goes on with
 them. For networks so small a GPU is slower than a core.
@@ -49,18 +49,18 @@ def environment(name: str) -> tuple[Any, int, int, dict[str, Any]]:
     """The environment, what is seen and can be done in numbers, and settings."""
     if name == "maze":
         maze = Maze(cost=-0.02)
-        return maze, len(maze), 4, dict(discount=0.97, learning_rate=3e-3, noise=0.1, sync=40)
+        return maze, len(maze), 4, dict(rate=0.1, discount=0.97, learning_rate=3e-3, noise=0.1, sync=40)
     import gymnasium
 
     if name == "cartpole":
-        return gymnasium.make("CartPole-v1"), 4, 2, dict(discount=0.99, learning_rate=1e-3, noise=1.0, sync=100)
+        return gymnasium.make("CartPole-v1"), 4, 2, dict(rate=0.02, discount=0.99, learning_rate=1e-3, noise=1.0, sync=100)
     import minigrid  # noqa: F401  (registers its environments)
 
     def look(seen: Any) -> torch.Tensor:
         view = torch.as_tensor(seen["image"], dtype=torch.float32).flatten() / 10
         return torch.cat([view, nn.functional.one_hot(torch.tensor(int(seen["direction"])), 4).float()])
 
-    settings = dict(discount=0.98, learning_rate=1e-3, noise=0.1, sync=100, observe=look)
+    settings = dict(rate=0.1, discount=0.98, learning_rate=1e-3, noise=0.1, sync=100, observe=look)
     return gymnasium.make("MiniGrid-FourRooms-v0"), 7 * 7 * 3 + 4, 3, settings
 
 
@@ -68,7 +68,8 @@ def run(name: str, arm: str, seed: int, args: argparse.Namespace) -> dict[str, A
     env, inputs, actions, settings = environment(name)
     steps = args.steps or STEPS[name]
     torch.manual_seed(seed)
-    rate = args.rate if arm.startswith("thompson") else 0.0
+    own = settings.pop("rate")
+    rate = (own if args.rate is None else args.rate) if arm.startswith("thompson") else 0.0
     net = nn.Sequential(
         nn.Linear(inputs, 64), nn.ReLU(), nn.Dropout(rate), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(rate), nn.Linear(64, actions)
     )
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--seconds", type=float, help="runs that are not done by then hand in what they have")
     parser.add_argument("--steps", type=int, help="of the environment; its own number if not given")
-    parser.add_argument("--rate", type=float, default=0.1, help="of dropout")
+    parser.add_argument("--rate", type=float, help="of dropout; by default that of the environment")
     parser.add_argument("--initial", type=float, default=0.1, help="share of the steps that are random at first, for all arms")
     parser.add_argument("--folder", help="where agents are kept")
     parser.add_argument("--picture", help="where to draw the curves")

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import dubito
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask
 from dubito import measures as measures_module
 from dubito.measures import MEASURES
@@ -201,3 +202,16 @@ def test_predictives_without_draws():
     for name in ("variation_ratio", *VARIANCES):
         with pytest.raises(ValueError, match=f"{name} needs draws .* Moments"):
             MEASURES[name](p)
+
+
+def test_labels_that_are_nearly_sure_are_ranked_like_two_classes():
+    f = torch.cat([torch.linspace(17, 25, 50), -torch.linspace(17, 25, 50)]).view(1, -1, 1)
+    labels, classes = LatentMixture(Bernoulli(), f), LatentMixture(Categorical(), torch.cat([torch.zeros_like(f), f], -1))
+    for name in ("one_minus_max", "margin", "predictive_entropy", "expected_entropy"):
+        torch.testing.assert_close(MEASURES[name](labels), MEASURES[name](classes), rtol=1e-4, atol=0.0)
+    y = (f[0] > 0).long()
+    found = [
+        dubito.judge(lambda _, p=p: p, [(f[0], t)], metrics=["aurc"]).values["aurc"] for p, t in ((labels, y), (classes, y[:, 0]))
+    ]
+    assert found[0] == found[1]
+    assert float((labels.complement + labels.mean - 1).abs().max()) < 1e-6

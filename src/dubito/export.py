@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from dubito import tree
 from dubito.curvature.capture import example_count
 from dubito.curvature.layout import layout
-from dubito.likelihoods import Gaussian, Likelihood, align, average, nodes, own
+from dubito.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, align, average, own, quadrature
 from dubito.model import outputs_last
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.predict.adjoint import Means
@@ -170,9 +170,10 @@ class Readout(nn.Module):
         self.likelihood, self.scale, self.names = likelihood, scale, tuple(learned)
         for i, leaf in enumerate(learned.values()):
             self.register_buffer(f"learned{i}", leaf.detach().clone())
-        if not isinstance(likelihood, Gaussian):
-            self.register_buffer("nodes", nodes(NODES, torch.empty(width, dtype=torch.float64)).clone())
-            self.register_buffer("weights", torch.full((NODES,), 1 / NODES, dtype=torch.float64))
+        if not isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
+            points, weights = quadrature(NODES, torch.empty(width, dtype=torch.float64))
+            self.register_buffer("nodes", points.clone())
+            self.register_buffer("weights", weights)
 
     def forward(self, f: Any) -> Prediction:
         f = Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
@@ -186,10 +187,10 @@ class Readout(nn.Module):
     def read(self, mean: Tensor, cov: Tensor) -> Prediction:
         """In the precision of f, which probabilities and entropies need."""
         learned = {name: self.get_buffer(f"learned{i}").to(mean) for i, name in enumerate(self.names)}
-        if isinstance(self.likelihood, Gaussian):  # then so is y
-            epistemic = cov if cov.ndim == mean.ndim else cov.diagonal(dim1=-2, dim2=-1)
-            aleatoric = self.likelihood.noise(mean, learned).square().expand_as(mean)
-            return _prediction(mean, aleatoric + epistemic, aleatoric, epistemic, mean, cov)
+        variance = cov if cov.ndim == mean.ndim else cov.diagonal(dim1=-2, dim2=-1)
+        if (aleatoric := self.likelihood.noise_variance(mean, variance, learned)) is not None:
+            expected, epistemic = self.likelihood.mean(mean, learned), variance[..., : aleatoric.shape[-1]]
+            return _prediction(expected, aleatoric + epistemic, aleatoric, epistemic, mean, cov)
         unit, weights = self.get_buffer("nodes").to(mean), self.get_buffer("weights").to(mean)
         if cov.ndim == mean.ndim:
             spread = cov.clamp_min(0).sqrt() * unit.reshape(-1, *[1] * (mean.ndim - 1), unit.shape[-1])

@@ -197,9 +197,10 @@ class Judge:
         probs, several = found.probs, isinstance(p.likelihood, Bernoulli)
         self.n += len(probs)
         if several:
-            confidence = torch.maximum(probs, 1 - probs)
-            correct = ((probs > 1 - probs) == truth.bool()) & ~confidence.isnan()
-            wrong, beside = ~correct.all(-1), torch.minimum(probs, 1 - probs).sum(-1)
+            off = precise(p.complement.flatten(0, -2) if whole else p.complement[keep])
+            confidence = torch.maximum(probs, off)
+            correct = ((probs > off) == truth.bool()) & ~confidence.isnan()
+            wrong, beside = ~correct.all(-1), torch.minimum(probs, off).sum(-1)
             gone = probs - truth
         else:
             confidence, top = probs.max(-1)

@@ -60,7 +60,7 @@ def variation_ratio(p: Predictive) -> Tensor:
     tensor([0.5000])
     """
     mixture = _drawn(_classes(p, "variation_ratio"), "variation_ratio")
-    probs = _choices(mixture, mixture.probs)  # [S, B, *D, L, K]
+    probs = _choices(mixture, mixture.probs, 1 - mixture.probs)  # [S, B, *D, L, K]
     votes = (probs == probs.amax(-1, keepdim=True)).to(probs.dtype)
     share = average(votes / votes.sum(-1, keepdim=True), mixture.draw_weights)  # [B, *D, L, K]
     return _beside_top(share).sum((-2, -1))
@@ -76,7 +76,7 @@ def one_minus_max(p: Predictive) -> Tensor:
     >>> one_minus_max(p)
     tensor([0.5000])
     """
-    return _beside_top(_choices(p, _classes(p, "one_minus_max").mean)).sum((-2, -1))
+    return _beside_top(_choices(_classes(p, "one_minus_max"), p.mean, p.complement)).sum((-2, -1))
 
 
 def margin(p: Predictive) -> Tensor:
@@ -87,7 +87,7 @@ def margin(p: Predictive) -> Tensor:
     >>> margin(p)
     tensor([1.])
     """
-    beside = _beside_top(_choices(p, _classes(p, "margin").mean))
+    beside = _beside_top(_choices(_classes(p, "margin"), p.mean, p.complement))
     return (beside.sum(-1) + beside.amax(-1)).sum(-1)  # 1 - p1, and p2
 
 
@@ -166,9 +166,9 @@ def _drawn(p: Predictive, name: str) -> LatentMixture:
     return p
 
 
-def _choices(p: Predictive, probs: Tensor) -> Tensor:
-    """Probabilities [..., C] as L choices among K, [..., L, K]: one among C classes, or C labels of 0 or 1."""
-    return torch.stack([1 - probs, probs], -1) if isinstance(p.likelihood, Bernoulli) else probs.unsqueeze(-2)
+def _choices(p: Predictive, probs: Tensor, off: Tensor) -> Tensor:
+    """Probabilities [..., C] as L choices among K, [..., L, K]: one among C classes, or C labels of 0 (`off`) or 1."""
+    return torch.stack([off, probs], -1) if isinstance(p.likelihood, Bernoulli) else probs.unsqueeze(-2)
 
 
 def _beside_top(probs: Tensor) -> Tensor:
@@ -182,5 +182,7 @@ def _variances(p: Predictive, name: str) -> tuple[Tensor, Tensor]:
         return p.uncertainty.aleatoric.sum(-1), p.uncertainty.epistemic.sum(-1)
     mixture = _drawn(p, name)
     probs, weights = mixture.probs, mixture.draw_weights  # [S, B, *D, C], [S]
-    noise = (probs * (1 - probs)).clamp_min(0)  # a probability may round to more than 1
+    points = mixture._points
+    rest = points.likelihood.off(points.means, points._params) if isinstance(points.likelihood, Bernoulli) else 1 - probs
+    noise = (probs * rest).clamp_min(0)  # a probability may round to more than 1
     return average(noise.sum(-1), weights), average(((probs - mixture.mean) ** 2).sum(-1), weights)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from dubito import tree
-from dubito.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, nodes
+from dubito.likelihoods import Bernoulli, Likelihood, MultiTask, Uncertainty, align, average, quadrature
 from dubito.randomness import forked, fresh, generator
 from dubito.tree import Params
 
@@ -38,6 +38,11 @@ class Predictive(ABC):
     @abstractmethod
     def mean(self) -> Tensor:
         """E[y | x, D]: class probabilities [B, *D, C], or the regression mean [B, *D, C]."""
+
+    @property
+    def complement(self) -> Tensor:
+        """P(y = 0 | x, D) of labels, [B, *D, C]: 1 - mean, with the digits that this loses near 1 where they are known."""
+        return 1 - self.mean
 
     @property
     @abstractmethod
@@ -150,8 +155,9 @@ class LatentMixture(Predictive):
         assert self.cov is not None
         if self.cov.ndim == self.means.ndim:
             return self.cov.clamp_min(0).sqrt()
-        values, vectors = torch.linalg.eigh(self.cov)  # unlike Cholesky, defined for singular covariances too
-        return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        # unlike Cholesky, defined for singular covariances too; the symmetric root does not depend on signs and bases of eigenvectors
+        values, vectors = torch.linalg.eigh(self.cov)
+        return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
 
     @cached_property
     def _points(self) -> LatentMixture:
@@ -159,15 +165,15 @@ class LatentMixture(Predictive):
         if self.certain:
             return self
         n, width = self.quadrature, (self.means if self.root is None else self.root).shape[-1]
+        unit, weights = quadrature(n, self.means if self.root is None else self.root)
         if self.link == "mc":
             unit = torch.randn(n, width, generator=generator("cpu", "link"), dtype=torch.float64).to(self.means)
-        else:
-            unit = nodes(n, self.means if self.root is None else self.root)
+            weights = torch.full_like(weights, 1 / n)
         if self._root.ndim == self.means.ndim:
             spread = self._root.unsqueeze(1) * unit.reshape(1, n, *[1] * (self.means.ndim - 2), width)
         else:
             spread = torch.einsum("s...cr,nr->sn...c", self._root, unit)
-        return self._finer(self.means.unsqueeze(1) + spread, None)
+        return self._finer(self.means.unsqueeze(1) + spread, None, weights)
 
     @cached_property
     def _resolved(self) -> LatentMixture:
@@ -179,11 +185,11 @@ class LatentMixture(Predictive):
         finer = self.likelihood.resolve(self.means, self.covariances, self.quadrature)
         return self._points if finer is None else self._finer(*finer)
 
-    def _finer(self, means: Tensor, cov: Tensor | None) -> LatentMixture:
-        """Every component as n equal ones: means [S, n, B, *D, C], cov in a shape to match."""
+    def _finer(self, means: Tensor, cov: Tensor | None, shares: Tensor | None = None) -> LatentMixture:
+        """Every component as n, equal ones or with these shares [n]: means [S, n, B, *D, C], cov in a shape to match."""
         n = means.shape[1]
         params = {k: v.repeat_interleave(n, 0) if v.ndim == 2 else v for k, v in (self.params or {}).items()}
-        weights = self._weights.repeat_interleave(n) / n
+        weights = (self._weights.unsqueeze(1) * (1 / n if shares is None else shares.to(self._weights))).expand(-1, n).flatten()
         cov = None if cov is None else cov.flatten(0, 1)
         return replace(self, means=means.flatten(0, 1), cov=cov, weights=weights, params=params, root=None, link="nodes")
 
@@ -208,11 +214,11 @@ class LatentMixture(Predictive):
 
     @cached_property
     def _linked(self) -> LatentMixture | None:
-        """The mean under one of the closed approximations, as a predictive of its own; None for nodes."""
+        """Points that have, on average, the class probabilities of one of the closed approximations; None for nodes."""
         if self.certain or self.link in ("nodes", "mc") or not self.likelihood.discrete:
             return None
-        probs = average(self.likelihood.linked(self.means, self.covariances, self._params, self.link), self._weights)
-        return LatentMixture(*self.likelihood.fixed(probs.unsqueeze(0)))
+        f = self.likelihood.linked(self.means, self.covariances, self._params, self.link)
+        return LatentMixture(self.likelihood.plain, f, weights=self._weights)
 
     @cached_property
     def mean(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -222,15 +228,25 @@ class LatentMixture(Predictive):
         return mean.clamp(0, 1) if self.likelihood.discrete else mean  # a mean of probabilities may round to more than 1
 
     @cached_property
+    def complement(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not isinstance(self.likelihood, Bernoulli):
+            return super().complement
+        if self._linked is not None:
+            return self._linked.complement
+        points = self._points
+        return average(self.likelihood.off(points.means, points._params), points._weights).clamp(0, 1)
+
+    @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if isinstance(self.likelihood, MultiTask) and not self.certain:
+            return self.likelihood.beside([self.task(name).uncertainty for name in self.likelihood.tasks], self.means.ndim - 1)
+        noise = None if self.certain else self.likelihood.noise_variance(self.means, self._variances, self._params)
+        if noise is not None:  # exactly: the mean of the noise, and the variance of the outputs that are means
+            aleatoric, epistemic = average(noise, self._weights), self.f_var[..., : noise.shape[-1]]
+            return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
         points = self._points
         split = self.likelihood.uncertainty(points.means, points._weights, points._params)
-        if self._linked is not None:
-            return Uncertainty.of(self._linked.uncertainty.total, split.aleatoric)
-        if self.certain or self._exact is None or isinstance(self.likelihood, MultiTask):
-            return split
-        # exact where the likelihood integrates in closed form: the nodes' aleatoric part plus the full variance of f
-        return Uncertainty(split.aleatoric + self.f_var, split.aleatoric, self.f_var)
+        return split if self._linked is None else Uncertainty.of(self._linked.uncertainty.total, split.aleatoric)
 
     @cached_property
     def f_mean(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -239,12 +255,15 @@ class LatentMixture(Predictive):
     @cached_property
     def f_var(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         between = average((self.means - self.f_mean) ** 2, self._weights)
+        return between if self.certain else between + average(self._variances, self._weights)
+
+    @property
+    def _variances(self) -> Tensor:
+        """The diagonals of the covariances, [S, B, *D, C]."""
         if self.root is not None:
-            return between + average(self.root.square().sum(-1), self._weights)
-        if self.cov is None:
-            return between
-        within = self.cov if self.cov.ndim == self.means.ndim else self.cov.diagonal(dim1=-2, dim2=-1)
-        return between + average(within, self._weights)
+            return self.root.square().sum(-1)
+        assert self.cov is not None
+        return self.cov if self.cov.ndim == self.means.ndim else self.cov.diagonal(dim1=-2, dim2=-1)
 
     def log_prob(self, y: Tensor) -> Tensor:
         if self._linked is not None:
@@ -348,8 +367,11 @@ class LatentMixture(Predictive):
             raise ValueError(f"only a MultiTask predictive has tasks; this one is {type(self.likelihood).__name__}")
         if name not in self.likelihood.tasks:
             raise ValueError(f"there is no task {name!r}; the tasks are {list(self.likelihood.tasks)}")
-        likelihood, split, cov = self.likelihood.tasks[name][0], self.likelihood.split, None if self.certain else self.covariances
-        if cov is not None:
+        likelihood, split, cov = self.likelihood.tasks[name][0], self.likelihood.split, self.cov
+        if self.root is not None:
+            rows = split(self.root.mT)[name].mT
+            cov = rows @ rows.mT
+        elif cov is not None:
             cov = split(cov)[name] if cov.ndim == self.means.ndim else split(split(cov)[name].mT)[name]
         return replace(
             self,

@@ -409,3 +409,9 @@ def test_numpy_numbers_have_the_dtype_of_the_network():
     x, y = torch.rand(3, 3, 5, 6, dtype=torch.float64).numpy(), torch.randint(4, (3, 5, 6))
     assert torch.equal(maps(posterior, x).prediction, maps(posterior, torch.from_numpy(x).float()).prediction)
     assert assess(posterior, (x, y.numpy())).n == 90
+
+
+def test_predictions_that_are_nan_are_not_counted_as_right():
+    tally = Tally(scores=())
+    tally.update(LatentMixture(Categorical(dim=1), torch.full((1, 1, 2, 2, 3), math.nan)), torch.zeros(1, 2, 2, dtype=torch.long))
+    assert all(math.isnan(tally.compute().values[name]) for name in ("miou", "accuracy", "class_accuracy", "ece"))

@@ -106,3 +106,9 @@ def test_crps_of_no_examples():
     assert crps(LatentMixture(Gaussian(scale=1.0), torch.zeros(3, 0, 2)), torch.zeros(0, 2)).isnan()
     none, one = torch.zeros(1, 0, 1), torch.tensor([3.0])
     assert crps(StudentT(Gaussian(), none, none, one, one), torch.zeros(0)).isnan()
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-19, 1.0, 1e20])
+def test_crps_at_scales_whose_squares_floats_do_not_hold(scale):
+    p = LatentMixture(Gaussian(scale=scale), torch.zeros(1, 1, 1))
+    assert float(crps(p, torch.zeros(1, 1))) / scale == pytest.approx((math.sqrt(2) - 1) / math.sqrt(math.pi), rel=1e-5)

@@ -167,7 +167,7 @@ def test_intervals_by_hand_and_jointly():
     assert rule.threshold.tolist() == [18.0, 18.0]
     rule = ConformalIntervals("scaled").fit(p, y, level=0.9)
     assert rule.threshold.tolist() == [18.0, 9.0]
-    assert rule(p)[1][0].tolist() == [18.0, 18.0]
+    assert rule(p)[1][0].tolist() == pytest.approx([18.0, 18.0], rel=1e-14)
     joint = ConformalIntervals("absolute", joint=True).fit(p, y, level=0.9)
     assert joint.threshold.tolist() == [19.0, 19.0]  # the 18th of max(k, 20 - k)
     assert joint.judge(p, y).coverage == 1
@@ -268,3 +268,28 @@ def test_intervals_of_what_was_recalibrated():
     f[:, 3] = math.nan
     with pytest.raises(ValueError, match="1 of 80 held-out predictions are NaN"):
         ConformalIntervals("quantile").fit(fix(LatentMixture(Gaussian(scale=1.0), f)), y)
+
+
+@pytest.mark.parametrize("logit", [2.0, 0.3, -1.1])
+@pytest.mark.parametrize("score", ["lac", "aps"])
+def test_sets_of_labels_hold_their_promise_where_all_scores_are_tied(logit, score):
+    y, p = torch.arange(200).view(-1, 1) % 2, LatentMixture(Bernoulli(), torch.full((1, 200, 1), logit))
+    assert ConformalSets(score, randomised=False).fit(p, y, level=0.9).judge(p, y).coverage == 1
+
+
+@pytest.mark.parametrize("score", ["absolute", "scaled", "quantile"])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_a_target_on_the_threshold_is_inside(score, dtype):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        y = (torch.randint(3, (60,), generator=generator) * torch.rand((), generator=generator)).to(dtype)
+        mean = torch.randn((), generator=generator).to(dtype).expand(1, 60, 1)
+        p = LatentMixture(Gaussian(scale=0.1 + float(torch.rand((), generator=generator))), mean)
+        assert ConformalIntervals(score).fit(p, y, level=0.9).judge(p, y).coverage >= 0.9
+
+
+def test_a_class_without_examples_is_in_every_set():
+    p = LatentMixture(Categorical(), torch.randn(1, 50, 3, generator=torch.Generator().manual_seed(0)))
+    with pytest.warns(UserWarning, match=r"class 2 \(0\)"):
+        rule = ConformalSets(by_class=True).fit(p, torch.arange(50) % 2)
+    assert bool(rule(p)[:, 2].all())

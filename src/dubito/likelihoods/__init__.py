@@ -22,4 +22,5 @@ from dubito.likelihoods.likelihood import average as average
 from dubito.likelihoods.likelihood import entropy as entropy
 from dubito.likelihoods.likelihood import nodes as nodes
 from dubito.likelihoods.likelihood import own as own
+from dubito.likelihoods.likelihood import quadrature as quadrature
 from dubito.likelihoods.multi_task import MultiTask as MultiTask

@@ -64,14 +64,16 @@ class Bernoulli(Likelihood):
             return super().linked(f_mean, f_cov, params, link)
         slope = self._logits(torch.ones_like(f_mean), params)
         variance = slope**2 * (f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1))
-        return torch.sigmoid(self._logits(f_mean, params) / (1 + math.pi / 8 * variance).sqrt())
+        return self._logits(f_mean, params) / (1 + math.pi / 8 * variance).sqrt()
 
-    def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
-        return Bernoulli(dim=self.dim), torch.logit(probs, eps=1e-7)
+    @property
+    def plain(self) -> Likelihood:
+        return Bernoulli(dim=self.dim)
+
+    def off(self, f: Tensor, params: Params) -> Tensor:
+        """P(y = 0 | f), with the digits that 1 - `mean` loses where a label is nearly sure to be on."""
+        return self.mean(-f, params)
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
-        def entropies(probs: Tensor) -> Tensor:
-            return entropy(torch.stack([probs, 1 - probs], -1)).sum(-1)
-
-        probs = self.mean(f, params)
-        return Uncertainty.of(entropies(average(probs, weights)), average(entropies(probs), weights))
+        probs = torch.stack([self.off(f, params), self.mean(f, params)], -1)
+        return Uncertainty.of(entropy(average(probs, weights)).sum(-1), average(entropy(probs), weights).sum(-1))

@@ -63,8 +63,9 @@ class Classes(Likelihood):
         index = torch.where(keep, y, 0).unsqueeze(-1)
         return torch.where(keep, log_probs.gather(-1, index.expand(*log_probs.shape[:-1], 1)).squeeze(-1), 0.0)
 
-    def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
-        return Categorical(dim=self.dim, ignore_index=self.ignore_index), probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    @property
+    def plain(self) -> Likelihood:
+        return Categorical(dim=self.dim, ignore_index=self.ignore_index)
 
     def observed(self, y: Tensor) -> Tensor | None:
         keep = y != self.ignore_index
@@ -147,21 +148,22 @@ class Categorical(Classes):
         cov = (f_cov if f_cov.ndim > f_mean.ndim else torch.diag_embed(f_cov)) * slope.unsqueeze(-1) * slope.unsqueeze(-2)
         variance = cov.diagonal(dim1=-2, dim2=-1)
         if link == "probit":
-            return F.softmax(mean / (1 + math.pi / 8 * variance).sqrt(), -1)
+            return mean / (1 + math.pi / 8 * variance).sqrt()
         if link == "pairwise":
             apart = variance.unsqueeze(-1) + variance.unsqueeze(-2) - 2 * cov  # variances of f_k - f_j
             gaps = (mean.unsqueeze(-2) - mean.unsqueeze(-1)) / (1 + math.pi / 8 * apart.clamp_min(0)).sqrt()  # [k, j]: f_j - f_k
-            return F.softmax(-gaps.logsumexp(-1), -1)
+            return -gaps.logsumexp(-1)
         ones = cov.sum(-1)  # covariance with the sum of the logits
         total = ones.sum(-1, keepdim=True)
         free = total > 100 * torch.finfo(cov.dtype).eps * variance.sum(-1, keepdim=True)  # else the sum is known already
         share = torch.where(free, ones / torch.where(free, total, 1.0), 1 / classes)
         mean = mean - share * mean.sum(-1, keepdim=True)
         variance = (variance - torch.where(free, ones * share, 0.0)).clamp_min(1e-12)
-        inverse = (mean - mean.logsumexp(-1, keepdim=True)).exp()  # e^m / sum e^m; the sums are formed in logs
-        log_sum = torch.logsumexp(-mean, -1, keepdim=True) + mean.logsumexp(-1, keepdim=True)
-        alpha = (1 - 2 / classes + inverse * log_sum.exp() / classes**2) / variance
-        return alpha / alpha.sum(-1, keepdim=True)
+        large = (
+            mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(classes)
+        )  # all in logs: e^m may be more than a float holds
+        constant = math.log(1 - 2 / classes) if classes > 2 else -math.inf
+        return torch.logaddexp(large, large.new_tensor(constant)) - variance.log()
 
 
 @dataclass(frozen=True)

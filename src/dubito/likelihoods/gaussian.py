@@ -138,6 +138,9 @@ class Gaussian(Likelihood):
             return None
         return torch.zeros(width, dtype=torch.long) if self.outputs == 1 else torch.arange(width)
 
+    def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
+        return self.noise(f_mean, params).square().expand_as(f_mean)
+
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         variance = f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1)
         noise = self.noise(f_mean, params) ** 2
@@ -218,6 +221,10 @@ class HeteroscedasticGaussian(Likelihood):
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
         return self.fisher(f, params).sqrt().movedim(-1, 0)  # it is diagonal
 
+    def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
+        """The mean of a log-normal number, e^(s + Var[s] / 2)."""
+        return (self._split(f_mean)[1] + 0.5 * self._split(f_var)[1]).exp()
+
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         """Closed if the log variances are known: then the spread of the means adds to the noise."""
         mean, log_variance = self._split(f_mean)
@@ -256,9 +263,10 @@ def given_nodes(f_mean: Tensor, f_cov: Tensor, free: Tensor, n: int) -> tuple[Te
     values, vectors = torch.linalg.eigh(f_cov[..., free, :][..., free])
     unit = nodes(n, values).reshape(1, n, *[1] * (f_mean.ndim - 2), -1)
     known = values > 1e-12 * values.amax(-1, keepdim=True).clamp_min(1e-30)
-    inverse = vectors * torch.where(known, values.clamp_min(1e-30).rsqrt(), 0.0).unsqueeze(-2)
+    # symmetric roots, which do not depend on the arbitrary signs and bases of eigenvectors
+    inverse = (vectors * torch.where(known, values.clamp_min(1e-30).rsqrt(), 0.0).unsqueeze(-2)) @ vectors.mT
     gain = f_cov[..., free] @ inverse  # [S, ..., C, k], covariance of all outputs with the unit nodes
-    gain[..., free, :] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    gain[..., free, :] = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
     means = f_mean.unsqueeze(1) + (gain.unsqueeze(1) @ unit.unsqueeze(-1)).squeeze(-1)
     fixed = ~free
     left = (f_cov - gain @ gain.mT) * fixed * fixed.unsqueeze(-1)

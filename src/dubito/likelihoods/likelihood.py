@@ -73,6 +73,33 @@ def nodes(n: int, like: Tensor) -> Tensor:
     return _unit_nodes(n, like.shape[-1]).to(like)
 
 
+@lru_cache(maxsize=8)
+def _line(n: int) -> tuple[list[float], list[float]]:
+    """Plain numbers: tensors that are kept would keep torch.func transforms and the like that surround the first call."""
+    reach, finest = 8.5, 0.5
+    us = [(2 * i / (n - 1) - 1) * math.asinh(reach / finest) for i in range(n)]
+    z = [finest * math.sinh(u) for u in us]
+    weights = [math.exp(-0.5 * x * x) * math.cosh(u) for x, u in zip(z, us, strict=True)]
+    return z, [w / sum(weights) for w in weights]
+
+
+def quadrature(n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    r"""n points [n, C] and their weights [n]: a deterministic N(0, I), which is `nodes` with equal weights.
+
+    In one dimension, with points to spare, they reach far into the tails, where equal weights could not: the trapezoidal rule in u for
+    :math:`z = \sinh(u) / 2`, close together near 0, where the integrand may be a step, and up to 8.5 standard deviations out.
+
+    >>> z, w = quadrature(128, torch.empty(1, dtype=torch.float64))
+    >>> float(w @ z[:, 0] ** 2), float(w @ z[:, 0] ** 4)
+    (1.0, 3.0)
+    """
+    kind = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+    if like.shape[-1] == 1 and n >= 32:
+        z, weights = _line(n)
+        return torch.tensor(z, dtype=like.dtype, device=like.device).unsqueeze(-1), torch.tensor(weights, **kind)
+    return nodes(n, like), torch.full((n,), 1 / n, **kind)
+
+
 def align(params: Params, f: Tensor) -> Params:
     """Stacked leaves [S, K] made to broadcast against f [S, ..., C]; unstacked ones [K] already do."""
     return {
@@ -230,18 +257,24 @@ class Likelihood(ABC):
         mean = average(distribution.mean, weights)
         return Uncertainty.of(aleatoric + average((distribution.mean - mean) ** 2, weights), aleatoric)
 
+    def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
+        """E[Var(y | f)] for f ~ N(f_mean, f_var) where it has a closed form, else None; of every number of the target, [..., C]. The
+        first outputs are then the means of these numbers."""
+        return None
+
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         """p(y) for f ~ N(f_mean, f_cov) where it has a closed form, else None; f_cov is [..., C] or [..., C, C]."""
         return None
 
     def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
-        """Class probabilities for Gaussian logits by a closed approximation, "probit" or "bridge"."""
+        """Outputs f with which the likelihood `plain` has the class probabilities of Gaussian logits, by a closed approximation."""
         raise ValueError(f"{type(self).__name__} has no {link!r} approximation: use link='nodes'")
 
-    def fixed(self, probs: Tensor) -> tuple[Likelihood, Tensor]:
-        """A likelihood of this kind and an f that has these probabilities; needed beside `linked`."""
+    @property
+    def plain(self) -> Likelihood:
+        """The likelihood of this kind whose outputs are log probabilities, or the log odds of labels; needed beside `linked`."""
         raise NotImplementedError(
-            f"{type(self).__name__} gives `linked` but not `fixed`, which turns its probabilities back into outputs"
+            f"{type(self).__name__} gives `linked` but not `plain`, the likelihood of the outputs it returns"
         )
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:

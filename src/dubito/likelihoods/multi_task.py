@@ -178,8 +178,11 @@ class MultiTask(Likelihood):
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         """The tasks' own, side by side [..., T]: entropies for classes, variances for numbers."""
-        parts = [likelihood.uncertainty(part, weights, inner) for _, likelihood, part, inner in self._each(f, params)]
-        as_columns = [[v if v.ndim == f.ndim - 1 else v.unsqueeze(-1) for v in (u.total, u.aleatoric)] for u in parts]
+        return self.beside([part.uncertainty(g, weights, inner) for _, part, g, inner in self._each(f, params)], f.ndim - 1)
+
+    def beside(self, parts: list[Uncertainty], ndim: int) -> Uncertainty:
+        """The tasks' uncertainties in columns: tensors of so many axes, of which the last is that of the columns."""
+        as_columns = [[v if v.ndim == ndim else v.unsqueeze(-1) for v in (u.total, u.aleatoric)] for u in parts]
         return Uncertainty.of(*(torch.cat(column, -1) for column in zip(*as_columns, strict=True)))
 
     def _exact(self, f: Tensor, params: Params) -> tuple[Tensor, Tensor]:

@@ -289,6 +289,6 @@ def _doubt(p: Predictive) -> Tensor:
     if not p.likelihood.discrete:
         return p.uncertainty.total.sum(-1)
     if isinstance(p.likelihood, Bernoulli):
-        return torch.minimum(p.mean, 1 - p.mean).sum(-1)
+        return torch.minimum(p.mean, p.complement).sum(-1)
     top = p.mean.argmax(-1, keepdim=True)
     return p.mean.scatter(-1, top, 0.0).sum(-1)  # 1 - max, but without its rounding, which ties all confident inputs

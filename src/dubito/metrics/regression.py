@@ -47,12 +47,12 @@ def crps(p: Predictive, y: Array) -> Tensor:
     marginal, weights = p.marginals
     if not isinstance(marginal, Normal):
         raise ValueError(f"crps is exact for Gaussian noise; {type(p.likelihood).__name__} has another")
-    mean, variance = (precise(part).flatten(1) for part in (marginal.mean, marginal.variance))  # [S, n] each
+    mean, scale = (precise(part).flatten(1) for part in (marginal.mean, marginal.stddev))  # [S, n] each
     weights = weights.to(mean)  # [S]
-    error = weights @ _mean_absolute(mean - y.flatten(), variance)  # [n]
+    error = weights @ _mean_absolute(mean - y.flatten(), scale)  # [n]
     columns = max(1, PAIRS // len(mean))
-    blocks = zip(mean.split(columns, 1), variance.split(columns, 1), strict=True)
-    return (error - 0.5 * torch.cat([_spread(m, v, weights) for m, v in blocks])).mean()
+    blocks = zip(mean.split(columns, 1), scale.split(columns, 1), strict=True)
+    return (error - 0.5 * torch.cat([_spread(m, s, weights) for m, s in blocks])).mean()
 
 
 def coverage(p: Predictive, y: Array, *, level: float = 0.9) -> Tensor:
@@ -189,22 +189,22 @@ def _interval_score(y: Tensor, lower: Tensor, upper: Tensor, level: float) -> Te
     return (upper - lower) + 2 / (1 - level) * ((lower - y).clamp_min(0) + (y - upper).clamp_min(0))
 
 
-def _spread(mean: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
+def _spread(mean: Tensor, scale: Tensor, weights: Tensor) -> Tensor:
     """E|X - X'| of mixtures of Gaussians, [n], from all pairs of their components [S, n]."""
     spread = torch.zeros_like(mean[0])
     rows = max(1, PAIRS // max(1, mean.numel()))
     for i in range(0, len(mean), rows):
         # with the rows of this block and all after it: a pair that reaches over the block's end stands for its mirror image, too
-        m, v, w, others = mean[i : i + rows], variance[i : i + rows], weights[i : i + rows], weights[i:].clone()
+        m, s, w, others = mean[i : i + rows], scale[i : i + rows], weights[i : i + rows], weights[i:].clone()
         others[rows:] *= 2
-        pairs = _mean_absolute(m.unsqueeze(1) - mean[i:], v.unsqueeze(1) + variance[i:])  # [rows, S - i, n]
+        pairs = _mean_absolute(m.unsqueeze(1) - mean[i:], torch.hypot(s.unsqueeze(1), scale[i:]))  # [rows, S - i, n]
         spread = spread + torch.einsum("r,s,rsn->n", w, others, pairs)
     return spread
 
 
-def _mean_absolute(mean: Tensor, variance: Tensor) -> Tensor:
-    """E|X| for X ~ N(mean, variance)."""
-    scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+def _mean_absolute(mean: Tensor, scale: Tensor) -> Tensor:
+    """E|X| for X ~ N(mean, scale^2), by the scale: its square may be more or less than a float holds."""
+    scale = scale.clamp_min(torch.finfo(scale.dtype).tiny)
     z = mean / scale
     density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
     return 2 * scale * density + mean * torch.erf(z / math.sqrt(2))

@@ -40,12 +40,15 @@ class RecalibratedClasses(Predictive):
     @cached_property
     def _after(self) -> LatentMixture:
         """The same probabilities as those of a plain network."""
-        plain, _ = self.before.likelihood.fixed(self.logits.sigmoid())  # of the same kind; the numbers do not matter
-        return LatentMixture(plain, self.logits.unsqueeze(0))
+        return LatentMixture(self.before.likelihood.plain, self.logits.unsqueeze(0))
 
     @property
     def mean(self) -> Tensor:
         return self._after.mean
+
+    @property
+    def complement(self) -> Tensor:
+        return self._after.complement
 
     @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]

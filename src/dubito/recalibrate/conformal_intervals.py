@@ -14,6 +14,7 @@ from dubito.recalibrate.held import Batches
 from dubito.recalibrate.rank import check_level, conformal_quantile, tell
 
 SCORES = ("absolute", "scaled", "quantile")
+ROUNDING = 8 * torch.finfo(torch.float64).eps  # relative: a target that lies on the threshold must not fall out by the last bit
 
 
 class IntervalCoverage(NamedTuple):
@@ -70,13 +71,13 @@ class ConformalIntervals:
     def _scores(self, p: Predictive, y: Tensor, level: float) -> Tensor:
         """[n, C] in float64."""
         if self.score == "quantile":
-            lower, upper = p.interval(level)
+            lower, upper = (end.double() for end in p.interval(level))
             score = torch.maximum(lower - y, y - upper)
         else:
-            score = (y - p.mean).abs()
+            score = (y.double() - p.mean).abs()
             if self.score == "scaled":
                 score = score / _scale(p)
-        return score.double().flatten(0, -2)
+        return score.flatten(0, -2)
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,15 @@ class IntervalRule:
 
     def _ends(self, p: Predictive) -> tuple[Tensor, Tensor]:
         held.fits("ConformalIntervals", p, len(self.threshold), classes=False)
-        q = self.threshold.to(p.means)
+        q, dtype = self.threshold.to(p.means.device), p.mean.dtype
         if self.settings.score == "quantile":
-            lower, upper = p.interval(self.level)
-            middle = (lower + upper) / 2  # where both ends meet, if q takes more than there is
-            return torch.minimum(lower - q, middle), torch.maximum(upper + q, middle)
-        half = q * _scale(p) if self.settings.score == "scaled" else q.expand_as(p.mean)
-        return p.mean - half, p.mean + half
+            low, high = (end.double() for end in p.interval(self.level))
+            middle = (low + high) / 2  # where both ends meet, if q takes more than there is
+            slack = ROUNDING * (torch.maximum(low.abs(), high.abs()) + q.abs())
+            return torch.minimum(low - q - slack, middle).to(dtype), torch.maximum(high + q + slack, middle).to(dtype)
+        mean, half = p.mean.double(), q * _scale(p) if self.settings.score == "scaled" else q.expand_as(p.mean)
+        half = half + ROUNDING * (mean.abs() + half)
+        return (mean - half).to(dtype), (mean + half).to(dtype)
 
     def judge(self, predictive: Predictive | Batches, y: Any = None) -> IntervalCoverage:
         """Coverage and width on data that is neither that of training nor that of `fit`."""
@@ -119,7 +122,7 @@ class IntervalRule:
 
 
 def _scale(p: Predictive) -> Tensor:
-    scale = p.uncertainty.total.sqrt()
+    scale = p.uncertainty.total.double().sqrt()
     if not bool(((scale.isfinite() & (scale > 0)) | scale.isnan()).all()):
         raise ValueError("a predictive whose variance is zero or infinite has no scale: use score='quantile' or score='absolute'")
     return scale

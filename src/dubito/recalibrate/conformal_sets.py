@@ -73,7 +73,7 @@ class ConformalSets:
         """The quantiles of held-out data; `generator` draws u."""
         check_level(level)
         found = held.classes("ConformalSets", predictive, y)
-        probs = torch.stack([1 - found.probs, found.probs], -1) if found.labels else found.probs.unsqueeze(1)
+        probs = _classes(found.logits, found.labels)
         truth = found.truth.reshape(len(probs), -1, 1)  # [n, L, 1]
         own = _scores(self, probs, generator).gather(-1, truth).squeeze(-1)  # [n, L]
         groups, kinds = own.shape[1], probs.shape[-1]
@@ -99,7 +99,7 @@ class SetRule:
         """Which classes are in the set of each input, [B, *D, C] of bool; of labels [B, *D, L, 2]: whether it may be 0, whether 1."""
         held.suits("ConformalSets", predictive, classes=True)
         labels, z = isinstance(predictive.likelihood, Bernoulli), held.log_forecasts(predictive)
-        probs = torch.stack([torch.sigmoid(-z), torch.sigmoid(z)], -1) if labels else z.exp().unsqueeze(-2)
+        probs = _classes(z, labels)
         if self.threshold.shape[0] != probs.shape[-2] or self.threshold.shape[1] not in (1, probs.shape[-1]):
             width = self.threshold.shape[0] if labels else self.threshold.shape[1]
             raise ValueError(f"these sets were fitted to {width} outputs; this predictive has {z.shape[-1]}")
@@ -126,6 +126,12 @@ class SetRule:
         zero = torch.zeros(width, dtype=torch.float64)
         by_class = zero.index_add(0, truth, inside) / torch.bincount(truth, minlength=width)
         return SetCoverage(float(inside.mean()), float(torch.cat(sizes).double().mean()), by_class, len(inside))
+
+
+def _classes(z: Tensor, labels: bool) -> Tensor:
+    """Log probabilities, or log odds of labels, [..., C] to probabilities [..., L, K]. One function for both sides of a rule: where
+    scores are tied, the last bit decides what is in a set."""
+    return torch.stack([torch.sigmoid(-z), torch.sigmoid(z)], -1) if labels else z.exp().unsqueeze(-2)
 
 
 def _scores(settings: ConformalSets, probs: Tensor, generator: torch.Generator | None) -> Tensor:

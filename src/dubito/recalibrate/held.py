@@ -158,7 +158,9 @@ def log_forecasts(p: Predictive) -> Tensor:
     """
     if isinstance(p, RecalibratedClasses):
         return p.logits.double()
-    if not isinstance(p, LatentMixture) or p._linked is not None:
+    if isinstance(p, LatentMixture) and p._linked is not None:
+        p = p._linked
+    if not isinstance(p, LatentMixture):
         probs = p.mean.double()
         return torch.logit(probs, eps=1e-12) if isinstance(p.likelihood, Bernoulli) else probs.log().clamp_min(FLOOR)
     points = p._points

@@ -17,7 +17,8 @@ def conformal_quantile(scores: Tensor, level: float) -> Tensor:
     >>> conformal_quantile(torch.arange(1.0, 10.0), 0.8), conformal_quantile(torch.arange(1.0, 10.0), 0.95)
     (tensor(8.), tensor(inf))
     """
-    refuse("a conformal rule", int(scores.isnan().reshape(len(scores), -1).any(-1).sum()), len(scores))
+    if len(scores):
+        refuse("a conformal rule", int(scores.isnan().reshape(len(scores), -1).any(-1).sum()), len(scores))
     rank = place(len(scores), level)
     if rank > len(scores):
         return torch.full_like(scores.sum(0), torch.inf)

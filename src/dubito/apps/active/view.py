@@ -99,7 +99,8 @@ class View:
         assert isinstance(p, LatentMixture)
         discrete, values = p.likelihood.discrete, p.probs
         if isinstance(p.likelihood, Bernoulli) and values.shape[-1] == 1:  # yes or no: two classes
-            values = torch.cat([1 - values, values], -1)
+            points = p._points
+            values = torch.cat([p.likelihood.off(points.means, points._params), values], -1)
         elif discrete and not isinstance(p.likelihood, Classes):
             raise ValueError(
                 f"joint entropies are of one answer an input, and here it has {values.shape[-1]}, each yes or no: use 'bald', their sum"

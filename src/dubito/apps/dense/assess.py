@@ -187,7 +187,7 @@ class Tally:
         self.confusion = counts if self.confusion is None else self.confusion + counts
         # bins (a, b], as those of `metrics.ece`
         edges = torch.arange(1, self.bins, dtype=confidence.dtype, device=confidence.device) / self.bins
-        which, right = torch.bucketize(confidence, edges), top == truth
+        which, right = torch.bucketize(confidence, edges), (top == truth) & ~confidence.isnan()
         self._add(
             count=torch.bincount(which, minlength=self.bins).double(),
             confidence=torch.bincount(which, confidence.double(), minlength=self.bins),
@@ -223,6 +223,10 @@ class Tally:
         edges = torch.arange(self.bins + 1, dtype=torch.float64) / self.bins
         reliability = Reliability(edges, count, torch.as_tensor(sums["confidence"]) / count, accuracy, *wilson(accuracy, count))
         values = {"miou": confusion.miou, "accuracy": confusion.accuracy, "class_accuracy": confusion.class_accuracy}
+        if bool(
+            torch.as_tensor(sums["confidence"]).isnan().any()
+        ):  # as the other figures are: predictions that are NaN have no class
+            values = dict.fromkeys(values, math.nan)
         values |= {"ece": float(reliability.ece), **means}
         return Assessment(_ordered(values), self.n, self.detectors, confusion, reliability)
 

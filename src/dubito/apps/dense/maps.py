@@ -261,7 +261,7 @@ def _read(p: Predictive) -> list[Tensor]:
                 f"pixels with {width} labels that are each on or off have no one class: look at them one by one, or use Categorical"
             )
         split = p.uncertainty
-        return [torch.cat([1 - p.mean, p.mean], -1), split.total, split.aleatoric, split.epistemic, spread]
+        return [torch.cat([p.complement, p.mean], -1), split.total, split.aleatoric, split.epistemic, spread]
     if isinstance(p, LatentMixture) and isinstance(p.likelihood, Classes) and (p.certain or p.link in ("nodes", "mc")):
         # the same as its `uncertainty`, with the probabilities of all draws computed once
         mean, weights = p.mean, p.draw_weights

@@ -85,7 +85,7 @@ def class_probs(p: Predictive, name: str) -> Tensor:
             f"{name} is for one class an input, and here are {likelihood.width(p.f_mean)} labels that are each on or off: look at them "
             "one by one, or use dubito.judge, for which one wrong label is an error"
         )
-    return torch.cat([1 - p.mean, p.mean], -1)
+    return torch.cat([p.complement, p.mean], -1)
 
 
 def read(p: Predictive, y: Array, name: str) -> tuple[Tensor, Tensor, Tensor]:
