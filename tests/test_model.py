@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import dubito
@@ -244,3 +248,151 @@ def test_a_pass_leaves_weights_of_recurrent_layers_where_they_are(monkeypatch):
     assert all(a is b for a, b in zip(before, network._flat_weights, strict=True))
     network(x)
     assert not calls, "the layer has its own weights again, and knows them"
+
+
+# ---- networks that would go wrong in silence
+
+X, Y = (
+    torch.randn(40, 2, generator=torch.Generator().manual_seed(0)),
+    torch.randn(40, 1, generator=torch.Generator().manual_seed(1)),
+)
+
+
+class Saves(nn.Module):
+    """Computes a part again in the backward pass."""
+
+    def __init__(self, *, reentrant: bool, always: bool):
+        super().__init__()
+        self.reentrant, self.always = reentrant, always
+        self.a, self.b = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return checkpoint(self.b, h, use_reentrant=self.reentrant) if self.always or self.training else self.b(h)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("reentrant", "always"), [(False, True), (False, False), (True, True)])
+def test_checkpointing_is_refused(reentrant, always):
+    model = Model(Saves(reentrant=reentrant, always=always), Gaussian(scale=0.1))
+    with pytest.raises(ValueError, match="activation checkpointing"):
+        dubito.fit(model, MAP(epochs=1), (X, Y))
+
+
+class Elsewhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 4), nn.Linear(4, 1)
+        self.weights = [self.a.weight, self.b.weight]
+
+    def forward(self, x):
+        x = x.to(self.weights[0].device)  # which is no use of it
+        return F.linear(torch.tanh(F.linear(x, self.weights[0], self.a.bias)), self.b.weight, self.b.bias)
+
+
+def test_weights_that_cannot_be_replaced_are_told():
+    network = Elsewhere()
+    with pytest.raises(ValueError, match=r"reaches \['a.weight'\] by another way"):
+        dubito.fit(Model(network, Gaussian(scale=0.1)), MAP(epochs=1), (X, Y))
+    assert all(p.grad is None for p in network.parameters())
+
+
+def test_hooks_on_gradients_are_told():
+    network = nn.Linear(2, 1)
+    network.weight.register_hook(lambda slope: 0 * slope)
+    with pytest.warns(UserWarning, match=r"hooks on the gradients of \['weight'\]"):
+        dubito.fit(Model(network, Gaussian(scale=0.1)), MAP(epochs=1), (X, Y))
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.b(F.dropout(torch.tanh(self.a(x)), 0.5))
+
+
+def test_networks_that_are_random_in_eval_mode_are_told():
+    model = Model(Noisy(), Gaussian(scale=0.1))
+    for method in (MAP(epochs=1), Ensemble(MAP(epochs=1), 2)):
+        with pytest.warns(UserWarning, match="another output every time"):
+            dubito.fit(model, method, (X, Y))
+    for method in (MCDropout(epochs=1), Ensemble(MCDropout(epochs=1), 2)):  # for which it is what is wanted
+        dubito.fit(model, method, (X, Y))
+
+
+class Words(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.table, self.out = nn.Embedding(5, 3, **options), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.out(self.table(x).sum(1))
+
+
+def test_embeddings_whose_gradients_are_those_of_no_posterior():
+    x = torch.arange(20).reshape(10, 2) % 5
+    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        with pytest.raises(ValueError, match="'table' has max_norm or scale_grad_by_freq"):
+            dubito.fit(Model(Words(**options), Gaussian(scale=0.1)), MAP(epochs=1), (x, Y[:10]))
+    model = Model(Words(padding_idx=0), Gaussian(scale=0.1))
+    dubito.fit(model, MAP(epochs=1), (x, Y[:10]))  # the row stays at zero
+    for method in (dubito.IVON(epochs=1), Ensemble(dubito.Variational(epochs=1), 2)):
+        with pytest.warns(UserWarning, match="padding row of table.weight"):
+            dubito.fit(model, method, (x, Y[:10]))
+
+
+class Squeezes(nn.Module):
+    def __init__(self, outputs: int):
+        super().__init__()
+        self.layer = nn.Linear(2, outputs)
+
+    def forward(self, x):
+        return self.layer(x).squeeze()
+
+
+@pytest.mark.parametrize(("outputs", "likelihood"), [(3, Categorical()), (1, Gaussian(scale=0.1))])
+def test_an_example_whose_axis_is_squeezed_away_is_refused(outputs, likelihood):
+    y = torch.arange(40) % 3 if outputs == 3 else Y
+    posterior = dubito.fit(Model(Squeezes(outputs), likelihood), MAP(epochs=1), (X, y))
+    assert posterior.predict(X[:2]).mean.shape == (2, outputs)
+    with pytest.raises(ValueError, match=r"use squeeze\(-1\)"):
+        posterior.predict(X[:1])
+
+
+def test_what_hooks_make_of_weights_is_put_back():
+    network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    prune.random_unstructured(network[0], "weight", 0.5)
+    pruned = network[0].weight
+    model = Model(network, Gaussian(scale=0.1))
+    dubito.fit(model, MAP(epochs=2), (X, Y)).predict(X)
+    dubito.fit(model, dubito.SGLD(draws=2, burn_in=2, chains=1), (X, Y)).predict(X)
+    assert network[0].weight is pruned
+    torch.testing.assert_close(pruned, network[0].weight_orig * network[0].weight_mask)
+    with pytest.raises(ValueError, match="no reset_parameters"):
+        dubito.fit(model, Ensemble(MAP(epochs=1), 2), (X, Y))
+
+
+def test_a_network_is_for_one_thread_at_a_time():
+    network = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 1))
+    own, model = list(network.parameters()), Model(network, Gaussian(scale=0.1))
+    posteriors = [dubito.fit(model, Ensemble(MAP(epochs=1), 2), (X, Y), seed=seed) for seed in range(2)]
+    right, wrong = [p.predict(X).mean for p in posteriors], []
+
+    def serve(which: int) -> None:
+        for _ in range(200):
+            wrong.append(not torch.allclose(posteriors[which].predict(X).mean, right[which], atol=1e-4))
+
+    def train() -> None:
+        dubito.fit(model, MAP(epochs=20), (X, Y), batch_size=8)
+
+    threads = [threading.Thread(target=serve, args=(i % 2,)) for i in range(4)] + [threading.Thread(target=train)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 800
+    assert not any(wrong)
+    assert all(a is b for a, b in zip(own, network.parameters(), strict=True))
+    assert network.training

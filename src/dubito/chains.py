@@ -62,6 +62,7 @@ class Chains(ABC):
 
     may_grow: ClassVar[str] = "draws"  # a run that has ended can go on with more of them
     many_starts: ClassVar[bool] = True  # `start` may be a set of samples, one for each chain
+    draws_weights: ClassVar[bool] = True
     exact: ClassVar[bool] = True  # whether an accept step leaves the posterior as it is, at any step size
     weighs: ClassVar[bool] = False  # the examples are taken as they are: no bootstrap, no adversarial neighbours
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dubito import randomness, store, tree
 from dubito.batches import Batches, batches, reseed
@@ -165,6 +165,10 @@ def fit(
             raise ValueError("there is no data: the loader gave no batch")
         begin = _start(model, start, model.split(first)[1], many=getattr(method, "many_starts", False))
         model.check(begin.params, first, begin.buffers)
+        if method.data == "batches" and not _says(method, "keeps_dropout"):
+            _warn_of_noise(model, begin, first)
+        if _says(method, "draws_weights"):
+            _warn_of_padding(model)
         _warn_of_units(model, begin, first)
         per_epoch = math.ceil(source.n_batches / accumulate) if method.data == "batches" else 1
         steps = method.steps(per_epoch)
@@ -450,6 +454,38 @@ def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool
         tuple(name for name in params if ":" in name and name not in known),
         given=True,
     )
+
+
+def _says(method: Any, what: str) -> bool:
+    """Whether that is so of a method, or of the one inside it."""
+    return getattr(method, what, False) or (hasattr(method, "method") and _says(method.method, what))
+
+
+def _warn_of_padding(model: Model) -> None:
+    """Of rows of embeddings that torch gives no gradient, which says nothing of what they are in a draw of the weights."""
+    names = {id(p): name for name, p in model.network.named_parameters()}
+    found = [module for module in model.network.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    bayesian = model.parameters().keys()
+    padded = [names[id(m.weight)] for m in found if m.padding_idx is not None and names.get(id(m.weight)) in bayesian]
+    if padded:
+        warnings.warn(
+            f"the padding row of {padded[0]} is a weight like any other in a posterior, and draws of it enter the network wherever "
+            "there is padding, since torch only holds its gradient at zero: multiply the embeddings by (x != padding).unsqueeze(-1) in "
+            "forward, or leave them out by only=...",
+            stacklevel=3,
+        )
+
+
+def _warn_of_noise(model: Model, start: Start, batch: Any) -> None:
+    """Of functions that are other ones every time, also in eval mode."""
+    with torch.no_grad(), randomness.forked():
+        one, two = (model.forward(start.params, model.split(batch)[0], tree.clone(start.buffers))[0] for _ in range(2))
+    if not torch.allclose(one, two, rtol=1e-2, atol=1e-2 * float(two.abs().max()), equal_nan=True):
+        warnings.warn(
+            "the network gives another output every time it is called, also in eval mode, so that what is fitted is no one function: "
+            "is there dropout or noise that does not look at self.training, as F.dropout(x) without training=self.training?",
+            stacklevel=3,
+        )
 
 
 def _warn_of_units(model: Model, start: Start, batch: Any) -> None:

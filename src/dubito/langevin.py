@@ -130,6 +130,7 @@ class Langevin(ABC):
     vectorize: bool | None = field(default=None, kw_only=True)  # run all chains in one batched pass, or never; None decides
 
     many_starts: ClassVar[bool] = True  # `start` may be a set of samples, one for each chain
+    draws_weights: ClassVar[bool] = True
     exact: ClassVar[bool] = False  # there is no accept step
     rates: ClassVar[dict[str, float]]  # default of the learning rate, for each preconditioner
 

@@ -1,25 +1,30 @@
 r"""A Bayesian model is three parts, a network, a likelihood and a prior; a `Target` is the posterior they define on data.
 
-The network is never rewritten: it runs with other weights in the places of its own, and these and its mode are put back.
+The network is never rewritten: it runs with other weights in the places of its own, and these and its mode are put back. Meanwhile
+other threads wait for it.
 """
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.overrides import TorchFunctionMode
 
 from dubito import tree
 from dubito.likelihoods import Likelihood, own
 from dubito.priors import Normal, Prior, concerned
+from dubito.randomness import forked
 from dubito.tree import Buffers, Params
 
 LABELS = ("labels", "label", "targets", "target", "y")
@@ -62,19 +67,33 @@ def batch_size(y: Any) -> int:
     return next(iter(tree.leaves(y))).shape[0]
 
 
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()  # pyright: ignore[reportGeneralTypeIssues]
+_LOCKING = threading.Lock()
+
+
+def alone(network: nn.Module) -> AbstractContextManager:
+    """For one thread at a time: who runs a network with other weights or in another mode must have it for itself."""
+    try:
+        return _LOCKS[network]
+    except KeyError:
+        with _LOCKING:
+            return _LOCKS.setdefault(network, threading.RLock())
+
+
 @contextmanager
 def mode(network: nn.Module, train: bool) -> Iterator[None]:
     """The network in train or eval mode for a while. `network.train` is called, so a module's own idea of it is respected."""
-    before = [(module, module.training) for module in network.modules()]
-    if all(training == train for _, training in before):
-        yield
-        return
-    try:
-        network.train(train)
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
+    with alone(network):
+        before = [(module, module.training) for module in network.modules()]
+        if all(training == train for _, training in before):
+            yield
+            return
+        try:
+            network.train(train)
+            yield
+        finally:
+            for module, training in before:
+                module.training = training
 
 
 @contextmanager
@@ -87,25 +106,33 @@ def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
     names: dict[int, str] = {}
     places: list[tuple[dict[str, Any], str, Tensor, str]] = []
     recurrent: list[tuple[nn.RNNBase, Any, Any]] = []  # these keep a list of their weights
-    for prefix, module in network.named_modules():
-        if isinstance(module, nn.RNNBase):
-            recurrent.append((module, module._flat_weights, module._flat_weight_refs))
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                if tensor is not None:
-                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
-                    if name in weights:
-                        places.append((tensors, key, tensor, name))
-    try:
-        for tensors, key, _, name in places:
-            tensors[key] = weights[name]
-        with _recurrent([module for module, _, _ in recurrent]) if recurrent else nullcontext():
-            yield
-    finally:
-        for tensors, key, tensor, name in places:
-            weights[name], tensors[key] = tensors[key], tensor
-        for module, flat, references in recurrent:
-            module._flat_weights, module._flat_weight_refs = flat, references
+    written: list[
+        tuple[dict[str, Any], dict[str, Tensor]]
+    ] = []  # what hooks before a pass make of weights: pruned or normed ones
+    with alone(network):
+        for prefix, module in network.named_modules():
+            if isinstance(module, nn.RNNBase):
+                recurrent.append((module, module._flat_weights, module._flat_weight_refs))
+            if module._forward_pre_hooks:
+                written.append((vars(module), {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}))
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                        if name in weights:
+                            places.append((tensors, key, tensor, name))
+        try:
+            for tensors, key, _, name in places:
+                tensors[key] = weights[name]
+            with _recurrent([module for module, _, _ in recurrent]) if recurrent else nullcontext():
+                yield
+        finally:
+            for tensors, key, tensor, name in places:
+                weights[name], tensors[key] = tensors[key], tensor
+            for module, flat, references in recurrent:
+                module._flat_weights, module._flat_weight_refs = flat, references
+            for attributes, before in written:
+                attributes.update(before)
 
 
 @contextmanager
@@ -127,8 +154,19 @@ def _recurrent(layers: list[nn.RNNBase]) -> Iterator[None]:
         yield
 
 
+def copied(network: nn.Module) -> nn.Module:
+    """A deep copy. What pruning and old norms keep beside their weights is of a graph, which torch does not copy: it is detached."""
+    made = {
+        id(v): v.detach().clone() for m in network.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf
+    }
+    with alone(network):
+        return copy.deepcopy(network, made)
+
+
 def outputs_last(f: Tensor, dim: int) -> Tensor:
     """What a network gives, with its outputs along `dim`, as [B, *D, C]."""
+    if f.ndim == 0:
+        raise ValueError("the network gives one number for a whole batch, of one example perhaps: use squeeze(-1), not squeeze()")
     if f.ndim == 1:
         return f.unsqueeze(-1)
     return f if dim == -1 else f.movedim(dim, -1)
@@ -182,7 +220,8 @@ class Model:
 
     def parameters(self, y: Any = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what likelihood and prior learn at its start."""
-        weights: Params = {name: p for name, p in self.network.named_parameters() if self._bayesian(name, p)}
+        with alone(self.network):
+            weights: Params = {name: p for name, p in self.network.named_parameters() if self._bayesian(name, p)}
         if not weights:
             raise ValueError(
                 "all parameters of the network (that `only` names) are frozen: set requires_grad_() on those to infer"
@@ -195,8 +234,9 @@ class Model:
 
     def buffers(self) -> Buffers:
         """Copies of all that is not Bayesian: the network's buffers, and the parameters that `only` leaves out."""
-        fixed = {name: p for name, p in self.network.named_parameters() if not self._bayesian(name, p)}
-        return tree.clone({**dict(self.network.named_buffers()), **fixed})
+        with alone(self.network):
+            fixed = {name: p for name, p in self.network.named_parameters() if not self._bayesian(name, p)}
+            return tree.clone({**dict(self.network.named_buffers()), **fixed})
 
     def _bayesian(self, name: str, parameter: Tensor) -> bool:
         return parameter.requires_grad and re.search(self.only, name) is not None
@@ -211,7 +251,13 @@ class Model:
         weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
         with swapped(self.network, weights):
-            f = outputs_last(self.output(self.network(*args, **kwargs)), self.likelihood.dim)
+            out = self.output(self.network(*args, **kwargs))
+        f = outputs_last(out, self.likelihood.dim)
+        if out.ndim == 1 and len(out) > 1 and _is_one(x, len(out)):
+            raise ValueError(
+                f"the network gives {len(out)} numbers without a batch axis for one example, which could as well be {len(out)} "
+                "examples: use squeeze(-1), not squeeze()"
+            )
         return f, {name: weights[name] for name in buffers}
 
     def log_likelihood(self, params: Params, batch: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
@@ -258,6 +304,74 @@ class Model:
                 "those rows out"
             )
         self.likelihood.check(f, y)
+        for name, module in self.network.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.scale_grad_by_freq):
+                raise ValueError(
+                    f"the embedding {name!r} has max_norm or scale_grad_by_freq, with which its gradient is not that of any posterior: "
+                    "leave them out (a prior holds weights near zero)"
+                )
+        self._inspect(params, x, buffers)
+
+    def _inspect(self, params: Params, x: Any, buffers: Buffers) -> None:
+        """A pass there and back, of two examples at most, that finds what would make wrong gradients without a word."""
+        if any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for m in self.network.modules()):
+            return  # compiled: other sizes would compile it again, and nothing can look inside
+        few = tree.apply_leaves(lambda leaf: leaf[:2].clone() if leaf.ndim else leaf, x)
+        live = {name: leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
+        watch, again = _Strangers(self.network), set[str]()
+        names = {id(module): name for name, module in self.network.named_modules()}
+        with alone(self.network), warnings.catch_warnings(), forked(), torch.enable_grad(), ExitStack() as meanwhile:
+            warnings.simplefilter("ignore")
+            try:
+                with watch:
+                    f, _ = self.forward(live, few, tree.clone(buffers), train=True)
+                listen = nn.modules.module.register_module_forward_pre_hook
+                seen = listen(lambda module, _: again.add(names[id(module)]) if id(module) in names else None)
+                meanwhile.callback(seen.remove)
+                torch.autograd.grad(f.float().sum(), [leaf for leaf in live.values() if leaf.requires_grad], allow_unused=True)
+            except Exception as error:  # so few it may not take: the whole batch it has taken
+                again |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()
+        if watch.found:
+            raise ValueError(
+                f"the network reaches {sorted(watch.found)} by another way than the attribute of its module (a list, a closure), where "
+                "no other weights can be put: write self.layer.weight in forward, and keep lists of weights in an nn.ParameterList"
+            )
+        if again:
+            raise ValueError(
+                f"the network computes {', '.join(sorted(again))} again in the backward pass (activation checkpointing), when its "
+                "own weights are back in their places: turn that off, as network.gradient_checkpointing_disable(), and take "
+                "smaller batches, or fit(accumulate=...), to save memory"
+            )
+        hooked = [name for name, p in self.network.named_parameters() if name in params and p._backward_hooks]
+        if hooked:
+            warnings.warn(
+                f"hooks on the gradients of {hooked} will not be called, since other tensors stand in their places: to hold some "
+                "weights fixed, freeze them (requires_grad=False, or only=...) or mask them in forward",
+                stacklevel=3,
+            )
+
+
+class _Strangers(TorchFunctionMode):
+    """Notes which of a network's own parameters enter a function: while others stand in their places none should."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.names, self.found = {id(p): name for name, p in network.named_parameters()}, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # who asks for a device or a type may do so of any
+            for one in (*args, *(kwargs or {}).values()):
+                for leaf in one if isinstance(one, list | tuple) else (one,):
+                    if id(leaf) in self.names:
+                        self.found.add(self.names[id(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_one(x: Any, n: int) -> bool:
+    """Whether inputs are of one example rather than of n: by the first axis of all, or, of sequences with time first, the second."""
+    leaves = [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.ndim]
+    later = any(leaf.ndim > 1 and leaf.shape[1] == n and (leaf.ndim > 2 or not leaf.is_floating_point()) for leaf in leaves)
+    return bool(leaves) and all(len(leaf) == 1 for leaf in leaves) and not later
 
 
 class Evaluation(NamedTuple):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from dubito.model import Model
+from dubito.model import Model, copied
 from dubito.randomness import forked
 from dubito.tree import Params
 
 
 def restarted(model: Model, params: Params, seed: int, initialize: Callable[[nn.Module], object] | None = None) -> Params:
     """`params` as they would be had the network been initialised anew, by the `reset_parameters` of its layers or by `initialize`."""
-    network = copy.deepcopy(model.network)
+    network = copied(model.network)
     with forked(seed), torch.no_grad():
         if initialize is not None:
             initialize(network)

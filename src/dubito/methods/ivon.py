@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class IVON:
     torch.Size([3, 1, 1])
     """
 
+    draws_weights: ClassVar[bool] = True
     epochs: int = field(default=100, kw_only=True)  # passes over the data
     learning_rate: float = field(default=0.1, kw_only=True)  # at its highest
     momentum: float = field(default=0.9, kw_only=True)  # share of the mean gradient that a step keeps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ class MCDropout(Descent):
     (torch.Size([5, 3]), True)
     """
 
+    keeps_dropout: ClassVar[bool] = True
     at: str | None = field(default=None, kw_only=True)  # further layers to drop inputs of, by a pattern; "" takes all
     rate: float = field(default=0.1, kw_only=True)  # dropout rate at those layers
     learn_rates: bool = field(default=False, kw_only=True)  # learn the rates there (concrete dropout)

@@ -80,6 +80,7 @@ class Variational(Descent):
     learn_prior: bool = field(default=False, kw_only=True)  # scales of a Normal() without any, by the ELBO
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
 
+    draws_weights: ClassVar[bool] = True
     unstack: ClassVar[None] = None  # members of an ensemble are fitted one after another  # pyright: ignore
 
     def __post_init__(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from dubito.apps.in_turn import Methods, chain, fit_in_turn
 from dubito.apps.network import joined, only_network
 from dubito.judge import judge
 from dubito.likelihoods import MultiTask
-from dubito.model import Model
+from dubito.model import Model, copied
 from dubito.posteriors import Point, Posterior
 from dubito.predictive import Predictive
 from dubito.randomness import derive, forked, generator
@@ -105,7 +104,7 @@ class ActiveLearning:
         self.validation, self.patience, self.seed, self.progress = validation, patience, seed, progress
         self._lock = threading.RLock()
         # Labels are tried on a network of their own, copied while nobody else has it: during a fit that of the user holds other weights
-        self._trial = replace(model, network=copy.deepcopy(model.network))
+        self._trial = replace(model, network=copied(model.network))
         self._at_work = 0  # fits and predictions that are going on, in any thread
         self._labels, self._inputs = Labels(), []
         self._fitted: tuple[str, Posterior] | None = None  # of which labels, and what came of them
