@@ -33,6 +33,16 @@ def test_what_is_written_is_read(path):
     assert meta["note"] == "ok"
 
 
+def test_what_was_read_does_not_change_with_the_file(path, tmp_path):
+    """A map of the file would: `cp` writes into it, and cutting it short kills the process that reads on."""
+    tensors, _ = read(path)
+    write(tmp_path / "other", {"w": torch.zeros(2, 3), "n": torch.tensor(0)}, {"note": "ok"})
+    shutil.copyfile(tmp_path / "other", path)  # in place
+    assert torch.equal(tensors["w"], torch.arange(6.0).reshape(2, 3))
+    assert tensors["n"] == 3
+    assert all(t.untyped_storage().nbytes() == t.nbytes and t.data_ptr() % 64 == 0 for t in tensors.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8])
 def test_every_dtype_strides_aliases_and_empty_tensors(tmp_path, dtype):
     base = torch.ones(4, 4).to(dtype)

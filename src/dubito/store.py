@@ -145,7 +145,8 @@ def write(path: str | os.PathLike, tensors: dict[str, Tensor], meta: dict) -> No
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:
     """Read what `write` wrote; anything else is a `FileError` that says what is wrong with the file."""
-    tensors, header, expected = _open(path)
+    mapped, header, expected = _open(path)
+    tensors = tree.clone(mapped)  # what happens to the file from now on is no matter; and memory of our own is aligned
     if checksum(tensors, header) != expected:
         raise _damaged(path)
     return tensors, json.loads(header)
