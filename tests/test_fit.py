@@ -390,6 +390,51 @@ def test_checkpoints_belong_to_one_run(tmp_path):
         dubito.fit(model, MAP(epochs=2), data(), checkpoint=tmp_path, resume=True)
 
 
+def _centred(value: float) -> dubito.priors.Centred:
+    """Priors that differ in one of 2,000 numbers, which the words of a tensor leave out."""
+    mean = torch.zeros(2000)
+    mean[1000] = value
+    return dubito.priors.Centred({"0.weight": torch.zeros(16, 3), "elsewhere": mean})
+
+
+def _changed(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = data()
+    y[rows] += 1
+    return x, y
+
+
+def _with(middle: nn.Module, rate: float = 0.1) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 16), middle, nn.Dropout(rate), nn.Linear(16, 1))
+
+
+OTHERS = [
+    ("data", dict(data=_changed(slice(60, 61)))),
+    ("validation", dict(validation=_changed(slice(60, 61)))),
+    ("validation", dict(validation=None)),
+    ("batches", dict(batch_size=32)),
+    ("prior", dict(prior=_centred(1.0))),
+    ("layers", dict(network=_with(nn.Tanh()))),
+    ("layers", dict(network=_with(nn.ReLU(), rate=0.8))),
+    ("buffers", dict(network=_with(nn.BatchNorm1d(16, affine=False)))),
+    ("dtypes", dict(network=net().double(), data=[tuple(leaf.double() for leaf in data())])),
+]
+
+
+@pytest.mark.parametrize(("what", "other"), OTHERS)
+def test_a_run_does_not_go_on_with_anything_else(what, other, tmp_path):
+    def fit(**given):
+        own = dict(network=net(), prior=_centred(0.0), data=data(), validation=data(), batch_size=8, checkpoint=tmp_path)
+        options = {**own, **given}
+        model = Model(options.pop("network"), Gaussian(), options.pop("prior"))
+        return dubito.fit(model, MAP(epochs=4), options.pop("data"), **options)
+
+    fit(callbacks=[lambda event: event.step == 5])
+    with pytest.raises(ValueError, match=rf"^.* belongs to another run; different: .*{what}.*\(.* here\)$") as refusal:
+        fit(resume=True, **other)
+    assert len(str(refusal.value)) < 1000
+    fit(resume=True)
+
+
 def test_early_stopping_keeps_the_best_state():
     x, y = data(24)
     noisy = y + 0.5 * torch.randn(24, 1, generator=torch.Generator().manual_seed(3))

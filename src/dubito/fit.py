@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from dubito import randomness, store, tree
-from dubito.batches import Batches, batches, reseed
+from dubito.batches import Arrays, Batches, batches, reseed
 from dubito.likelihoods import Gaussian, HeteroscedasticGaussian
 from dubito.model import Model, Target
 from dubito.posteriors import Posterior, Stored
+from dubito.posteriors.identity import belonging, differences
 from dubito.progress import Progress
 from dubito.tree import Buffers, Params
 
@@ -177,7 +178,7 @@ def fit(
         keeper = _Keeper(checkpoint, checkpoint_every)
         if checkpoint is not None:
             keeper.fingerprint = {
-                **_fingerprint(model, method, target, first),
+                **_fingerprint(model, method, target, source, held_out, first),
                 "seed": seed,
                 "accumulate": accumulate,
                 "store_dtype": store_dtype,
@@ -348,8 +349,7 @@ class _Keeper:
         if not resume:
             raise FileExistsError(f"{self.folder} holds a run already: pass resume=True to go on with it, or another folder")
         tensors, meta = store.read(self.path)
-        was = meta.get("fingerprint", {})
-        changed = [f"{key} (was {was.get(key)}, is {value})" for key, value in self.fingerprint.items() if was.get(key) != value]
+        changed = [f"{what} ({how})" for what, how in differences(meta.get("fingerprint", {}), self.fingerprint)]
         if changed:
             raise ValueError(f"{self.folder} belongs to another run; different: {'; '.join(changed)}")
         made = meta["run"]["fields"]["step"]["value"]
@@ -394,20 +394,28 @@ class _Keeper:
         self.due = time.monotonic() + self.every
 
 
-def _fingerprint(model: Model, method: Method, target: Target, first: Any) -> dict:
-    """What must be the same for a run to go on; the data are known by their first batch, whose order the seed has fixed."""
-    shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
+def _fingerprint(model: Model, method: Method, target: Target, source: Batches, held_out: Batches | None, first: Any) -> dict:
+    """What must be the same for a run to go on. Data in memory are known by all of them; others by their first batch, whose order the
+    seed has fixed, and others to validate on by their being there."""
     return {
         "method": _described(method),
-        "likelihood": store.described(model.likelihood),
         "prior": store.described(model.prior),
-        "only": model.only,
-        "network": f"{len(shapes)} parameters, {randomness.derive(repr(shapes)):x}",
+        **belonging(model),
         "n_data": target.n_data,
         "temperature": target.temperature,
         "precision": str(target.precision),
-        "data": store.checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(first))}),
+        "batches": source.n_batches,
+        "data": _checksum((source.source.x, source.source.y) if isinstance(source.source, Arrays) else first),
+        "validation": None if held_out is None else _held(held_out.source),
     }
+
+
+def _held(source: Any) -> str:
+    return _checksum((source.x, source.y)) if isinstance(source, Arrays) else "batches"
+
+
+def _checksum(data: Any) -> str:
+    return store.checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(data))})
 
 
 def _described(method: Method) -> str:
