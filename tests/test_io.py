@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields, replace
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 import dubito
-from dubito import Categorical, Gaussian, Laplace, Model, posteriors
+from dubito import Categorical, Gaussian, Laplace, Model, posteriors, store
 from dubito.linalg import Blocks
+from dubito.posteriors import identity
 from dubito.predict.dropout import Dropout
 from dubito.store import FileError, write
 
@@ -65,10 +67,95 @@ def test_another_model_is_refused_and_told_apart(tmp_path):
         dubito.load(tmp_path / "other", model())
 
 
-def test_an_unknown_form_asks_for_an_upgrade(tmp_path):
-    from dubito.io import _describe
+def _around(middle: nn.Module, dtype: torch.dtype = torch.float32) -> Model:
+    return Model(nn.Sequential(nn.Linear(2, 4), middle, nn.Linear(4, 1)).to(dtype), Gaussian(scale=0.1))
 
-    write(tmp_path / "p", {}, {"kind": "posterior", "model": _describe(model()), "posterior": {"form": "__import__('os')"}})
+
+ALIKE = {  # the same parameters, and yet another function
+    "layers are 1 'Tanh' in the file and 'ReLU' here": (_around(nn.Tanh()), _around(nn.ReLU())),
+    "torch .* layers are 1 'p=0.1, inplace=False' in the file and 'p=0.8": (_around(nn.Dropout(0.1)), _around(nn.Dropout(0.8))),
+    "buffers are .*running_mean 'float32 .4.' in the file and absent": (
+        _around(nn.BatchNorm1d(4, affine=False)),
+        _around(nn.Identity()),
+    ),
+    "buffers are .*running_mean absent in the file": (_around(nn.Identity()), _around(nn.BatchNorm1d(4, affine=False))),
+    "dtypes are 0.bias 'float32' in the file and 'float64' here": (_around(nn.Tanh()), _around(nn.Tanh(), torch.float64)),
+}
+
+
+@pytest.mark.parametrize("words", ALIKE)
+def test_a_network_that_computes_something_else_is_refused(words, tmp_path):
+    first, second = ALIKE[words]
+    dubito.save(forms(first)[0], tmp_path / "p")
+    with pytest.raises(FileError, match=f"another model; its {words}"):
+        dubito.load(tmp_path / "p", second)
+    with store.Draws(tmp_path / "draws") as draws:
+        draws.append({**first.parameters(), "trace:energy": torch.zeros(())})
+        draws.flush()
+    folder = posteriors.Stored.open(tmp_path / "draws", first)
+    dubito.save(folder, tmp_path / "draws")  # says of which model they are
+    with pytest.raises(FileError, match=f"another model; its {words}"):
+        dubito.load(tmp_path / "draws", second)
+    assert len(dubito.load(tmp_path / "draws", first)) == 1
+
+
+def test_an_older_file_is_read_as_far_as_it_tells(tmp_path):
+    m = _around(nn.Tanh())
+    posterior = forms(m)[0]
+    dubito.save(posterior, tmp_path / "p")
+    tensors, meta = store.read(tmp_path / "p")
+    meta["model"] = {key: meta["model"][key] for key in ("parameters", "likelihood", "only")}
+    write(tmp_path / "old", tensors, meta)
+    x = torch.randn(5, 2)
+    assert torch.equal(dubito.load(tmp_path / "old", _around(nn.Tanh())).predict(x).means, posterior.predict(x).means)
+
+
+class Talkative(nn.Module):
+    """A layer whose words differ from one of its kind to the next: they tell an address, a weight, or a number of a weight."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.function = how, lambda x: x
+        self.scale, self.several = nn.Parameter(torch.rand(4)), nn.ParameterList([torch.rand(4)])
+
+    def extra_repr(self) -> str:
+        return {"address": f"{self.function}", "weight": f"{self.scale}", "number": f"{self.scale.sum().item()}"}[self.how]
+
+    def forward(self, x):
+        return self.function(x) * self.scale * self.several[0]
+
+
+@pytest.mark.parametrize("how", ["address", "weight", "number"])
+def test_a_fresh_network_of_the_same_kind_is_taken(how, tmp_path):
+    posterior, x = forms(_around(Talkative(how)))[0], torch.randn(5, 2)
+    dubito.save(posterior, tmp_path / "p")
+    fresh = _around(Talkative(how))
+    for network in (fresh.network, fresh.network.eval(), fresh.network.requires_grad_(True).train()):
+        again = dubito.load(tmp_path / "p", replace(fresh, network=network))
+        assert torch.equal(again.predict(x).means, posterior.predict(x).means)
+    assert identity.network(fresh.network) == identity.network(copy.deepcopy(fresh.network).to("meta")), "whatever the device"
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["net.compile()", "torch.compile(net)"])
+def test_a_compiled_network_is_the_same_network(within, tmp_path):
+    def compiled() -> Model:
+        m = _around(nn.Tanh())
+        if within:
+            m.network.compile(backend="eager")
+            return m
+        return replace(m, network=torch.compile(m.network, backend="eager"))
+
+    posterior, x = forms(compiled())[0], torch.randn(5, 2)
+    dubito.save(posterior, tmp_path / "p")
+    kinds = [compiled(), *([_around(nn.Tanh())] if within else [])]
+    for m in kinds:
+        assert torch.equal(dubito.load(tmp_path / "p", m).predict(x).means, posterior.predict(x).means)
+
+
+def test_an_unknown_form_asks_for_an_upgrade(tmp_path):
+    write(
+        tmp_path / "p", {}, {"kind": "posterior", "model": identity.belonging(model()), "posterior": {"form": "__import__('os')"}}
+    )
     with pytest.raises(FileError, match="unknown form"):
         dubito.load(tmp_path / "p", model())
 

@@ -189,7 +189,7 @@ def fit(
             dtype=getattr(torch, store_dtype) if store_dtype else None,
             memory=memory,
             buffers=begin.buffers,
-            about=_about(model, method),
+            about=None if checkpoint is None else _about(model, method),
         )
         del first, begin
         loop = _Loop(target, method, source, held_out, accumulate, patience, seed, generators, callbacks, keeper)
@@ -433,7 +433,7 @@ def _about(model: Model, method: Method) -> dict:
     sampler: dict[str, Any] = {"method": type(method).__name__}
     sampler |= {} if adjusted is None else {"adjusted": bool(adjusted)}
     sampler |= {"learning_rate": method.rate} if hasattr(method, "rate") else {}  # pyright: ignore[reportAttributeAccessIssue]
-    return {"likelihood": store.described(model.likelihood), "only": model.only, "sampler": sampler}
+    return {**belonging(model), "sampler": sampler}
 
 
 def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool = False) -> Start:

@@ -20,6 +20,7 @@ from dubito.families import FAMILIES, Family
 from dubito.linalg import STRUCTURES, Blocks, Covariance
 from dubito.model import Model
 from dubito.posteriors import Conjugate, Drawn, Gaussian, Mixture, Point, Posterior, Samples, Stochastic, Stored
+from dubito.posteriors.identity import belonging, differences
 from dubito.predict.dropout import Dropout
 
 FORMS: dict[str, type[Posterior]] = {
@@ -53,12 +54,14 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
         _save_folder(posterior, Path(path))
         return
     tensors: dict[str, Tensor] = {}
-    meta = {"kind": "posterior", "model": _describe(posterior.model), "posterior": _pack(posterior, tensors, "")}
+    meta = {"kind": "posterior", "model": belonging(posterior.model), "posterior": _pack(posterior, tensors, "")}
     store.write(path, tensors, meta)
 
 
 def load(path: str | os.PathLike, model: Model) -> Posterior:
     """Read a posterior of this model; a file that is damaged, foreign, or of another model is an error that says so.
+
+    The network is one of the same class and layers, with any weights, in any mode and on any device.
 
     A folder of draws, saved or left by a run (its `checkpoint`, finished or not), is opened where it is, as a `posteriors.Stored`.
     """
@@ -67,19 +70,13 @@ def load(path: str | os.PathLike, model: Model) -> Posterior:
     tensors, meta = store.read(path)
     if meta.get("kind") != "posterior":
         raise store.FileError(f"{path}: written by dubito, but not a posterior (a checkpoint is continued with fit(resume=True))")
-    was, now = meta["model"], _describe(model)
-    for what, known in now.items():
-        if was.get(what) != known:
-            raise store.FileError(f"{path}: the posterior of another model; its {what} is {_short(was.get(what), known)}")
+    for what, how in differences(meta["model"], belonging(model)):
+        raise store.FileError(f"{path}: the posterior of another model; its {what} {'are' if what.endswith('s') else 'is'} {how}")
     return _unpack(meta["posterior"], tree.move(tensors, model.device), model, str(path))
 
 
 def _save_folder(posterior: Stored, path: Path) -> None:
-    about = {
-        "likelihood": store.described(posterior.model.likelihood),
-        "only": posterior.model.only,
-        "sampler": posterior.sampler,
-    }
+    about = {**belonging(posterior.model), "sampler": posterior.sampler}
     if path.exists() and path.samefile(posterior.folder):
         store.write_shared(path, posterior.buffers, about)
         return
@@ -102,21 +99,6 @@ def _save_folder(posterior: Stored, path: Path) -> None:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-
-
-def _describe(model: Model) -> dict[str, Any]:
-    return {
-        "parameters": {name: list(p.shape) for name, p in model.network.named_parameters()},
-        "likelihood": store.described(model.likelihood),
-        "only": model.only,
-    }
-
-
-def _short(was: Any, now: Any) -> str:
-    if isinstance(was, dict) and isinstance(now, dict):
-        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        return ", ".join(f"{n} {was.get(n, 'absent')} in the file and {now.get(n, 'absent')} here" for n in names[:3])
-    return f"{was!r} in the file and {now!r} here"
 
 
 def _pack(posterior: Posterior, tensors: dict[str, Tensor], path: str) -> dict:

@@ -191,7 +191,7 @@ def test_another_model_is_refused(tmp_path):
         Stored.open(tmp_path, build(16))
     with pytest.raises(FileError, match="likelihood is 'Gaussian"):
         Stored.open(tmp_path, build(likelihood=Categorical()))
-    with pytest.raises(FileError, match="only is '' there and '\\^0' here"):
+    with pytest.raises(FileError, match="only is '' in the file and '\\^0' here"):
         Stored.open(tmp_path, build(only="^0"))
     (tmp_path / "shared.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="shared.safetensors"):

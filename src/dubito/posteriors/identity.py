@@ -31,7 +31,7 @@ def network(module: nn.Module) -> dict[str, Any]:
         "buffers": {name: f"{_kind(leaf)} {list(leaf.shape)}" for name, leaf in module.named_buffers() if name in kept},
         "layers": {name: type(layer).__name__ for name, layer in layers.items()},
         # another torch may use other words for the same layer: its entry has another name, and the two are not compared
-        f"layers in torch {version}": {name: _words(layer) for name, layer in layers.items()},
+        f"torch {version} layers": {name: _words(layer) for name, layer in layers.items()},
     }
 
 

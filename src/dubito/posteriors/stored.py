@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from dubito import store, tree
 from dubito.diagnostics import Summary, energy_error_per_dimension, summarize
 from dubito.model import Model
+from dubito.posteriors.identity import belonging, differences
 from dubito.posteriors.posterior import Posterior, _joined, inputs_of
 from dubito.posteriors.samples import Samples
 from dubito.predict.sampled import sampled
@@ -58,9 +59,8 @@ class Stored(Posterior):
         """
         archive = store.Archive.open(folder, skip_damaged=skip_damaged)
         buffers, about = archive.shared()
-        for what, known in (("likelihood", store.described(model.likelihood)), ("only", model.only)):
-            if what in about and about[what] != known:
-                raise store.FileError(f"{folder}: draws of another model; its {what} is {about[what]!r} there and {known!r} here")
+        for what, how in differences(about, belonging(model)):
+            raise store.FileError(f"{folder}: draws of another model; its {what} {'are' if what.endswith('s') else 'is'} {how}")
         return Stored(model, archive, tree.move(buffers, model.device), about.get("sampler", {}))
 
     @staticmethod
