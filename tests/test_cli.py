@@ -862,6 +862,27 @@ def test_diagnose_with_less(ok, sampled, tables, tmp_path):
     assert "Log score" not in (sampled / "diagnosis.html").read_text()
 
 
+def test_what_is_read_is_not_written_over(refused, fitted, sampled, tables, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "labels.csv").write_bytes((tables / "iris.csv").read_bytes())
+    (tmp_path / "linked.csv").symlink_to("labels.csv")
+    commands = {
+        tmp_path / "labels.csv": [
+            ("predict", fitted, "labels.csv", "--out", tmp_path / "labels.csv"),
+            ("predict", fitted, "linked.csv", "--out", "./labels.csv"),
+            ("label", "--data", "labels.csv", "--classes", "a", "b", "--out", "."),  # whose labels are of that name
+        ],
+        fitted / "fit.json": [("predict", fitted, "labels.csv", "--out", fitted / "fit.json")],
+        fitted / "posterior.safetensors": [("predict", fitted, "labels.csv", "--out", fitted / "posterior.safetensors")],
+        sampled / "fit.json": [("diagnose", sampled, "--out", sampled / "fit.html")],  # whose numbers go to fit.json
+    }
+    for path, some in commands.items():
+        before = path.read_bytes()
+        for command in some:
+            assert "it is read here, and would be written over; give another name for --out" in refused(*command)
+            assert path.read_bytes() == before
+
+
 def test_diagnose_refuses(refused, fitted, sampled, tables, tmp_path):
     line = refused("diagnose", fitted, tables / "iris.csv")
     assert "it was fitted by MAP, which makes no chains: there is nothing to converge" in line

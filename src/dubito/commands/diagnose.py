@@ -15,7 +15,8 @@ from tyro.conf import Positional, arg
 import dubito
 from dubito.commands.fitted import Fitted, Reading
 from dubito.commands.flags import parse
-from dubito.commands.refusal import Refusal
+from dubito.commands.recipe import NAME as RECIPE
+from dubito.commands.refusal import Refusal, not_over
 from dubito.data import Table
 from dubito.diagnostics import log_scores, summarize
 from dubito.posteriors import Samples, Stored
@@ -62,6 +63,7 @@ def diagnose(args: Sequence[str]) -> None:
         )
     path = options.out or options.folder / NAME
     check_writable(path)
+    not_over(path.with_suffix(".json"), options.folder / RECIPE)  # where the report's numbers go
     found, why = (None, "") if options.data is None else _read(fitted, options.data)
     predictions = scores = None
     if found is not None:

@@ -18,7 +18,7 @@ from dubito.commands.fit import noted
 from dubito.commands.fitted import usable
 from dubito.commands.flags import parse, together
 from dubito.commands.network import Network
-from dubito.commands.refusal import Refusal, refusing
+from dubito.commands.refusal import Refusal, not_over, refusing
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def label(args: Sequence[str]) -> None:
     what, asking, page = parts["what"], parts["asking"], parts["page"]
     from dubito import randomness, store
     from dubito.labelling import Server, Session, task
+    from dubito.labelling.session import LABELS
 
     device = usable(asking.device)
     with refusing(ValueError, FileNotFoundError):
@@ -107,6 +108,7 @@ def label(args: Sequence[str]) -> None:
         folder = what.out or Path("labels", re.sub(r"[^A-Za-z0-9]+", "-", Path(what.data).name).strip("-"))
         if folder.exists() and not folder.is_dir():
             raise Refusal(f"{folder} is a file, not a folder: give another name for --out")
+        not_over(folder / LABELS, Path(what.data), what.held_out)
     with refusing(ValueError, OSError):  # the folder is another's, in use, or cannot be written
         session = Session(
             given, folder, acquisition=asking.acquisition, batch=asking.batch, draws=asking.draws, most=asking.most,

@@ -14,10 +14,10 @@ from typing import Annotated
 import torch
 from tyro.conf import arg
 
-from dubito.commands.fitted import Reading
+from dubito.commands.fitted import POSTERIOR, Reading
 from dubito.commands.flags import parse
-from dubito.commands.recipe import Recipe, written
-from dubito.commands.refusal import Refusal
+from dubito.commands.recipe import NAME, Recipe, written
+from dubito.commands.refusal import Refusal, not_over
 from dubito.predictive import Predictive
 
 
@@ -49,6 +49,8 @@ def predict(args: Sequence[str]) -> None:
     options: Predict = parse(Predict, args, prog="dubito predict", about=predict.__doc__ or "")
     if options.out is not None and options.out.is_dir():
         raise Refusal(f"--out {options.out}: that is a folder; give the name of a file")
+    if options.out is not None:
+        not_over(options.out, options.data, options.folder / NAME, options.folder / POSTERIOR)
     fitted = options.open()
     found = fitted.read(options.data, targets=False)
     with nullcontext(sys.stdout) if options.out is None else written(options.out) as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class Refusal(Exception):
@@ -17,6 +18,13 @@ def refusing(*kinds: type[Exception], about: str = "") -> Iterator[None]:
         yield
     except kinds as error:
         raise Refusal(f"{about}: {told(error)}" if about else told(error)) from error
+
+
+def not_over(out: Path, *read: Path | None) -> None:
+    """Refuse to write a file in the place of one that is read, which would be lost."""
+    for source in read:
+        if source is not None and source.exists() and out.exists() and out.samefile(source):
+            raise Refusal(f"{source}: it is read here, and would be written over; give another name for --out")
 
 
 def told(error: Exception) -> str:
