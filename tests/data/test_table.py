@@ -34,6 +34,16 @@ def refused(message, path, *args, **options):
     assert path.name in str(caught.value)
 
 
+def test_a_missing_cell_of_one_column_is_a_row_and_a_blank_line_is_none(csv):
+    """pandas writes a missing cell of one column as "", and predictions are to line up with the rows."""
+    path = csv('a\n1\n""\n\n  \n3\n""\n')
+    t = table(path, ())
+    assert t.features == ("a", "a=?")
+    assert t.x.tolist() == [[1, 0], [2, 1], [3, 0], [2, 1]]
+    refused("row 2 \\(line 3\\), column 'a': the cell is empty", path, (), features=["a"])
+    assert table(csv('a,b\n1,"two\n\n"\n\n3,"four"\n'), ()).features == ("a", "b=four", "b=two")  # a blank line within a cell
+
+
 def test_csv_regression(csv):
     t = table(csv("a, y ,b\n1,10,2\n\n3,20,4e0\n"))
     assert t.x.tolist() == [[1, 2], [3, 4]]

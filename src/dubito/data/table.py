@@ -8,7 +8,7 @@ import difflib
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -251,9 +251,16 @@ def _cells(path: Path) -> tuple[dict[str, list[str]], list[int]]:
     """The stripped cells by column name, and the line in the file of each row."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
-            reader = csv.reader(file, strict=True)
-            rows = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
-            numbered = [(line, row) for line, row in rows if row not in ([], [""])]  # blank lines are no rows
+            text = ""  # of the line that was read last: of one column, a missing cell ("") is a row, and a blank line is none
+
+            def seen() -> Iterator[str]:
+                nonlocal text
+                for line in file:
+                    text = line
+                    yield line
+
+            reader = csv.reader(seen(), strict=True)
+            numbered = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if text.strip()]
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: cannot be read as CSV in UTF-8: {_first_line(error)}") from error
     if not numbered:
