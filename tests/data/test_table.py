@@ -256,6 +256,17 @@ def test_bad_npz(arrays, message, npz):
     refused(message, npz(**arrays))
 
 
+def test_classes_are_one_only_where_they_are_the_same_whole_number(csv):
+    def classes(*labels: str) -> tuple[str, ...]:
+        return table(csv("a,y\n" + "".join(f"0,{label}\n" for label in labels)), kind="classification").classes
+
+    assert classes("1", "1.0", "01", "+1", "1.", "-0", "0", "-2") == ("-2", "0", "1")
+    assert set(classes("1e2", "100", "1_2", "12")) == {"1e2", "100", "1_2", "12"}
+    large = ("9007199254740992", "9007199254740993", "9007199254740994")
+    assert classes(*reversed(large)) == large
+    assert detect(csv("a,y\n" + "".join(f"0,{label}\n" for label in large * 4)), "y")[1] == "whole numbers, 3 different ones"
+
+
 def test_npz_one_class_and_wrong_width(npz):
     path = npz(x=np.ones((2, 3)), y=np.array([4, 4]))
     refused("every row is of the one class '4'", path, kind="classification")

@@ -6,6 +6,7 @@ Whatever is wrong with a file is a ValueError of one line that says where, so th
 import csv
 import difflib
 import math
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,8 +112,9 @@ def detect(path: str | Path, target: str) -> tuple[Literal["regression", "classi
         return "classification", "text"
     if any(not value.is_integer() for value in values):
         return "regression", "numbers with fractions"
-    few = len(values) <= min(FEW, len(labels) / 2)
-    return "classification" if few else "regression", f"whole numbers, {len(values)} different ones"
+    different = len({_class(label) for label in labels})
+    few = different <= min(FEW, len(labels) / 2)
+    return "classification" if few else "regression", f"whole numbers, {different} different ones"
 
 
 def _check(path: Path) -> None:
@@ -353,8 +355,7 @@ def _encode(
             raise ValueError(f"{place}, {where(row)}: {label} stands for a missing class; fill it in or leave the row out")
         if not math.isnan(value) and not value.is_integer():
             raise ValueError(f"{place}, {where(row)}: {label} is a number, not a class; is this a regression?")
-    # 1, 1.0 and 01 are one class, whichever way a file writes it.
-    labels = [label if math.isnan(value) else str(int(value)) for label, value in zip(labels, values, strict=True)]
+    labels = [_class(label) for label in labels]
     if known is None:
         known = tuple(sorted(set(labels), key=_order))
         if len(known) == 1:
@@ -364,6 +365,13 @@ def _encode(
         if label not in position:
             raise ValueError(f"{place}, {where(row)}: {label!r} is not one of the known classes, {_listed(known)}")
     return torch.tensor([position[label] for label in labels]), known
+
+
+def _class(label: str) -> str:
+    """1, 1.0 and 01 are one class, whichever way a file writes it; 1e2 and 1_2 are names. Not by way of a float, which knows no more
+    than 16 digits."""
+    whole = re.fullmatch(r"([+-]?\d+)(\.0*)?", label, re.ASCII)
+    return str(int(whole[1])) if whole else label
 
 
 def _require(path: Path, name: str, there: Sequence[str] | dict[str, list[str]], what: str) -> None:
