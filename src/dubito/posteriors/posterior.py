@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ class Posterior(ABC):
         return (
             f"{type(self).__name__}({held}{weights:,} weights of {type(self.model.network).__name__}, {self.model.likelihood!r})"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds: not what is made again at need, some of which (programs of torch.fx) no pickle gives back."""
+        return {
+            name: value for name, value in vars(self).items() if not isinstance(getattr(type(self), name, None), cached_property)
+        }
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
