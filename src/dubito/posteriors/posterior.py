@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from dubito import tree
 from dubito.model import LABELS, Model, split_batch
 from dubito.predictive import Predictive, concatenate
-from dubito.randomness import forked, lent
+from dubito.randomness import forked, global_state, lent, set_global_state
 from dubito.tree import Params
 
 
@@ -66,7 +66,7 @@ class Posterior(ABC):
         seed: int = 0,
     ) -> Iterator[tuple[Predictive, Any]]:
         """Stream over a loader: the predictive and the targets (None if it has none) of every batch. `how`: as `predict` does."""
-        for batch in loader:
+        for batch in _given(loader):
             x, y = inputs_of(self.model, batch)
             yield self.predict(x, how, draws=draws, memory=memory, seed=seed), tree.move(y, self.model.device)
 
@@ -100,6 +100,30 @@ class Posterior(ABC):
     def _only(self, how: str | None, *known: str) -> None:
         if how is not None and how not in known:
             raise ValueError(f"a {type(self).__name__} posterior predicts how={' or '.join(map(repr, known))}; got {how!r}")
+
+
+def _given(loader: Iterable[Any]) -> Iterator[Any]:
+    """What a loader gives, drawing as it would alone; between two batches the generators are the caller's, as they were.
+
+    A DataLoader draws from the global generator even unshuffled, and data sets that augment draw for every batch.
+    """
+    iterator: Iterator[Any] | None = None
+    states: list[Tensor] = []
+    inside: dict = {}
+    while True:
+        with lent(loader) as generators, forked():
+            if iterator is None:
+                iterator = iter(loader)
+            else:
+                set_global_state(inside)
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            inside, states = global_state(), [generator.get_state() for generator in generators]
+        yield batch
 
 
 def _joined(targets: list[Any]) -> Any:
