@@ -431,3 +431,13 @@ def test_members_take_inputs_by_name():
     posterior = dubito.fit(Model(TwoInputs(), Categorical()), dubito.Ensemble(dubito.MAP(epochs=1), 2), [data])
     x = {name: data[name] for name in ("left", "right")}
     torch.testing.assert_close(as_module(posterior, x)(**x)["mean"], posterior.predict(x).mean)
+
+
+def test_members_in_double_precision_are_averaged_in_it():
+    """With weights of 1/3 in float32 the mean would be wrong in the eighth digit."""
+    model = Model(mlp(3, 4, 1).double(), Gaussian(scale=0.1))
+    draws = {name: torch.stack([leaf, leaf + 1, leaf - 2]) for name, leaf in model.parameters().items()}
+    posterior, x = dubito.posteriors.Samples(model, draws, model.buffers()), torch.randn(7, 3, dtype=torch.float64)
+    module, p = as_module(posterior, x[:2]), posterior.predict(x)
+    torch.testing.assert_close(module(x)["mean"], p.mean, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(module(x)["epistemic"], p.uncertainty.epistemic, rtol=1e-12, atol=1e-12)

@@ -234,7 +234,8 @@ class Average(nn.Module):
         self.output, self.likelihood, self.names = model.output, model.likelihood, tuple(learned)
         for i, leaf in enumerate(learned.values()):
             self.register_buffer(f"learned{i}", leaf.detach().clone())
-        equal = torch.full((len(posterior),), 1 / len(posterior), device=model.device)
+        # in float64, whatever the network: a third in float32 is wrong by a hundred millionth
+        equal = torch.full((len(posterior),), 1 / len(posterior), dtype=torch.float64, device=model.device)
         self.register_buffer("weights", equal if posterior.weights is None else posterior.weights.clone())
 
     def forward(self, answers: list[Any]) -> Prediction:
