@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from curvature.networks import DOUBLE, NETWORKS, Net, build, ggn, merged, numbers, positions, targets, time_major, tokens
+import dubito
+from curvature.networks import (
+    DOUBLE,
+    NETWORKS,
+    Net,
+    build,
+    ggn,
+    jacobian,
+    merged,
+    numbers,
+    positions,
+    targets,
+    time_major,
+    tokens,
+)
 from dubito import Categorical, Gaussian, Model
 from dubito.curvature import Spec, curvature
 from dubito.curvature.layout import MERGED, Layout, layout
@@ -122,6 +136,92 @@ def test_what_is_known_belongs_to_the_output_that_is_looked_at():
         y = targets(model, params, x)
         matrix = curvature(model, params, [(x, y)], {}, spec=Spec("dense"), prior=1.0).dense()
         torch.testing.assert_close(torch.linalg.inv(matrix) - torch.eye(8), ggn(model, params, x, y))
+
+
+def branching(alone: bool = False) -> Net:
+    """A matrix that inputs below zero meet once more, in a way that no rule knows; `flag` is for all inputs."""
+
+    def run(s, x):
+        h = s.a(x).tanh() if not alone else s.a(x)
+        if s.flag or bool((x < 0).any()):
+            h = h + (x if s.flag else x.clamp_max(0)) @ s.a.weight.mT.sin()
+        return h if alone else s.o(h)
+
+    net = Net(run, a=nn.Linear(3, 3), **({} if alone else {"o": nn.Linear(3, 2)})).double()
+    net.flag = False
+    return net
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_weight_that_a_later_batch_uses_once_more(structure, order):
+    """Without it the curvature would depend on which batch comes first."""
+    model = Model(branching(), Categorical())
+    params, x = model.parameters(), numbers(8, 3)
+    x[:4] = x[:4].abs()
+    batches = [(part, targets(model, params, part)) for part in x.split(4)]
+    matrix = torch.linalg.inv(curvature(model, params, batches[::order], {}, spec=Spec(structure), prior=1.0).dense())
+    exact = sum(ggn(model, params, *batch) for batch in batches)
+    exact = exact if structure == "dense" else torch.diag(exact.diagonal())
+    torch.testing.assert_close(matrix - torch.eye(len(matrix)), exact)
+
+
+@pytest.mark.parametrize(("structure", "alone"), [("kronecker", False), ("kronecker", True), ("dense", True)])
+def test_sums_without_a_place_for_a_later_batch_are_refused(structure, alone):
+    model, x, y = Model(branching(alone), Categorical()), numbers(4, 3).abs(), torch.zeros(4).long()
+    with pytest.raises(ValueError, match="a.weight is used in another way than in the first batch"):
+        curvature(model, model.parameters(), [(x, y), (-x, y)], {}, spec=Spec(structure), prior=1.0)
+    back = curvature(model, model.parameters(), [(-x, y), (x, y)], {}, spec=Spec(structure), prior=1.0)
+    assert torch.isfinite(back.logdet())
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_flag_that_changes_between_two_fits(structure, alone):
+    x, y = numbers(6, 3).abs(), torch.zeros(6).long()
+
+    def found(net):
+        return curvature(Model(net, Categorical()), params, [(x, y)], {}, spec=Spec(structure), prior=1.0).dense()
+
+    net, other = branching(alone), branching(alone)
+    params = Model(net, Categorical()).parameters()
+    before = found(net)
+    net.flag = other.flag = True
+    assert not torch.allclose(before, found(other))
+    torch.testing.assert_close(found(net), found(other))
+
+
+def test_an_output_layer_that_is_not_the_last_for_a_later_batch():
+    net = Net(lambda s, x: s.a(x) if bool((x > 0).all()) else s.a(x).tanh(), a=nn.Linear(3, 2)).double()
+    model, x = Model(net, Categorical()), numbers(4, 3).abs()
+    params = model.parameters()
+    batches = [(part, targets(model, params, part)) for part in (x, -x)]
+    found = curvature(model, params, batches, {}, spec=Spec("diagonal"), prior=1.0).dense().diagonal()
+    exact = sum(ggn(model, params, *batch) for batch in batches).diagonal()
+    torch.testing.assert_close(1 / found - 1, exact)
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "lowrank"])
+def test_predictions_where_a_weight_is_used_once_more(structure):
+    model, x = Model(branching(), Gaussian(scale=0.5), dubito.priors.Normal(scale=1.0)), numbers(6, 3)
+    laplace = dubito.Laplace(structure, optimize_evidence=False, check=False)
+    posterior = dubito.fit(model, laplace, (x.abs(), numbers(6, 2)))
+    sigma = posterior.covariance.dense()
+    for inputs in (x.abs(), -x.abs(), x):  # what the first of them tell is remembered
+        rows = jacobian(model, posterior.params, inputs)
+        torch.testing.assert_close(posterior.predict(inputs).cov[0], rows @ sigma @ rows.mT)
+
+
+def test_a_network_that_never_does_the_same_is_told_so():
+    calls = []
+
+    def run(s, x):
+        calls.append(1)
+        return s.a(x) if len(calls) % 3 else x @ s.a.weight.mT
+
+    model, x = Model(Net(run, a=nn.Linear(3, 2)).double(), Categorical()), numbers(4, 3)
+    with pytest.raises(ValueError, match="a.bias is used in one way in one pass and in another in the next"):
+        curvature(model, model.parameters(), [(x, torch.zeros(4).long())] * 3, {}, spec=Spec("dense"))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError, KeyError])

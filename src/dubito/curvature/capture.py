@@ -253,10 +253,13 @@ class Forward:
     f: Tensor
     uses: list[Use]
     taps: list[Tap]
+    otherwise: set[str]  # wanted weights with a gradient that reach f by other ways than these uses
 
 
 def forward(model: Model, params: Params, x: Any, buffers: Buffers, *, wanted: Params, skip: Iterable[str] = ()) -> Forward:
-    """Run the network in eval mode at `params`, recording the uses of the `wanted` weights (leaves of `params`)."""
+    """Run the network in eval mode at `params`, recording the uses of the `wanted` weights (leaves of `params`).
+
+    Those of them that require a gradient are also looked for in the graph of the output, where no recorded use leaves a trace."""
     capture = Capture(wanted, skip)
     fixed = {name: leaf.detach() for name, leaf in buffers.items()}
     tells = getattr(model, "tells", False)  # a program in the place of the network, which has no mode either
@@ -268,7 +271,22 @@ def forward(model: Model, params: Params, x: Any, buffers: Buffers, *, wanted: P
                 f"the input of the layer with {use.weight or use.bias} is changed in place after the layer has used it, which training "
                 "would refuse too: write x = x + y instead of x += y there"
             )
-    return Forward(f, capture.uses, capture.taps)
+    return Forward(f, capture.uses, capture.taps, _reached(f, {id(leaf): name for name, leaf in wanted.items()}))
+
+
+def _reached(f: Tensor, names: dict[int, str]) -> set[str]:
+    """The names of the leaves, by their ids, that the graph of f leads back to."""
+    found, known, left = set(), set(), [f.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if before := node.next_functions:
+            left += [one for one, _ in before]
+        else:
+            found.add(names.get(id(getattr(node, "variable", None))))
+    return found - {None}
 
 
 def example_count(x: Any) -> int:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dubito import tree
-from dubito.curvature.capture import Forward, forward
+from dubito.curvature.capture import Forward
 from dubito.curvature.cotangents import MANY, Kind, cotangents, groups_of, observed
 from dubito.curvature.generic import example_gradients
-from dubito.curvature.layout import Layout, Part, grouped, layout
+from dubito.curvature.layout import UNCLEAR, Layout, Part, layout, passed
 from dubito.curvature.rows import Layer, add_gram, pieces, squared_products
 from dubito.likelihoods import own
 from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker
@@ -70,14 +70,14 @@ class Collector:
     def dtype(self) -> torch.dtype:
         return torch.promote_types(self.params[self.names[0]].dtype, torch.float32)
 
-    def layout(self, x: Any) -> Layout:
-        return layout(self.model, self.params, x, self.buffers, self.names)
+    def layout(self, x: Any, *, anew: bool = False) -> Layout:
+        return layout(self.model, self.params, x, self.buffers, self.names, anew=anew)
 
     # -- the sums, before any data
 
     def zeros(self, x: Any) -> Params:
         """All sums at zero; `x` is an example batch of inputs."""
-        found = self.layout(x)
+        found = self.layout(x, anew=True)  # a flag of the network may have changed since it was last looked at
         n, device = self.groups(found), self.model.device
         return {key: torch.zeros(shape, dtype=self.dtype, device=device) for key, shape in self._shapes(found, n).items()}
 
@@ -94,17 +94,20 @@ class Collector:
             return {name: (groups, *shape) for name, shape in shapes.items()}
         sums: dict[str, tuple[int, ...]] = {name: (groups, *shapes[name]) for name in found.generic}
         for part in found.parts:
-            if _has_matrix(part):
-                assert part.weight is not None
-                outputs = shapes[part.weight][0]
-                inputs = shapes[part.weight].numel() // outputs + (part.bias is not None)
-                sums |= {f"{part.weight}|A": (inputs, inputs), f"{part.weight}|B": (groups, outputs, outputs)}
-            elif self._small(part):
-                size = sum(shapes[name].numel() for name in part.names)
-                sums[f"{part.names[0]}|H"] = (groups, size, size)
-            else:
-                sums |= {name: (groups, *shapes[name]) for name in part.names}
+            sums |= self._kronecker(part, shapes, groups)
         return sums
+
+    def _kronecker(self, part: Part, shapes: Mapping[str, torch.Size], groups: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the sums of one layer."""
+        if _has_matrix(part):
+            assert part.weight is not None
+            outputs = shapes[part.weight][0]
+            inputs = shapes[part.weight].numel() // outputs + (part.bias is not None)
+            return {f"{part.weight}|A": (inputs, inputs), f"{part.weight}|B": (groups, outputs, outputs)}
+        if self._small(part):
+            size = sum(shapes[name].numel() for name in part.names)
+            return {f"{part.names[0]}|H": (groups, size, size)}
+        return {name: (groups, *shapes[name]) for name in part.names}
 
     def groups(self, found: Layout) -> int:
         """How many noises the curvature is kept apart by."""
@@ -131,21 +134,47 @@ class Collector:
         [out, in] (EKFAC)."""
         x, y = self.model.split(batch)
         size = batch_size(y)
-        found = self.layout(x)
-        wanted = {name: self.params[name].detach() for name in self.names}
-        done = forward(self.model, {**self.params, **wanted}, x, self.buffers, wanted=wanted, skip=found.generic)
-        layers = [Layer(p, uses, size, {n: self.shapes[n] for n in p.names}) for p, uses in grouped(done, found).items() if uses]
+        found, done, used = passed(self.model, self.params, x, self.buffers, self.names)
+        closed = self._fits(sums, found)
+        shapes = self.shapes
+        layers = [Layer(p, uses, size, {n: shapes[n] for n in p.names}) for p, uses in used.items() if uses]
         with torch.no_grad():
             seen = self._seen(done.f, y, size)
             if gradient is not None:
                 self._add_gradient(gradient, done, layers, found, x, y)
             if basis is not None:
                 self._add_corrections(sums, basis, done, layers, x, y, generator)
-            elif self._closed(found):
+            elif closed:
                 self._add_closed(sums, layers[0], done.f, y)
             else:
                 self._add_all(sums, done, layers, found, x, y, generator)
         return seen
+
+    def _fits(self, sums: Params, found: Layout) -> bool:
+        """Whether the sums are of the output layer alone. Sums that have no place for what a batch adds are refused."""
+        shapes, closed = self.shapes, self._closed(found)
+        if self.spec.structure == "diagonal":
+            return closed
+        if self.spec.structure == "dense":
+            if "H" not in sums and not closed:
+                raise ValueError(_otherwise(self.names[0]))
+            return "H" not in sums
+        for name in found.generic:
+            if name not in sums:
+                raise ValueError(
+                    f"in this batch it is not clear which inputs of the layer with {name} belong to which example, as it was in "
+                    "the first: are they all alike?"
+                    if found.reasons.get(name) == UNCLEAR
+                    else _otherwise(name)
+                )
+        for part in found.parts:
+            for key, shape in self._kronecker(part, shapes, self.groups(found)).items():
+                held = sums.get(key)
+                if held is None and all(name in sums for name in part.names):  # squares, as in the first batch
+                    closed = False
+                elif held is None or held.shape != shape:
+                    raise ValueError(_otherwise(part.names[0]))
+        return closed
 
     def look(self, batch: Any, gradient: Params | None) -> Seen:
         """What a batch tells beside the curvature; adds the gradient of the log likelihood, if wanted."""
@@ -224,11 +253,6 @@ class Collector:
                 sums["H"][group].addmm_(flat.mT, flat)
                 continue
             for name, leaf in others.items():
-                if name not in sums:
-                    raise ValueError(
-                        f"in this batch it is not clear which inputs of the layer with {name} belong to which example, as it was in "
-                        "the first: are they all alike?"
-                    )
                 sums[name][group] += (leaf**2).sum(0)
             for i, (layer, g) in enumerate(zip(layers, rows, strict=True)):
                 part = layer.part
@@ -392,6 +416,10 @@ def from_pairs(pairs: Tensor, names: tuple[str, ...], part: Part, classes: int) 
     order = {part.weight: index[:, :-1].flatten(), part.bias: index[:, -1]}
     position = torch.cat([order[name] for name in names])
     return whole[:, position.unsqueeze(1), position]
+
+
+def _otherwise(name: str) -> str:
+    return f"{name} is used in another way than in the first batch: curvature needs a network that does the same for all inputs"
 
 
 def _has_matrix(part: Part) -> bool:

@@ -288,10 +288,10 @@ class Sums:
 
     @staticmethod
     def zeros(gather: Gather, at: Collector, x: Any, generator: torch.Generator, *, gradient: bool) -> Sums:
-        layout = at.layout(x)
+        sums, layout = gather.zeros(at, x, generator), at.layout(x)
         zero = torch.zeros(at.groups(layout), dtype=torch.float64, device=at.model.device)
         slopes = {name: torch.zeros_like(at.params[name], dtype=at.dtype) for name in at.names} if gradient else {}
-        return Sums(gather.zeros(at, x, generator), layout.packed(), slopes, [0, 0], 0, zero[0].clone(), zero, zero.clone())
+        return Sums(sums, layout.packed(), slopes, [0, 0], 0, zero[0].clone(), zero, zero.clone())
 
     def add(
         self, gather: Gather, at: Collector, data: Iterable[Any], which: int, generator: torch.Generator, *, gradient: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,13 +56,13 @@ class Layout:
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple, Layout]] = WeakKeyDictionary()
 
 
-def layout(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> Layout:
-    """The layout of the layers that hold `names`, for inputs like x."""
+def layout(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...], *, anew: bool = False) -> Layout:
+    """The layout of the layers that hold `names`, for inputs like x; `anew` if what is known may be out of date."""
     leaves = list(tree.leaves(x))
     kind = (type(model), names, model.output, model.likelihood.dim, *((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves))
     kind = (*kind, *(min(leaf.shape[0], 2) for leaf in leaves if leaf.ndim))
     known = _KNOWN.setdefault(model.network, {})
-    if kind in known:
+    if kind in known and not anew:
         return known[kind]
     found = _find(model, params, x, buffers, names)
     if UNCLEAR not in found.reasons.values():  # these inputs may have been all alike, and the next ones tell
@@ -74,12 +74,7 @@ def _find(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[s
     live = {name: params[name].detach().requires_grad_() for name in names}
     everything = {**params, **live}
     done = forward(model, everything, x, buffers, wanted=live)
-    slopes: Any = [None] * len(live)
-    if live and done.f.requires_grad:
-        slopes = torch.autograd.grad(done.f, list(live.values()), torch.ones_like(done.f), allow_unused=True)
-    reasons = {
-        name: "it is used otherwise than by a known layer" for name, slope in zip(live, slopes, strict=True) if slope is not None
-    }
+    reasons = {name: "it is used otherwise than by a known layer" for name in names if name in done.otherwise}
     reasons |= _shared(done.uses)
     batch = done.f.shape[0]
     axes: dict[tuple, int] = {}
@@ -104,10 +99,16 @@ def _find(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[s
             parts.setdefault((use.weight, use.bias), Part(use.kind, use.weight, use.bias, axes[use.weight, use.bias]))
     taps = sum(use.shape.numel() for use in done.uses) // batch
     generic = tuple(name for name in names if name in reasons)
-    last = done.uses[-1] if done.uses else None
-    alone = len(done.uses) == len(parts) == 1 and not generic and last is not None and last.kind == "affine"
-    alone = alone and last is not None and last.weight is not None and last.edge.node is done.f.grad_fn and done.f.ndim == 2
+    alone = len(parts) == 1 and not generic and _is_output(done)
     return Layout(tuple(parts.values()), generic, reasons, done.f[0].numel(), done.f.shape[-1], done.f.ndim == 2, alone, taps)
+
+
+def _is_output(done: Forward) -> bool:
+    """Whether the only use is that of a matrix, and its output is the network's."""
+    if len(done.uses) != 1 or done.f.ndim != 2:
+        return False
+    (use,) = done.uses
+    return use.kind == "affine" and use.weight is not None and use.edge.node is done.f.grad_fn
 
 
 def _shared(uses: list[Use]) -> dict[str, str]:
@@ -172,16 +173,41 @@ def _agree(a: Tensor, b: Tensor) -> bool:
     return bool((away <= 0.05 * spread) | (away <= close * a.norm()))
 
 
-def grouped(done: Forward, layout: Layout) -> dict[Part, list[Use]]:
-    """The uses of each part; a network that takes another way than the layout knows is an error."""
-    by_names = {(part.weight, part.bias): part for part in layout.parts}
-    found: dict[Part, list[Use]] = {part: [] for part in layout.parts}
-    for use in done.uses:
-        part = by_names.get((use.weight, use.bias))
-        if part is None:
-            raise ValueError(
-                f"{use.weight or use.bias} is used in another way than in the first batch: curvature needs a network that does the "
-                "same for all inputs"
-            )
-        found[part].append(use)
-    return found
+class Pass(NamedTuple):
+    """A pass over some inputs, and the layout it follows."""
+
+    found: Layout
+    done: Forward
+    uses: dict[Part, list[Use]]  # of each part; a part that these inputs do not use has none
+
+
+def passed(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...], found: Layout | None = None) -> Pass:
+    """One pass over x, with the uses of the weights `names`.
+
+    A network may do with these inputs what it did not do with the first of their kind (it looks at the values, or one of its flags has
+    changed since): what it uses in a way that the layout does not know would have no gradient, so the layout is then found again.
+    """
+    found = layout(model, params, x, buffers, names) if found is None else found
+    for latest in (False, True):
+        # what is left to the general way needs no gradient here
+        wanted = {name: params[name].detach().requires_grad_(name not in found.generic) for name in names}
+        done = forward(model, {**params, **wanted}, x, buffers, wanted=wanted, skip=found.generic)
+        uses: dict[Part, list[Use]] = {part: [] for part in found.parts}
+        by_names = {(part.weight, part.bias): part for part in found.parts}
+        strange = set(done.otherwise)
+        for use in done.uses:
+            part = by_names.get((use.weight, use.bias))
+            if part is None or part.kind != use.kind:
+                strange.add(str(use.weight or use.bias))
+            else:
+                uses[part].append(use)
+        if found.alone and not _is_output(done):
+            strange.update(names)
+        if not strange:
+            return Pass(found, done, uses)
+        if not latest:
+            found = layout(model, params, x, buffers, names, anew=True)
+    raise ValueError(
+        f"{min(strange)} is used in one way in one pass and in another in the next, over the same inputs: curvature needs a network "
+        "that does the same every time"
+    )

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito import tree
-from dubito.curvature.capture import Forward, example_count, forward
+from dubito.curvature.capture import example_count
 from dubito.curvature.generic import Unrolled, along, example_gradients
-from dubito.curvature.layout import Layout, Part, grouped, layout
+from dubito.curvature.layout import Layout, Part, layout, passed
 from dubito.curvature.rows import Layer, pieces
 from dubito.likelihoods import own
 from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
@@ -82,6 +82,7 @@ def linearized(
     for start in range(0, size, step):
         part = tree.apply_leaves(lambda leaf: leaf[start : start + step] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
         run = _Run(model, params, buffers, covariance, part, found, names)
+        found = run.found
         if top is not None:
             run.top = run.f.topk(top[0]).indices
             found_var = run.covariances()[0].diagonal(dim1=1, dim2=2)
@@ -167,16 +168,15 @@ class _Run:
         found: Layout,
         names: tuple[str, ...],
     ):
-        self.model, self.params, self.buffers, self.x, self.found = model, params, buffers, x, found
+        self.model, self.params, self.buffers, self.x = model, params, buffers, x
         self.top: Tensor | None = None  # [B, k], outputs to follow, where these are not all
         self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
-        wanted = {name: params[name].detach() for name in names}
-        self.done: Forward = forward(model, {**params, **wanted}, x, buffers, wanted=wanted, skip=found.generic)
+        self.found, self.done, used = passed(model, params, x, buffers, names, found)
         self.size = self.done.f.shape[0]
         shapes = {name: params[name].shape for name in names}
         self.layers = [
             Layer(own, uses, self.size, {n: shapes[n] for n in own.names})
-            for part, uses in grouped(self.done, found).items()
+            for part, uses in used.items()
             if uses
             for own in self._within(part)
         ]

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.apps.network import Network
-from dubito.curvature.capture import forward
 from dubito.curvature.generic import Unrolled, example_gradients
-from dubito.curvature.layout import grouped, layout
+from dubito.curvature.layout import passed
 from dubito.curvature.rows import Layer, pieces
 from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
 from dubito.model import Model, batch_size, mode
@@ -44,11 +43,9 @@ class Gradients:
     def losses(self, batch: Any, *, weigh: Weigh | None = None) -> Losses:
         """The losses of a batch on their way back to the layers."""
         x, y = self.model.split(batch)
-        size, found = batch_size(y), layout(self.model, self.params, x, self.buffers, self.names)
-        wanted = {name: leaf.detach() for name, leaf in self.like.items()}
-        done = forward(self.model, {**self.params, **wanted}, x, self.buffers, wanted=wanted, skip=found.generic)
-        shapes = {name: leaf.shape for name, leaf in wanted.items()}
-        layers = [Layer(p, uses, size, {n: shapes[n] for n in p.names}) for p, uses in grouped(done, found).items() if uses]
+        size, like = batch_size(y), {name: leaf.detach() for name, leaf in self.like.items()}
+        found, done, used = passed(self.model, self.params, x, self.buffers, self.names)
+        layers = [Layer(p, uses, size, {n: like[n].shape for n in p.names}) for p, uses in used.items() if uses]
         with torch.no_grad():
             f = done.f.detach()
             f = f.float() if f.dtype.itemsize < 4 else f
@@ -62,7 +59,7 @@ class Gradients:
             if found.generic:
                 each = example_gradients(self.model, self.params, x, self.buffers, found.generic, s.unsqueeze(0))
                 others = {name: leaf[0] for name, leaf in each.items()}
-        return Losses(size, wanted, layers, grads, others)
+        return Losses(size, like, layers, grads, others)
 
     def function(self, function: Callable[[Network], Tensor]) -> Params:
         """Gradients of any function of the network that gives [T] numbers, leaves [T, *shape]."""
