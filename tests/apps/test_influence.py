@@ -22,7 +22,7 @@ from dubito.report.influence import influential, sheet
 
 
 class Words(nn.Module):
-    """An embedding that is averaged, a scale that no layer is known for, and a norm."""
+    """An embedding that is averaged, a scale and a single number that no layer is known for, and a norm."""
 
     def __init__(self):
         super().__init__()
@@ -32,9 +32,10 @@ class Words(nn.Module):
             nn.Parameter(torch.ones(4)),
             nn.Linear(4, 3),
         )
+        self.tone = nn.Parameter(torch.tensor(1.2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.table(x)).mean(1) * self.factor)
+        return self.tone * self.head(self.norm(self.table(x)).mean(1) * self.factor)
 
 
 def mlp() -> nn.Module:

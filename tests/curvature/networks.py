@@ -254,6 +254,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         ),
         lambda: numbers(5, 2, 3),
     ),
+    "single numbers": (
+        lambda: Net(
+            lambda s, x: s.o((s.t * s.a(x)).tanh()) + s.c,
+            t=nn.Parameter(torch.tensor(1.3)), a=nn.Linear(3, 3), o=nn.Linear(3, 2), c=nn.Parameter(torch.tensor(0.3)),
+        ),
+        lambda: numbers(5, 3),
+    ),
     "time major": (time_major, lambda: numbers(5, 4, 3)),
     "time major, as long as wide": (time_major, lambda: numbers(4, 4, 3)),
     "time major, one example": (time_major, lambda: numbers(1, 4, 3)),

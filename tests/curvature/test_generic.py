@@ -22,7 +22,7 @@ def compared(model: Model, x, k: int = 3) -> None:
     rows = jacobian(model, params, x)
     flat = s.reshape(k, size(x), -1)
     exact = torch.einsum("knf,nfp->knp", flat, rows.reshape(size(x), flat.shape[-1], -1))
-    together = torch.cat([found[name].flatten(2) for name in names], -1)
+    together = torch.cat([found[name].reshape(*found[name].shape[:2], -1) for name in names], -1)
     torch.testing.assert_close(together, exact, rtol=1e-8, atol=1e-8)
 
 

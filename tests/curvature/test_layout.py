@@ -57,6 +57,7 @@ def test_known_layers_are_recognised_whatever_their_layout(name):
         ("prelu", {"1.weight"}, "otherwise"),
         ("tied embedding", {"e.weight", "o.bias"}, "otherwise|different kinds"),
         ("used elsewhere", {"a.weight", "a.bias"}, "otherwise"),
+        ("single numbers", {"t", "c"}, "otherwise"),
         ("class token", {"t"}, "otherwise"),
         ("positions", {"p.weight", "q.weight", "q.bias"}, "belong to which example"),
         ("as many positions as examples", {"p.weight", "q.weight", "q.bias"}, "belong to which example"),

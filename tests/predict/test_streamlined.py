@@ -106,6 +106,24 @@ def test_small_variances_give_the_linearised_network():
     torch.testing.assert_close(c.covariances, b.covariances, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "lowrank", "dense"])
+def test_weights_that_are_single_numbers(structure):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.o = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.scale, self.shift = (nn.Parameter(torch.tensor(value)) for value in (1.3, 0.2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.o((self.scale * self.a(x)).tanh()) + self.shift
+
+    x, y = torch.randn(12, 3).double(), torch.randn(12, 2).double()
+    model = Model(Scaled().double(), Gaussian(scale=0.5), dubito.priors.Normal(scale=1.0))
+    cold = dubito.fit(model, Laplace(structure, optimize_evidence=False, check=False), (x, y), temperature=1e-8)
+    exact = cold.predict(x, "linearized").covariances
+    torch.testing.assert_close(cold.predict(x, "adjoint").covariances, exact, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("structure", ["kronecker", "dense", "lowrank"])
 def test_outputs_that_move_together_by_their_weights(structure):
     """Linear in the random weights, so that the linearised network is exact: all directions are too, variances alone are not."""

@@ -20,6 +20,11 @@ from dubito.tree import Params
 CHUNK = 2**22  # numbers that may be formed at a time, where something is formed piece by piece
 
 
+def flat(leaf: Tensor, start: int) -> Tensor:
+    """The axes of a weight, those from `start` on, as one; a weight that is a single number has none, and is given one."""
+    return leaf.unsqueeze(-1) if leaf.ndim == start else leaf.flatten(start)
+
+
 def examples_first(value: Tensor, part: Part, batch: int) -> Tensor:
     """The same with the axis of examples first."""
     if part.axis == MERGED:

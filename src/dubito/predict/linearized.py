@@ -27,7 +27,7 @@ from dubito import tree
 from dubito.curvature.capture import example_count
 from dubito.curvature.generic import Unrolled, along, example_gradients
 from dubito.curvature.layout import Layout, Part, layout, passed
-from dubito.curvature.rows import Layer, pieces
+from dubito.curvature.rows import Layer, flat, pieces
 from dubito.likelihoods import own
 from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
 from dubito.model import Model, mode
@@ -322,7 +322,7 @@ class _Run:
                 leaves = {n: leaves.get(n, unit.new_zeros(classes, self.size, *s)).flatten(0, 1) for n, s in block.shapes.items()}
                 product = block.product(leaves)
                 for name, leaf in leaves.items():
-                    total = total + leaf.flatten(1) @ product[name].flatten(1).mT
+                    total = total + flat(leaf, 1) @ flat(product[name], 1).mT
             assert isinstance(total, Tensor)
             return total.reshape(classes, self.size, classes, self.size).permute(1, 0, 3, 2)
 
@@ -380,8 +380,8 @@ def _block(
             each = [part.gradients(one[piece]) for one in g]
             leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
         n = piece.stop - piece.start
-        flat = [leaves.get(name, like.new_zeros(like.shape[2], n, *s)).flatten(2) for name, s in block.shapes.items()]
-        rows = torch.cat(flat, -1).transpose(0, 1)  # [b, C, P]
+        each = [flat(leaves.get(name, like.new_zeros(like.shape[2], n, *s)), 2) for name, s in block.shapes.items()]
+        rows = torch.cat(each, -1).transpose(0, 1)  # [b, C, P]
         if len(factors) == 1:
             white = block.whiten(rows)
             total[0, piece] = white @ white.mT
@@ -477,7 +477,7 @@ def _single(layer: Layer, variance: Params) -> Tensor:
 def _diagonal(variances: list[Params], layers: list[tuple[Layer, Tensor]], others: Params, total: Tensor) -> Tensor:
     """[G, B, C, C] of independent weights: added to `total`, which may change in place."""
     for name, leaf in others.items():
-        total = total + torch.stack([_gram((leaf * v[name].sqrt()).flatten(2)) for v in variances])
+        total = total + torch.stack([_gram(flat(leaf * v[name].sqrt(), 2)) for v in variances])
     for layer, g in layers:
         part = layer.part
         if part.kind == "affine" and layer.positions == 1:
@@ -518,13 +518,13 @@ def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
 
 def _projected(block: LowRank, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor) -> Tensor:
     """J D^{1/2} Q, [B, C, k]."""
-    directions = {name: leaf * block.diagonal[name].sqrt() for name, leaf in block.directions.items()}  # [k, *shape]
+    directions = {n: flat(leaf * block.diagonal[n].sqrt(), 1) for n, leaf in block.directions.items()}  # [k, P]
     total = like.new_zeros(like.shape[0], like.shape[1], len(block.logs))
     for name, leaf in others.items():
-        total += (leaf.flatten(2) @ directions[name].flatten(1).mT).transpose(0, 1)
+        total += (flat(leaf, 2) @ directions[name].mT).transpose(0, 1)
     for layer, g in layers:
         for leaf, name, piece in _leaves(layer, g):
-            total[piece] += (leaf.flatten(2) @ directions[name].flatten(1).mT).transpose(0, 1)
+            total[piece] += (flat(leaf, 2) @ directions[name].mT).transpose(0, 1)
     return total
 
 

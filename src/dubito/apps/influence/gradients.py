@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito.apps.network import Network
 from dubito.curvature.generic import Unrolled, example_gradients
 from dubito.curvature.layout import passed
-from dubito.curvature.rows import Layer, pieces
+from dubito.curvature.rows import Layer, flat, pieces
 from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
 from dubito.model import Model, batch_size, mode
 from dubito.tree import Buffers, Params
@@ -123,7 +123,7 @@ class Losses:
         first = next(iter(directions.values()))
         total = first.new_zeros(len(first), self.size)
         for name, leaf in self.others.items():
-            total += directions[name].flatten(1) @ leaf.flatten(1).mT
+            total += flat(directions[name], 1) @ flat(leaf, 1).mT
         for layer, g in zip(self.layers, self.rows, strict=True):
             part = layer.part
             if part.kind == "affine" and part.weight is not None and layer.positions == 1:
@@ -137,7 +137,7 @@ class Losses:
             else:
                 for piece, leaves in _leaves(layer, g):
                     for name, leaf in leaves.items():
-                        total[:, piece] += directions[name].flatten(1) @ leaf.flatten(1).mT
+                        total[:, piece] += flat(directions[name], 1) @ flat(leaf, 1).mT
         return total
 
     def _add_single(self, total: Tensor, layer: Layer, g: Tensor, directions: Params) -> None:
@@ -170,7 +170,7 @@ class Losses:
         total = first.new_zeros(self.size)
         for name, leaf in self.others.items():
             if name in variance:
-                total += (leaf**2 * variance[name]).flatten(1).sum(1)
+                total += flat(leaf**2 * variance[name], 1).sum(1)
         for layer, g in zip(self.layers, self.rows, strict=True):
             part = layer.part
             if not set(part.names) <= set(variance):
@@ -182,7 +182,7 @@ class Losses:
             else:
                 for piece, leaves in _leaves(layer, g):
                     for name, leaf in leaves.items():
-                        total[piece] += (leaf**2 * variance[name]).flatten(1).sum(1)
+                        total[piece] += flat(leaf**2 * variance[name], 1).sum(1)
         return total
 
     def _whole(self, block: Covariance) -> Tensor:
@@ -196,7 +196,7 @@ class Losses:
             n = piece.stop - piece.start
             v = {k: leaves[k] if k in leaves else self.like[k].new_zeros(n, *self.like[k].shape) for k in block.shapes}
             pulled = block.product(v)
-            found.append(torch.stack([(v[name] * pulled[name]).flatten(1).sum(1) for name in v]).sum(0))
+            found.append(torch.stack([flat(v[name] * pulled[name], 1).sum(1) for name in v]).sum(0))
         return torch.cat(found)
 
 

@@ -15,6 +15,7 @@ from dubito.apps.influence.inverse import Inverse, Structured, leverages
 from dubito.apps.influence.ordered import Ordered, cut
 from dubito.apps.network import Network
 from dubito.curvature.cotangents import observed
+from dubito.curvature.rows import flat
 from dubito.likelihoods import own
 from dubito.posteriors import Point
 from dubito.predict.linearized import linearized
@@ -72,7 +73,7 @@ class Influences:
         found = []
         for v in self._gradients(self.data.data):
             pulled = self.inverse(v)
-            found.append(torch.stack([(v[name] * pulled[name]).flatten(1).sum(1) for name in v]).sum(0).cpu())
+            found.append(torch.stack([flat(v[name] * pulled[name], 1).sum(1) for name in v]).sum(0).cpu())
         return torch.cat(found)
 
     def shift(self, index: int | Sequence[int] | Tensor) -> Params:
