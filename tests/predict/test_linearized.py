@@ -327,6 +327,33 @@ def test_arrays_are_taken_as_inputs():
     assert posterior.functions(x.numpy(), 4).shape == (4, 3, 1)
 
 
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "lowrank", "dense"])
+@pytest.mark.parametrize("name", ["perceptron", "conv2d", "lstm", "single numbers"])
+def test_inference_mode(name, structure, tmp_path):
+    net, x = build(name)
+    model = Model(net, Gaussian(scale=0.5), dubito.priors.Normal(scale=1.0))
+    y = targets(model, model.parameters(), x)
+    posterior = dubito.fit(model, Laplace(structure, check=False), (x, y))
+    dubito.save(posterior, tmp_path / "posterior.safetensors")
+    expected = {draws: posterior.predict(x, draws=draws, seed=1) for draws in (None, 5)}
+    together = joint(model, x, params=posterior.params, buffers=posterior.buffers, covariance=posterior.covariance)
+    with torch.inference_mode():
+        read = dubito.load(tmp_path / "posterior.safetensors", model)
+        for inputs in (x, x.clone()):  # made outside and inside
+            for one in (posterior, read):
+                for draws, exact in expected.items():
+                    p = one.predict(inputs, draws=draws, seed=1)
+                    torch.testing.assert_close(p.means, exact.means)
+                    torch.testing.assert_close(p.f_var, exact.f_var)
+                found = joint(model, inputs, params=one.params, buffers=one.buffers, covariance=one.covariance)
+                torch.testing.assert_close(found, together)
+        assert torch.is_inference_mode_enabled()
+        tuned = posterior.tuned((x, y), precisions=(0.5, 1.0)).predict(x)
+    torch.testing.assert_close(tuned.f_var, posterior.tuned((x, y), precisions=(0.5, 1.0)).predict(x).f_var)
+    with torch.no_grad():
+        assert not posterior.predict(x).means.requires_grad
+
+
 def test_the_module_is_as_it_was_also_when_it_raises():
     def run(s, x):
         if len(x) == 3:

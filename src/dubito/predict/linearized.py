@@ -43,6 +43,7 @@ _UNBATCHED: WeakSet[nn.Module] = WeakSet()  # networks with an operation that ca
 WIDE = 100  # classes above which a root of the covariance is kept instead of the covariance
 
 
+@torch.inference_mode(False)  # gradients are needed
 def linearized(
     model: Model,
     x: Any,
@@ -62,7 +63,7 @@ def linearized(
     none of them a covariance. With `draws`, or where an example has very many outputs (segmentation: then `fallback` of them), as so
     many functions f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x.
     """
-    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    x, params, buffers = _prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
     if example_count(x) == 0:
         with torch.no_grad():
@@ -96,6 +97,7 @@ def linearized(
     return LatentMixture(model.likelihood, means, whole if cov else None, params=own(params), root=None if cov else whole)
 
 
+@torch.inference_mode(False)
 def sweep(
     model: Model, x: Any, *, params: Params, buffers: Buffers, covariance: Covariance, factors: Sequence[float]
 ) -> Iterator[LatentMixture]:
@@ -104,7 +106,7 @@ def sweep(
     The network runs once, forwards and backwards. What it gives is kept in the basis in which every multiple of the prior is diagonal:
     another one costs one matrix product a layer.
     """
-    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    x, params, buffers = _prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
     found = layout(model, params, x, buffers, names)
     if found.outputs > POSITIONS and not found.flat:
@@ -121,21 +123,32 @@ def sweep(
             yield LatentMixture(model.likelihood, means, cov.unsqueeze(0), params=learned)
 
 
+def _prepared(model: Model, x: Any, params: Params, buffers: Buffers) -> tuple[Any, Params, Buffers]:
+    """Inputs on the device; and all tensors fit for gradients, which those made in inference mode are not."""
+    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    x, params, buffers = (
+        tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, value) for value in (x, params, buffers)
+    )
+    return x, params, buffers
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+@torch.inference_mode(False)
 def joint(model: Model, x: Any, *, params: Params, buffers: Buffers, covariance: Covariance) -> tuple[Tensor, Tensor]:
     """Mean [B, C] and covariance [B, C, B, C] of the linearised outputs of all inputs together."""
-    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    x, params, buffers = _prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
     run = _Run(model, params, buffers, covariance, x, layout(model, params, x, buffers, names), names)
     return run.f, run.joint()
 
 
+@torch.inference_mode(False)
 def functions(model: Model, x: Any, *, params: Params, buffers: Buffers, deltas: Params) -> Tensor:
     """f(x) + J(x) delta for every delta, [S, B, *D, C]: draws of the linearised function, joint over all inputs."""
-    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    x, params, buffers = _prepared(model, x, params, buffers)
     live = {name: params[name].detach() for name in deltas}
     fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
     buffers = {name: leaf.detach() for name, leaf in buffers.items()}
@@ -202,8 +215,9 @@ class _Run:
         layer, block = self._output(), self.blocks[0]
         if layer is None or not isinstance(block, Kronecker):
             return None
-        v = layer.energy(block.inputs) @ block.times(factor).variances.mT  # [B, O]
-        return block.left * v.sqrt().unsqueeze(1)
+        with torch.no_grad():
+            v = layer.energy(block.inputs) @ block.times(factor).variances.mT  # [B, O]
+            return block.left * v.sqrt().unsqueeze(1)
 
     def covariances(self, factors: Sequence[float] = (1.0,)) -> Tensor:
         """[G, B, *D, C, C], or without the last C where outputs are independent: for each multiple of the prior's precision."""
