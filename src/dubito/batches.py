@@ -93,14 +93,27 @@ def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 1
 
 
 def _length(model: Model, data: Iterable[Any], n_data: int) -> int:
-    try:
-        return len(data)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        with forked():
-            first = next(iter(data), None)
-        if first is None:
-            raise ValueError("there is no data: the loader gave no batch") from None
-        return math.ceil(n_data / batch_size(model.split(first)[1]))
+    """Batches in one pass, which without a length to be trusted are counted; a stream without an end ends after n_data examples."""
+    # of shards, each has a last batch that is not full: torch's length, a quotient, knows of one
+    sharded = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.num_workers > 1
+    if not sharded:
+        try:
+            return len(data)  # pyright: ignore[reportArgumentType]
+        except TypeError:
+            pass
+    seen = count = 0
+    with lent(data), forked():
+        for batch in data:
+            seen, count = seen + _size(model, batch), count + 1
+            if seen >= n_data:
+                break
+    if not count:
+        raise ValueError("there is no data: the loader gave no batch")
+    return count
+
+
+def _size(model: Model, batch: Any) -> int:
+    return batch_size(model.split(batch)[1])
 
 
 def _count(model: Model, data: Iterable[Any]) -> int:
@@ -122,7 +135,7 @@ def _count(model: Model, data: Iterable[Any]) -> int:
     elif not hasattr(data, "__len__"):
         raise ValueError("data without a length: give n_data=..., the number of examples in one pass")
     with forked():
-        return sum(batch_size(model.split(batch)[1]) for batch in data)
+        return sum(_size(model, batch) for batch in data)
 
 
 def reseed(generators: list[torch.Generator], seed: int) -> None:
