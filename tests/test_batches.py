@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import dubito
 from dubito import MAP, Gaussian, Laplace, Model, NeuralLinear
@@ -80,3 +80,34 @@ def test_a_stream_without_an_end_has_passes_of_n_data_examples():
     steps = []
     dubito.fit(model(), MAP(epochs=2), Stream(endless=True), n_data=10, callbacks=[lambda event: steps.append(event.step)])
     assert steps == [1, 2, 3, 4]  # 9 + 1 examples a pass
+
+
+@pytest.mark.parametrize(("n", "size"), [(33, 32), (33, 16), (5, 2), (32, 16), (3, 8)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_of_a_data_set_are_of_nearly_one_size(n, size, shuffle):
+    x, y = data(n)
+    read = batches(model(), TensorDataset(x, y), size=size, shuffle=shuffle)
+    parts = [part for part, _ in read]
+    assert (read.n_data, read.n_batches) == (n, len(parts)) == (n, -(-n // size))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) <= size
+    assert max(sizes) - min(sizes) <= 1
+    rows = torch.cat(parts)
+    assert torch.equal(rows, x) != shuffle
+    assert torch.equal(rows[rows[:, 0].argsort()], x[x[:, 0].argsort()]), "every example once"
+
+
+def test_a_data_set_is_shuffled_as_by_a_loader():
+    given, mine = TensorDataset(*data(32)), model()
+    fits = [dubito.fit(mine, MAP(epochs=3), d, batch_size=8) for d in (given, DataLoader(given, batch_size=8, shuffle=True))]
+    assert all(torch.equal(leaf, fits[1].params[name]) for name, leaf in fits[0].params.items())
+
+
+def test_a_data_set_with_one_example_more_than_fits_goes_through_batch_norm():
+    fitted = dubito.fit(model(nn.BatchNorm1d(4)), MAP(epochs=2), TensorDataset(*data(33)), batch_size=16)
+    assert torch.isfinite(fitted.predict(data()[0]).mean).all()
+
+
+def test_a_data_set_without_examples():
+    with pytest.raises(ValueError, match="there is no data"):
+        dubito.fit(model(), MAP(epochs=1), TensorDataset(*data(0)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from dubito import tree
 from dubito.model import Model, batch_size
@@ -30,12 +30,32 @@ class Arrays:
         return math.ceil(batch_size(self.y) / self.size)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        n, k = batch_size(self.y), len(self)
+        n = batch_size(self.y)
         order = torch.randperm(n).to(next(iter(tree.leaves(self.y))).device) if self.shuffle else None
-        for i in range(k):  # all of nearly the same size: a last batch of one example would be the end of BatchNorm
-            part = slice(n * i // k, n * (i + 1) // k)
+        for part in _evenly(n, self.size):
             rows = part if order is None else order[part]
             yield _rows(self.x, rows), _rows(self.y, rows)
+
+
+def _evenly(n: int, size: int) -> Iterator[slice]:
+    """n examples in batches of `size` at most, all nearly the same: a last batch of one example would be the end of BatchNorm."""
+    k = math.ceil(n / size)
+    return (slice(n * i // k, n * (i + 1) // k) for i in range(k))
+
+
+class Evenly(Sampler[list[int]]):
+    """The batches of a data set, by position, cut in that way."""
+
+    def __init__(self, sampler: RandomSampler | SequentialSampler, size: int):
+        self.sampler, self.size = sampler, size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.sampler) / self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        for part in _evenly(len(order), self.size):
+            yield order[part]
 
 
 def _rows(value: Any, rows: slice | Tensor) -> Any:
@@ -75,7 +95,8 @@ def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 1
         source = Arrays(tree.move(x, model.device), tree.move(y, model.device), size, shuffle)
         return Batches(source, n_data or counts.pop(), len(source), model.device, n_data is None)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        data = DataLoader(data, batch_size=size, shuffle=shuffle)
+        order = RandomSampler(data) if shuffle and len(data) else SequentialSampler(data)  # pyright: ignore[reportArgumentType]
+        data = DataLoader(data, batch_sampler=Evenly(order, size))
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=size)
     if not isinstance(data, Iterable):
@@ -123,6 +144,8 @@ def _count(model: Model, data: Iterable[Any]) -> int:
         if isinstance(data.dataset, IterableDataset):
             raise ValueError(f"a DataLoader over an IterableDataset has no length; {refused}")
         sampler = data.batch_sampler
+        if isinstance(sampler, Evenly):
+            return len(sampler.sampler)
         if type(sampler) is BatchSampler:
             try:
                 n = len(sampler.sampler)  # pyright: ignore[reportArgumentType]
