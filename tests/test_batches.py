@@ -111,3 +111,13 @@ def test_a_data_set_with_one_example_more_than_fits_goes_through_batch_norm():
 def test_a_data_set_without_examples():
     with pytest.raises(ValueError, match="there is no data"):
         dubito.fit(model(), MAP(epochs=1), TensorDataset(*data(0)))
+
+
+@pytest.mark.parametrize("method", [MAP(epochs=1), NeuralLinear(), Laplace(check=False)])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_empty_batch_is_told_in_words(method, place):
+    (x, y), given = data(), [data(20)]
+    given.insert(place, (x[:0], y[:0]))
+    for listed in (given, [{"input": one, "labels": two} for one, two in given]):
+        with pytest.raises(ValueError, match=f"batch {place} of the data has no examples: leave out empty batches"):
+            dubito.fit(model(), method, listed)

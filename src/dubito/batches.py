@@ -80,7 +80,12 @@ class Batches:
         if isinstance(self.source, Arrays):  # on the device already
             yield from self.source
             return
-        for batch in self.source:
+        for i, batch in enumerate(self.source):
+            leaves = list(tree.leaves(batch))
+            if leaves and all(leaf.shape[:1] == (0,) for leaf in leaves):
+                raise ValueError(
+                    f"batch {i} of the data has no examples: leave out empty batches, also those that a collate_fn makes"
+                )
             yield tree.move(batch, self.device)
 
 
