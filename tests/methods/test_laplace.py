@@ -187,6 +187,18 @@ def test_a_subnetwork(by):
     torch.testing.assert_close(precision(everything), exact)
 
 
+@pytest.mark.parametrize(("subset", "names"), [("dec", ["enc.weight", "dec.bias"]), ("enc", ["enc.weight", "enc.bias"])])
+def test_a_subset_has_weights_by_any_of_their_names(subset, names):
+    """A decoder's matrix that is the encoder's is called after the encoder."""
+    net = Net(lambda s, x: s.dec(s.enc(x).tanh()), enc=nn.Linear(3, 3), dec=nn.Linear(3, 3)).double()
+    net.dec.weight = net.enc.weight
+    model, x = Model(net, Categorical(), Normal(scale=1.0)), numbers(12, 3)
+    y = targets(model, model.parameters(), x)
+    posterior = fitted(model, Laplace("dense", subset=subset), (x, y))
+    assert sorted(posterior.covariance.shapes) == sorted(names)
+    torch.testing.assert_close(precision(posterior), ggn(model, model.parameters(), x, y, posterior.covariance.shapes))
+
+
 def test_subsets():
     model, (x, y) = perceptron()
     assert list(fitted(model, Laplace(subset="last_layer"), (x, y)).covariance.shapes) == ["2.weight", "2.bias"]

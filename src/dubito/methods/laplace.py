@@ -217,7 +217,11 @@ class Laplace:
             return names
         if self.subset == "last_layer":
             return last_layer(target.model, start.params, target.model.split(batch)[0], start.buffers, names)
-        chosen = tuple(name for name in names if re.search(self.subset, name))
+        network = target.model.network
+        # a weight that is tied goes by the first of its names, and a pattern may mean any of them
+        meant = {id(leaf) for name, leaf in network.named_parameters(remove_duplicate=False) if re.search(self.subset, name)}
+        meant = {name for name, leaf in network.named_parameters() if id(leaf) in meant}
+        chosen = tuple(name for name in names if name in meant)
         if not chosen:
             raise ValueError(f"subset={self.subset!r} matches no Bayesian parameter; there are {list(names)[:8]}")
         return chosen
