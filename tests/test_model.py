@@ -396,3 +396,14 @@ def test_a_network_is_for_one_thread_at_a_time():
     assert not any(wrong)
     assert all(a is b for a, b in zip(own, network.parameters(), strict=True))
     assert network.training
+
+
+def test_a_tied_weight_is_meant_by_any_of_its_names():
+    network = nn.ModuleDict({"encoder": nn.Linear(2, 2, bias=False), "decoder": nn.Linear(2, 2)})
+    network["decoder"].weight = network["encoder"].weight
+    assert list(Model(network, Gaussian(), only="decoder").parameters()) == [
+        "encoder.weight",
+        "decoder.bias",
+        "likelihood:log_scale",
+    ]
+    assert list(Model(network, Gaussian(), only="encoder").buffers()) == ["decoder.bias"]

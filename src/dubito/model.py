@@ -211,7 +211,7 @@ class Model:
             kind = pattern in ("weight", "bias")  # which a network may do without
             if not kind and not any(re.search(pattern, name) for name in names):
                 raise ValueError(f"the prior's pattern {pattern!r} matches no parameter of the network; it has {listed}")
-        if not any(re.search(self.only, name) for name in names):
+        if not any(re.search(self.only, name) for name, _ in self.network.named_parameters(remove_duplicate=False)):
             raise ValueError(f"only={self.only!r} matches no parameter of the network; it has {listed}")
 
     @property
@@ -221,7 +221,8 @@ class Model:
     def parameters(self, y: Any = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what likelihood and prior learn at its start."""
         with alone(self.network):
-            weights: Params = {name: p for name, p in self.network.named_parameters() if self._bayesian(name, p)}
+            bayesian = self._bayesian()
+            weights: Params = {name: p for name, p in self.network.named_parameters() if name in bayesian}
         if not weights:
             raise ValueError(
                 "all parameters of the network (that `only` names) are frozen: set requires_grad_() on those to infer"
@@ -235,11 +236,15 @@ class Model:
     def buffers(self) -> Buffers:
         """Copies of all that is not Bayesian: the network's buffers, and the parameters that `only` leaves out."""
         with alone(self.network):
-            fixed = {name: p for name, p in self.network.named_parameters() if not self._bayesian(name, p)}
+            bayesian = self._bayesian()
+            fixed = {name: p for name, p in self.network.named_parameters() if name not in bayesian}
             return tree.clone({**dict(self.network.named_buffers()), **fixed})
 
-    def _bayesian(self, name: str, parameter: Tensor) -> bool:
-        return parameter.requires_grad and re.search(self.only, name) is not None
+    def _bayesian(self) -> set[str]:
+        """The names of what is inferred. A tied weight goes by its first name, and is meant by any."""
+        every = self.network.named_parameters(remove_duplicate=False)
+        meant = {id(p) for name, p in every if p.requires_grad and re.search(self.only, name)}
+        return {name for name, p in self.network.named_parameters() if id(p) in meant}
 
     def forward(self, params: Params, x: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
         """f with C last, [B, *D, C], and the buffers after the pass. In train mode the buffers given may change in place."""
