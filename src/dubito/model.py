@@ -334,7 +334,7 @@ class Model:
                 seen = listen(lambda module, _: again.add(names[id(module)]) if id(module) in names else None)
                 meanwhile.callback(seen.remove)
                 torch.autograd.grad(f.float().sum(), [leaf for leaf in live.values() if leaf.requires_grad], allow_unused=True)
-            except Exception as error:  # so few it may not take: the whole batch it has taken
+            except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:  # it may not take so few
                 again |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()
         if watch.found:
             raise ValueError(
