@@ -407,3 +407,22 @@ def test_a_tied_weight_is_meant_by_any_of_its_names():
         "likelihood:log_scale",
     ]
     assert list(Model(network, Gaussian(), only="encoder").buffers()) == ["decoder.bias"]
+
+
+class Graph(nn.Module):
+    """Every node sees its neighbours."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x, adjacency):
+        return adjacency @ self.layer(x)
+
+
+def test_examples_along_a_second_axis_are_told():
+    adjacency = (torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) < 0.1).float()
+    model = Model(Graph(), Gaussian(scale=0.1))
+    with pytest.warns(UserWarning, match=r"give all of them as one batch, a list \[\(x, y\)\]"):
+        dubito.fit(model, MAP(epochs=1), ((X, adjacency), Y))
+    dubito.fit(model, MAP(epochs=1), [((X, adjacency), Y)])

@@ -167,7 +167,7 @@ def fit(
         begin = _start(model, start, model.split(first)[1], many=getattr(method, "many_starts", False))
         model.check(begin.params, first, begin.buffers)
         if method.data == "batches" and not _says(method, "keeps_dropout"):
-            _warn_of_noise(model, begin, first)
+            _warn_of_noise(model, begin, first, cut=isinstance(source.source, Arrays))
         if _says(method, "draws_weights"):
             _warn_of_padding(model)
         _warn_of_units(model, begin, first)
@@ -484,14 +484,35 @@ def _warn_of_padding(model: Model) -> None:
         )
 
 
-def _warn_of_noise(model: Model, start: Start, batch: Any) -> None:
-    """Of functions that are other ones every time, also in eval mode."""
+def _warn_of_noise(model: Model, start: Start, batch: Any, *, cut: bool) -> None:
+    """Of functions that are other ones every time, also in eval mode; and, where we `cut` data into batches by their rows, of inputs
+    that have the examples along another axis too."""
+    x, _ = model.split(batch)
+
+    def run(x: Any) -> Tensor:
+        return model.forward(start.params, x, tree.clone(start.buffers))[0]
+
+    def alike(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(b.abs().max()), equal_nan=True)
+
     with torch.no_grad(), randomness.forked():
-        one, two = (model.forward(start.params, model.split(batch)[0], tree.clone(start.buffers))[0] for _ in range(2))
-    if not torch.allclose(one, two, rtol=1e-2, atol=1e-2 * float(two.abs().max()), equal_nan=True):
+        one, two = run(x), run(x)
+        turned = (
+            run(tree.apply_leaves(lambda leaf: leaf.flip(0) if leaf.shape[:1] == one.shape[:1] else leaf, x)).flip(0)
+            if cut
+            else two
+        )
+    if not alike(one, two):
         warnings.warn(
             "the network gives another output every time it is called, also in eval mode, so that what is fitted is no one function: "
             "is there dropout or noise that does not look at self.training, as F.dropout(x) without training=self.training?",
+            stacklevel=3,
+        )
+    elif not alike(turned, two):
+        warnings.warn(
+            "the outputs do not turn round with the rows of the inputs: the examples stand along another axis too (as nodes in an "
+            "adjacency matrix, [N, N]), or in another order. Shuffled batches are then other data: give all of them as one batch, a "
+            "list [(x, y)]",
             stacklevel=3,
         )
 
