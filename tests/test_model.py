@@ -426,3 +426,25 @@ def test_examples_along_a_second_axis_are_told():
     with pytest.warns(UserWarning, match=r"give all of them as one batch, a list \[\(x, y\)\]"):
         dubito.fit(model, MAP(epochs=1), ((X, adjacency), Y))
     dubito.fit(model, MAP(epochs=1), [((X, adjacency), Y)])
+
+
+class Masked(Words):
+    def forward(self, x):
+        return self.out((self.table(x) * (x != 0).unsqueeze(-1)).sum(1))
+
+
+def test_rows_of_padding_are_no_weights_of_a_gaussian():
+    x, y = torch.arange(60).reshape(20, 3) % 5, Y[:20]
+    found = []
+    for network in (Words(padding_idx=0), Masked(padding_idx=0)):  # the same function
+        torch.manual_seed(0)
+        model = Model(network, Gaussian(scale=0.1), priors.Normal(scale=1.0))
+        start = {name: torch.full_like(leaf, 0.1) for name, leaf in model.parameters().items()}
+        start["table.weight"][0] = 0.0
+        posterior = dubito.fit(model, dubito.Laplace("diagonal", optimize_evidence=False, check=False), (x, y), start=start)
+        assert not posterior.sample(3)["table.weight"][:, 0].any()
+        found.append(posterior.predict(x, how="sampled", draws=50, seed=1).f_var)
+    torch.testing.assert_close(found[0], found[1])
+    tied = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 5))
+    tied[1].weight = tied[0].weight
+    assert not Model(tied, Categorical()).padding()  # the output layer learns that row

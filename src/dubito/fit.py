@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dubito import randomness, store, tree
 from dubito.batches import Arrays, Batches, batches, reseed
@@ -471,15 +471,13 @@ def _says(method: Any, what: str) -> bool:
 
 def _warn_of_padding(model: Model) -> None:
     """Of rows of embeddings that torch gives no gradient, which says nothing of what they are in a draw of the weights."""
-    names = {id(p): name for name, p in model.network.named_parameters()}
-    found = [module for module in model.network.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    bayesian = model.parameters().keys()
-    padded = [names[id(m.weight)] for m in found if m.padding_idx is not None and names.get(id(m.weight)) in bayesian]
+    bayesian = model.parameters()
+    padded = [name for name in model.padding() if name in bayesian]
     if padded:
         warnings.warn(
-            f"the padding row of {padded[0]} is a weight like any other in a posterior, and draws of it enter the network wherever "
-            "there is padding, since torch only holds its gradient at zero: multiply the embeddings by (x != padding).unsqueeze(-1) in "
-            "forward, or leave them out by only=...",
+            f"the padding row of {padded[0]} is a weight like any other to a method that draws weights, and draws of it enter the "
+            "network wherever there is padding, since torch only holds its gradient at zero: multiply the embeddings by "
+            "(x != padding).unsqueeze(-1) in forward, or leave them out by only=...",
             stacklevel=3,
         )
 

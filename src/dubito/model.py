@@ -11,6 +11,7 @@ import re
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -239,6 +240,16 @@ class Model:
             bayesian = self._bayesian()
             fixed = {name: p for name, p in self.network.named_parameters() if name not in bayesian}
             return tree.clone({**dict(self.network.named_buffers()), **fixed})
+
+    def padding(self) -> dict[str, int]:
+        """Rows of embeddings that stand for padding, by the name of the weight: torch holds their gradients at zero, so data say
+        nothing of them, and they are constants rather than weights. Not of one that is tied to a layer which uses the row."""
+        every = list(self.network.named_parameters(remove_duplicate=False))
+        places, rows = Counter(id(p) for _, p in every), {}
+        for module in self.network.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
+                rows[id(module.weight)] = module.padding_idx
+        return {name: rows[id(p)] for name, p in every if id(p) in rows and places[id(p)] == 1}
 
     def _bayesian(self) -> set[str]:
         """The names of what is inferred. A tied weight goes by its first name, and is meant by any."""

@@ -67,11 +67,19 @@ class Gaussian(Posterior):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         source = generator or fresh(self.model.device)
-        drawn = self.covariance.sample(n, source)
+        drawn = self._noise(n, source)
         return {
             name: (leaf + drawn[name]).to(leaf.dtype) if name in drawn else leaf.expand(n, *leaf.shape).clone()
             for name, leaf in self.params.items()
         }
+
+    def _noise(self, n: int, source: torch.Generator) -> Params:
+        """Draws about the mean; rows of padding stay where they are."""
+        drawn, padding = self.covariance.sample(n, source), self.model.padding()
+        rows = {
+            name: torch.tensor(row % drawn[name].shape[1], device=source.device) for name, row in padding.items() if name in drawn
+        }
+        return {name: leaf.index_fill(1, rows[name], 0.0) if name in rows else leaf for name, leaf in drawn.items()}
 
     def log_prob(self, params: Params) -> Tensor:
         """Log density of the weights that the covariance is over, [] or, for stacked leaves, [n]."""
@@ -137,7 +145,7 @@ class Gaussian(Posterior):
         # as many weights at a time as a third of the memory holds; how many does not depend on x, so that all x see the same functions
         group = max(1, int(memory * GIGABYTE / 3 / (4 * self.covariance.size)))
         while left > 0:
-            drawn = self.covariance.sample(min(group, left), source)
+            drawn = self._noise(min(group, left), source)
             stacked = {name: (self.params[name] + leaf).to(self.params[name].dtype) for name, leaf in drawn.items()}
             shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}
             parts.append(sampled(self.model, x, shared=shared, stacked=stacked, memory=memory))
