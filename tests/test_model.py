@@ -448,3 +448,88 @@ def test_rows_of_padding_are_no_weights_of_a_gaussian():
     tied = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 5))
     tied[1].weight = tied[0].weight
     assert not Model(tied, Categorical()).padding()  # the output layer learns that row
+
+
+class Ghost(nn.Module):
+    """Takes no two examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return torch.cat([self.layer(part) for part in x.split(len(x) // (len(x) // 4))])
+
+
+class Asks(nn.Module):
+    """Reaches weights by another way, for their size and type, and one that is not inferred."""
+
+    def __init__(self):
+        super().__init__()
+        self.fixed, self.layer = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1)
+        self.kept = [self.fixed.weight, self.layer.weight]
+
+    def forward(self, x):
+        x = x.to(self.kept[1]) + torch.zeros_like(self.kept[1]).size(1) - x.size(1)
+        return self.layer(F.linear(x, self.kept[0]))
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x, adjacency):
+        return self.layer(adjacency @ x)
+
+
+@pytest.mark.parametrize(
+    ("network", "data"),
+    [
+        (Ghost(), (X, Y)),
+        (Asks(), (X, Y)),
+        (Sparse(), [((X, torch.eye(40).to_sparse()), Y)]),
+        (
+            nn.Sequential(nn.Embedding(5, 3, max_norm=1.0).requires_grad_(False), nn.Flatten(), nn.Linear(6, 1)),
+            (torch.ones(40, 2).long(), Y),
+        ),
+    ],
+    ids=["no two examples", "asks", "sparse", "frozen"],
+)
+def test_unusual_networks_that_are_right_are_taken(network, data):
+    dubito.fit(Model(network, Gaussian(scale=0.1)), MAP(epochs=1), data)
+
+
+def test_networks_that_give_nan_are_told_so():
+    class Logs(nn.Linear):
+        def forward(self, x):
+            return torch.log(super().forward(x) - 1e3)
+
+    with pytest.raises(FloatingPointError, match="not finite"):
+        dubito.fit(Model(Logs(2, 1), Gaussian(scale=0.1)), MAP(epochs=1), (X, Y))
+
+
+def test_what_a_hook_counts_stays():
+    network = nn.Linear(2, 1)
+    network.total = torch.zeros(())
+    network.register_forward_pre_hook(lambda module, args: setattr(module, "total", module.total + len(args[0])))
+    dubito.fit(Model(network, Gaussian(scale=0.1)), MAP(epochs=1), (X, Y))
+    assert network.total > 40
+
+
+class Counts(nn.Linear):
+    seen = 0
+
+    def extra_repr(self):
+        return f"seen={self.seen}"
+
+    def forward(self, x):
+        self.seen += len(x)
+        return super().forward(x)
+
+
+def test_a_file_is_loaded_whatever_a_network_has_counted(tmp_path):
+    posterior = dubito.fit(Model(Counts(2, 1), Gaussian(scale=0.1)), MAP(epochs=1), (X, Y))
+    dubito.save(posterior, tmp_path / "file")
+    loaded = dubito.load(tmp_path / "file", Model(Counts(2, 1), Gaussian(scale=0.1)))
+    assert torch.equal(loaded.predict(X).mean, posterior.predict(X).mean)

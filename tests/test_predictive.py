@@ -666,3 +666,10 @@ def test_links_keep_what_is_improbable():
         assert float(p.log_prob(torch.tensor([1]))) == pytest.approx(expected, rel=1e-4)
     bridge = LatentMixture(Categorical(), torch.tensor([[[90.0, 0.0, 0.0]]]), torch.ones(1, 1, 3), link="bridge")
     torch.testing.assert_close(bridge.mean, torch.tensor([[1.0, 0.0, 0.0]]))
+
+
+def test_any_number_of_random_nodes_and_noise_beyond_floats():
+    p = LatentMixture(Categorical(), torch.zeros(1, 2, 3), torch.ones(1, 2, 3), link="mc", quadrature=129)
+    torch.testing.assert_close(p.mean.sum(-1), torch.ones(2))
+    far = LatentMixture(HeteroscedasticGaussian(), torch.zeros(1, 1, 2), torch.tensor([[[1.0, 200.0]]]))
+    assert bool(far.uncertainty.total.isfinite().all())

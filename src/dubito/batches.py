@@ -82,7 +82,7 @@ class Batches:
             return
         for i, batch in enumerate(self.source):
             leaves = list(tree.leaves(batch))
-            if leaves and all(leaf.shape[:1] == (0,) for leaf in leaves):
+            if leaves and all(not leaf.is_nested and leaf.shape[:1] == (0,) for leaf in leaves):
                 raise ValueError(
                     f"batch {i} of the data has no examples: leave out empty batches, also those that a collate_fn makes"
                 )

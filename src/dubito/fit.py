@@ -405,7 +405,8 @@ def _fingerprint(model: Model, method: Method, target: Target, source: Batches, 
         "temperature": target.temperature,
         "precision": str(target.precision),
         "batches": source.n_batches,
-        "data": _checksum((source.source.x, source.source.y) if isinstance(source.source, Arrays) else first),
+        "data": _checksum(first),
+        "all data": _held(source.source),
         "validation": None if held_out is None else _held(held_out.source),
     }
 
@@ -491,7 +492,7 @@ def _warn_of_noise(model: Model, start: Start, batch: Any, *, cut: bool) -> None
         return model.forward(start.params, x, tree.clone(start.buffers))[0]
 
     def alike(a: Tensor, b: Tensor) -> bool:
-        return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(b.abs().max()), equal_nan=True)
+        return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(b.detach().abs().nan_to_num(0.0).max()), equal_nan=True)
 
     with torch.no_grad(), randomness.forked():
         one, two = run(x), run(x)

@@ -61,7 +61,7 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
 def load(path: str | os.PathLike, model: Model) -> Posterior:
     """Read a posterior of this model; a file that is damaged, foreign, or of another model is an error that says so.
 
-    The network is one of the same class and layers, with any weights, in any mode and on any device.
+    The network is one of the same class, layers and precision, with any weights, in any mode and on any device.
 
     A folder of draws, saved or left by a run (its `checkpoint`, finished or not), is opened where it is, as a `posteriors.Stored`.
     """

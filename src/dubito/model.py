@@ -115,7 +115,7 @@ def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
             if isinstance(module, nn.RNNBase):
                 recurrent.append((module, module._flat_weights, module._flat_weight_refs))
             if module._forward_pre_hooks:
-                written.append((vars(module), {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}))
+                written.append((vars(module), _made(module)))
             for tensors in (module._parameters, module._buffers):
                 for key, tensor in tensors.items():
                     if tensor is not None:
@@ -153,6 +153,13 @@ def _recurrent(layers: list[nn.RNNBase]) -> Iterator[None]:
     with warnings.catch_warnings(), cudnn.flags(enabled=False) if refuses else nullcontext():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         yield
+
+
+def _made(module: nn.Module) -> dict[str, Tensor]:
+    """What hooks make of a module's weights, beside them: a pruned or normed one."""
+    tensors = [(key, value) for key, value in vars(module).items() if isinstance(value, Tensor)]
+    kept = module._parameters
+    return {key: value for key, value in tensors if not value.is_leaf or f"{key}_orig" in kept or f"{key}_g" in kept}
 
 
 def copied(network: nn.Module) -> nn.Module:
@@ -320,8 +327,10 @@ class Model:
                 "those rows out"
             )
         self.likelihood.check(f, y)
+        inferred = {id(p) for name, p in self.network.named_parameters() if name in params}
         for name, module in self.network.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.scale_grad_by_freq):
+            own = isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in inferred
+            if own and (module.max_norm is not None or module.scale_grad_by_freq):
                 raise ValueError(
                     f"the embedding {name!r} has max_norm or scale_grad_by_freq, with which its gradient is not that of any posterior: "
                     "leave them out (a prior holds weights near zero)"
@@ -332,20 +341,20 @@ class Model:
         """A pass there and back, of two examples at most, that finds what would make wrong gradients without a word."""
         if any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for m in self.network.modules()):
             return  # compiled: other sizes would compile it again, and nothing can look inside
-        few = tree.apply_leaves(lambda leaf: leaf[:2].clone() if leaf.ndim else leaf, x)
         live = {name: leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
-        watch, again = _Strangers(self.network), set[str]()
+        watch, again = _Strangers(self.network, params), set[str]()
         names = {id(module): name for name, module in self.network.named_modules()}
         with alone(self.network), warnings.catch_warnings(), forked(), torch.enable_grad(), ExitStack() as meanwhile:
             warnings.simplefilter("ignore")
             try:
+                few = tree.apply_leaves(lambda leaf: leaf[:2].clone() if leaf.ndim else leaf, x)
                 with watch:
                     f, _ = self.forward(live, few, tree.clone(buffers), train=True)
                 listen = nn.modules.module.register_module_forward_pre_hook
                 seen = listen(lambda module, _: again.add(names[id(module)]) if id(module) in names else None)
                 meanwhile.callback(seen.remove)
                 torch.autograd.grad(f.float().sum(), [leaf for leaf in live.values() if leaf.requires_grad], allow_unused=True)
-            except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:  # it may not take so few
+            except Exception as error:  # it may not take so few; the whole batch it has taken
                 again |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()
         if watch.found:
             raise ValueError(
@@ -368,26 +377,30 @@ class Model:
 
 
 class _Strangers(TorchFunctionMode):
-    """Notes which of a network's own parameters enter a function: while others stand in their places none should."""
+    """Notes which of a network's own parameters, of those that are inferred, enter what has a slope: while others stand in their places
+    none should. Who asks one for its size, type or device may do so."""
 
-    def __init__(self, network: nn.Module):
+    def __init__(self, network: nn.Module, inferred: Params):
         super().__init__()
-        self.names, self.found = {id(p): name for name, p in network.named_parameters()}, set[str]()
+        self.names = {id(p): name for name, p in network.named_parameters() if name in inferred}
+        self.found: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # who asks for a device or a type may do so of any
+        out = func(*args, **(kwargs or {}))
+        results = out if isinstance(out, list | tuple) else (out,)
+        if any(isinstance(one, Tensor) and one.requires_grad and id(one) not in self.names for one in results):
             for one in (*args, *(kwargs or {}).values()):
                 for leaf in one if isinstance(one, list | tuple) else (one,):
                     if id(leaf) in self.names:
                         self.found.add(self.names[id(leaf)])
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 def _is_one(x: Any, n: int) -> bool:
     """Whether inputs are of one example rather than of n: by the first axis of all, or, of sequences with time first, the second."""
     leaves = [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.ndim]
     later = any(leaf.ndim > 1 and leaf.shape[1] == n and (leaf.ndim > 2 or not leaf.is_floating_point()) for leaf in leaves)
-    return bool(leaves) and all(len(leaf) == 1 for leaf in leaves) and not later
+    return any(leaf.ndim > 1 for leaf in leaves) and all(len(leaf) == 1 for leaf in leaves) and not later
 
 
 class Evaluation(NamedTuple):

@@ -165,10 +165,10 @@ class LatentMixture(Predictive):
         if self.certain:
             return self
         n, width = self.quadrature, (self.means if self.root is None else self.root).shape[-1]
-        unit, weights = quadrature(n, self.means if self.root is None else self.root)
         if self.link == "mc":
-            unit = torch.randn(n, width, generator=generator("cpu", "link"), dtype=torch.float64).to(self.means)
-            weights = torch.full_like(weights, 1 / n)
+            unit, weights = torch.randn(n, width, generator=generator("cpu", "link"), dtype=torch.float64).to(self.means), None
+        else:
+            unit, weights = quadrature(n, self.means if self.root is None else self.root)
         if self._root.ndim == self.means.ndim:
             spread = self._root.unsqueeze(1) * unit.reshape(1, n, *[1] * (self.means.ndim - 2), width)
         else:

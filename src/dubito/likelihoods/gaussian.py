@@ -222,8 +222,10 @@ class HeteroscedasticGaussian(Likelihood):
         return self.fisher(f, params).sqrt().movedim(-1, 0)  # it is diagonal
 
     def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
-        """The mean of a log-normal number, e^(s + Var[s] / 2)."""
-        return (self._split(f_mean)[1] + 0.5 * self._split(f_var)[1]).exp()
+        """The mean of a log-normal number, e^(s + Var[s] / 2), which far from data may be more than a float holds: then half the
+        largest, to which something can be added."""
+        expected = (self._split(f_mean)[1] + 0.5 * self._split(f_var)[1]).exp()
+        return expected.clamp_max(0.5 * torch.finfo(expected.dtype).max)
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
         """Closed if the log variances are known: then the spread of the means adds to the noise."""

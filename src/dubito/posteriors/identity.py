@@ -31,7 +31,7 @@ def network(module: nn.Module) -> dict[str, Any]:
         "buffers": {name: f"{_kind(leaf)} {list(leaf.shape)}" for name, leaf in module.named_buffers() if name in kept},
         "layers": {name: type(layer).__name__ for name, layer in layers.items()},
         # another torch may use other words for the same layer: its entry has another name, and the two are not compared
-        f"torch {version} layers": {name: _words(layer) for name, layer in layers.items()},
+        f"torch {version} layers": {name: _words(layer) for name, layer in layers.items() if _torchs(layer)},
     }
 
 
@@ -71,6 +71,11 @@ def _shown(value: Any) -> str:
 
 def _kind(leaf: Tensor) -> str:
     return str(leaf.dtype).removeprefix("torch.")
+
+
+def _torchs(layer: nn.Module) -> bool:
+    """A layer of torch's own: others may tell of what changes with every pass."""
+    return type(layer).__module__.startswith("torch.")
 
 
 def _words(layer: nn.Module) -> str:
