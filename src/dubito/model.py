@@ -251,11 +251,12 @@ class Model:
     def padding(self) -> dict[str, int]:
         """Rows of embeddings that stand for padding, by the name of the weight: torch holds their gradients at zero, so data say
         nothing of them, and they are constants rather than weights. Not of one that is tied to a layer which uses the row."""
-        every = list(self.network.named_parameters(remove_duplicate=False))
-        places, rows = Counter(id(p) for _, p in every), {}
-        for module in self.network.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
-                rows[id(module.weight)] = module.padding_idx
+        with alone(self.network):
+            every, rows = list(self.network.named_parameters(remove_duplicate=False)), {}
+            for module in self.network.modules():
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
+                    rows[id(module.weight)] = module.padding_idx
+        places = Counter(id(p) for _, p in every)
         return {name: rows[id(p)] for name, p in every if id(p) in rows and places[id(p)] == 1}
 
     def _bayesian(self) -> set[str]:
@@ -296,7 +297,11 @@ class Model:
         return score.flatten(1).sum(1) if score.ndim > 1 else score
 
     def check(self, params: Params, batch: Any, buffers: Buffers) -> None:
-        """One pass over one batch that fails early and in words where the network, the likelihood and the data do not fit."""
+        """A pass over one batch that fails early and in words where the network, the likelihood and the data do not fit."""
+        with alone(self.network):  # whose own weights are compared with those that enter
+            self._check(params, batch, buffers)
+
+    def _check(self, params: Params, batch: Any, buffers: Buffers) -> None:
         x, y = self.split(batch)
         x = tree.apply_leaves(torch.clone, x)
         versions = [leaf._version for leaf in tree.leaves(x)]
@@ -344,7 +349,7 @@ class Model:
         live = {name: leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
         watch, again = _Strangers(self.network, params), set[str]()
         names = {id(module): name for name, module in self.network.named_modules()}
-        with alone(self.network), warnings.catch_warnings(), forked(), torch.enable_grad(), ExitStack() as meanwhile:
+        with warnings.catch_warnings(), forked(), torch.enable_grad(), ExitStack() as meanwhile:
             warnings.simplefilter("ignore")
             try:
                 few = tree.apply_leaves(lambda leaf: leaf[:2].clone() if leaf.ndim else leaf, x)
@@ -372,7 +377,7 @@ class Model:
             warnings.warn(
                 f"hooks on the gradients of {hooked} will not be called, since other tensors stand in their places: to hold some "
                 "weights fixed, freeze them (requires_grad=False, or only=...) or mask them in forward",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
