@@ -15,7 +15,6 @@ elimination, written out, since ONNX knows neither eigenvectors nor Cholesky fac
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
@@ -27,7 +26,7 @@ from dubito import tree
 from dubito.curvature.capture import example_count
 from dubito.curvature.layout import layout
 from dubito.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, align, average, own, quadrature
-from dubito.model import outputs_last
+from dubito.model import copied, outputs_last
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.predict.adjoint import Means
 from dubito.predict.chain import chain, sweep
@@ -215,7 +214,7 @@ def _side_by_side(posterior: Samples, x: Any) -> fx.GraphModule:
     answers = []
     for i in range(len(posterior)):
         weights = {**posterior.buffers, **tree.select({**posterior.params, **posterior.own_buffers}, i)}
-        member = copy.deepcopy(posterior.model.network).eval().requires_grad_(False)
+        member = copied(posterior.model.network).eval().requires_grad_(False)
         for name, leaf in (*member.named_parameters(), *member.named_buffers()):
             if name in weights:
                 leaf.copy_(weights[name])

@@ -6,7 +6,6 @@ stopping, draws, checkpoints and going on after a crash.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import os
@@ -23,7 +22,7 @@ from torch import Tensor
 from dubito import randomness, store, tree
 from dubito.batches import Arrays, Batches, batches, reseed
 from dubito.likelihoods import Gaussian, HeteroscedasticGaussian
-from dubito.model import Model, Target
+from dubito.model import Model, Target, copied
 from dubito.posteriors import Posterior, Stored
 from dubito.posteriors.identity import belonging, differences
 from dubito.progress import Progress
@@ -155,7 +154,7 @@ def fit(
     if start is not None and getattr(method, "starts_anew", False):
         raise ValueError(f"{type(method).__name__} initialises its members anew and would ignore `start`: leave it out")
     if device is not None and torch.device(device) != model.device:
-        model = dataclasses.replace(model, network=copy.deepcopy(model.network).to(device))
+        model = dataclasses.replace(model, network=copied(model.network).to(device))
     source = batches(model, data, n_data=n_data, size=batch_size, shuffle=method.data == "batches")
     held_out = None if validation is None else batches(model, validation, size=max(batch_size, 256), n_data=1, shuffle=False)
     target = Target(model, source.n_data, temperature, getattr(torch, precision) if precision else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import json
 import math
@@ -22,7 +21,7 @@ from dubito.labelling.journal import Answer, Journal
 from dubito.labelling.task import Task
 from dubito.likelihoods import Categorical
 from dubito.methods import MCDropout
-from dubito.model import Model
+from dubito.model import Model, copied
 from dubito.predict.dropout import drops
 from dubito.priors import Normal
 
@@ -95,7 +94,7 @@ class Session:
         self, acquisition: str, draws: int, most: int | None, rate: float, network: nn.Module | None, device: Any, seed: int
     ) -> ActiveLearning:
         with randomness.forked(seed):
-            own = self.task.build() if network is None else copy.deepcopy(network)
+            own = self.task.build() if network is None else copied(network)
         training = self.task.training
         own_dropout = network is not None and any(map(drops, network.modules()))
         # a network of the user's own has its own dropout, or gets some before every layer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from dubito.model import mode
+from dubito.model import copied, mode
 from dubito.randomness import derive, forked
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -41,7 +40,7 @@ def spectrally_normalised(
     """
     if not norm > 0 or iterations < 1:
         raise ValueError(f"norm is positive and iterations at least 1; got {norm} and {iterations}")
-    made = copy.deepcopy(network)
+    made = copied(network)
     layers = {
         name: layer
         for name, layer in made.named_modules()
