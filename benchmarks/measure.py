@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, and results written with the machine and the versions that made them."""
+"""Shared by all benchmarks: interleaved timing, and result files with the commit, the machine and the versions that made them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import page
 import torch
 
 import dubito
 
 RESULTS = Path(os.environ.get("BENCH_RESULTS") or Path(__file__).parent / "results")
-README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+MADE_BY = ("date", "command", "commit", "machine", "versions")  # what a result file says of the run that made it
 # On a machine that is busy with other things: BENCH_CLOCK=cpu OMP_NUM_THREADS=1 counts this process's own time only.
 CLOCK = time.process_time if os.environ.get("BENCH_CLOCK") == "cpu" else time.perf_counter
 
@@ -79,6 +79,20 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "threads": threads, "system": platform.system(), "clock": CLOCK.__name__}
 
 
+def commit() -> str:
+    """The commit of the code that runs, with `-dirty` where tracked files were changed, or "unknown" outside a git repository.
+
+    The environment variable BENCH_COMMIT overrides it: set it where the benchmark runs in a copy of the tree without its history."""
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git on this machine
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def show(title: str, columns: list[str], rows: list[list[object]]) -> None:
     """Print a table."""
     from rich.console import Console
@@ -128,16 +142,19 @@ def earlier(name: str, besides: Iterable[str]) -> tuple[dict[str, Any], dict[str
         return {}, {}
     found, skipped = json.loads(path.read_text()), set(besides)
     figures = {case: figure for case, figure in found["figures"].items() if case not in skipped}
-    known, now = found["settings"].get("earlier", {}), {key: found[key] for key in ("date", "command", "machine", "versions")}
+    known, now = found["settings"].get("earlier", {}), {key: found[key] for key in MADE_BY}
     return figures, {case: known.get(case, now) for case in figures}
 
 
 def write(name: str, *, settings: Mapping[str, Any], figures: Any, headline: Mapping[str, list[Any]], seconds: float) -> None:
-    """Write `results/<name>.json`. `headline` is what the README shows: {what: [figure, target]}."""
+    """Write `results/<name>.json`, then docs/benchmarks.md and the figures in README.md from all result files.
+
+    `headline` is what docs/benchmarks.md lists of the file: {what: [figure, target]}."""
     result = {
         "benchmark": name,
         "date": date.today().isoformat(),
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": commit(),
         "versions": {"dubito": dubito.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": machine(),
         "seconds": round(seconds, 1),
@@ -149,30 +166,5 @@ def write(name: str, *, settings: Mapping[str, Any], figures: Any, headline: Map
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1, default=float) + "\n")
     if "BENCH_RESULTS" not in os.environ:
-        README.write_text(with_figures(README.read_text()))
+        page.write()
     print(f"wrote {path.name}")
-
-
-def with_figures(text: str) -> str:
-    """The README with the figures of all results between its two marks."""
-    parts = []
-    for path in sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text())
-        host, torch_version = result["machine"], result["versions"]["torch"]
-        made = f"{result['date']}, `{result['command']}`, {result['seconds']:.0f} s, torch {torch_version}, {host['cpu']}, "
-        made += f"{host['cores']} cores, {host['threads']} threads, clock `{host['clock']}`"
-        lines = [f"### {result['benchmark']}", "", made, "", "| what | figure | target |", "|---|---|---|"]
-        for what, value in result["headline"].items():
-            figure, target = value if isinstance(value, list) else (value, "")
-            lines.append("| " + " | ".join(_cell(cell) for cell in (what, figure, target)) + " |")
-        parts.append("\n".join(lines))
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{rest.split(END)[1]}"
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    README.write_text(with_figures(README.read_text()))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dubito.registry import METHODS
+
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "```python" in page.read_text()]
 
@@ -23,3 +25,9 @@ def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_readme_has_a_row_for_every_method():
+    rows = re.findall(r"^\| \[`(\w+)`\]\(docs/methods/(\w+)\.md\)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted((method.__name__, name) for name, method in METHODS.items())
+    assert f"**{len(METHODS)} methods" in (ROOT / "README.md").read_text()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -111,6 +112,12 @@ def closeness(p: Predictive, reference: Predictive) -> dict[str, float]:
     return {"agreement": float(agreement(p, reference)), "total_variation": float(total_variation(p, reference))}
 
 
+def commit() -> str:
+    """The commit of the code that runs, with `-dirty` where tracked files were changed, or "unknown" outside a git repository."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def report(name: str, s: Setting, rows: dict[str, dict[str, float]], **more: Any) -> None:
     """Print a table, and write it with the settings and versions that made it."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
@@ -122,5 +129,6 @@ def report(name: str, s: Setting, rows: dict[str, dict[str, float]], **more: Any
     where = HERE / "results"
     where.mkdir(exist_ok=True)
     versions = {"dubito": dubito.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    content = {"date": date.today().isoformat(), "versions": versions, "setting": asdict(s), "rows": rows, **more}
+    made = {"date": date.today().isoformat(), "commit": commit(), "versions": versions}
+    content = {**made, "setting": asdict(s), "rows": rows, **more}
     (where / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

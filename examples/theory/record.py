@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -20,6 +21,12 @@ HERE = Path(__file__).parent
 IMAGES = HERE.parents[1] / "docs" / "images"
 
 
+def commit() -> str:
+    """The commit of the code that runs, with `-dirty` where tracked files were changed, or "unknown" outside a git repository."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def save(name: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
     """Write `results/<name>.json`; called after every part, so that a run that is stopped leaves what it has."""
     versions = {"dubito": dubito.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -27,6 +34,7 @@ def save(name: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
     content = {
         "date": date.today().isoformat(),
         "command": command,
+        "commit": commit(),
         "versions": versions,
         "settings": settings,
         "figures": figures,
