@@ -2,11 +2,12 @@
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BENCH := .venv-bench
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 RUN := $(VENV)/bin
-PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 # $(call usable,FOLDER): a shell test. An environment that was moved, or whose Python is gone, has to be made again.
 usable = grep -qsF "$(CURDIR)/$(1)" $(1)/bin/activate && \
@@ -24,16 +25,16 @@ define environment
 @$(1)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '$(2)'
 endef
 
-.PHONY: setup demo test lint tests test-slow test-gpu bench format clean FORCE
+.PHONY: setup demo test quick lint style types tests test-slow test-gpu bench format clean FORCE
 
 setup: $(VENV)/.stamp
 
-$(VENV)/.stamp: pyproject.toml constraints.txt $(call if_unusable,$(VENV))
+$(VENV)/.stamp: pyproject.toml $(CONSTRAINTS) $(call if_unusable,$(VENV))
 	$(call environment,$(VENV),.[dev])
 	@touch $@
 
 # The peers too, in an environment of their own and without their dependencies: benchmarks/requirements.txt says why.
-$(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/requirements.txt $(call if_unusable,$(BENCH))
+$(BENCH)/.stamp: pyproject.toml $(CONSTRAINTS) benchmarks/requirements.txt $(call if_unusable,$(BENCH))
 	$(call environment,$(BENCH),.)
 	@echo "Installing benchmarks/requirements.txt into $(BENCH)"
 	@$(BENCH)/bin/python $(PIP_INSTALL) --no-deps --requirement benchmarks/requirements.txt
@@ -44,11 +45,19 @@ demo: setup
 
 test: lint tests
 
-lint: setup
+# For the inner loop, under two minutes on two cores: one case of each fast test (tests/conftest.py), without the type checker.
+quick: style
+	$(RUN)/python -m pytest -n $(WORKERS) --quick -q $(ARGS)
+
+lint: style types
+
+style: setup
 	$(RUN)/python -m ruff format --check .
 	$(RUN)/python -m ruff check .
-	$(RUN)/python -m pyright
 	$(RUN)/lint-imports
+
+types: setup
+	$(RUN)/python -m pyright
 
 tests: setup
 	$(RUN)/python -m pytest -n $(WORKERS) $(ARGS)

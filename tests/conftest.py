@@ -1,6 +1,8 @@
 """What all tests share."""
 
 import os
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,30 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one case of each test that is not listed in tests/not_quick.txt")
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """With --quick: one case of each test function, and none of the slow ones. Its name decides which, so that methods vary."""
+    if not config.getoption("--quick"):
+        return
+    slow = set((Path(__file__).parent / "not_quick.txt").read_text().split())
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = {
+        tests[zlib.crc32(_name(case).encode()) % len(tests)].nodeid for case, tests in cases.items() if _name(case) not in slow
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+def _name(case: str) -> str:
+    """The function's name: it stays when files move."""
+    return case.rpartition("::")[2]
 
 
 def pytest_runtest_setup() -> None:

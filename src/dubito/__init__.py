@@ -45,4 +45,4 @@ from dubito.model import Model as Model
 from dubito.plan import plan as plan
 from dubito.prior_predictive import prior_predictive as prior_predictive
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
