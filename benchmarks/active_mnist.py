@@ -35,7 +35,7 @@ from dubito import Categorical, MCDropout, Model
 from dubito.apps.active import ActiveLearning, BatchBALD, Measured, Pool, View, acquisition, balanced
 from dubito.data import mnist
 from dubito.posteriors import Point, Stochastic
-from dubito.predict.dropout import Dropout
+from dubito.posteriors.predict.dropout import Dropout
 from dubito.priors import Normal
 
 ARMS = {

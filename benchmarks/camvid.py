@@ -33,13 +33,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dubito.data.camvid import CLASSES, VOID
 from measure import RESULTS, apart, mean_and_error, result, show, write
 from torch import Tensor
 
 import dubito
 from dubito.apps.dense import Assessment, assess, edge_distance, edges, maps
 from dubito.data import camvid, cifar10
-from dubito.data.camvid import CLASSES, VOID
 from dubito.likelihoods import Categorical, HeteroscedasticCategorical, HeteroscedasticGaussian, Likelihood, MultiTask
 from dubito.posteriors import Point, Posterior
 from dubito.priors import Normal

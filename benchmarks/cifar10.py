@@ -16,6 +16,8 @@ import time
 
 import torch
 import torch.nn.functional as F
+from dubito.data.examples import Examples
+from dubito.data.root import locate
 from measure import show, write
 from mnist import OTHERS, evaluate, laplaces
 from networks import resnet20
@@ -24,8 +26,6 @@ from safetensors.torch import load_file
 import dubito
 from dubito import Categorical, Laplace, Model
 from dubito.data import cifar10
-from dubito.data.examples import Examples
-from dubito.data.root import locate
 from dubito.priors import Normal
 
 MEAN, SCALE = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)

@@ -38,19 +38,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from dubito.data.root import locate
 from measure import show, write
 from torch import Tensor, nn
 
-from dubito import SGHMC, Categorical, Model, tree
+from dubito import SGHMC, Categorical, Model
 from dubito.data import cifar10
-from dubito.data.root import locate
 from dubito.diagnostics import agreement, total_variation
-from dubito.fit import Start
+from dubito.inference.fit import Start
+from dubito.inference.recorded_target import Recorded
 from dubito.model import Target
+from dubito.network.reinitialize import reinitialize
 from dubito.priors import Normal
-from dubito.recorded import Recorded
-from dubito.restart import restarted
-from dubito.tree import Params
+from dubito.tensors import tree
+from dubito.tensors.tree import Params
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from resnet20_frn import Layer, ResNet20FRN, normalised
@@ -153,7 +154,7 @@ class Study:
             cycles=1, burn_in=epochs - 1, draws=1, exploration=(epochs - 1) / epochs,
             learning_rate=args.map_rate, momentum=args.momentum,
         )  # fmt: skip
-        start = restarted(self.model, self.model.parameters(), seed)
+        start = reinitialize(self.model.network, self.model.parameters(), seed)
         params, score = next(self.draws(method, start, args.first_batch, generator))
         return tree.clone(params), score
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from cifar10 import normalised
+from dubito.data.root import locate
 from measure import show, write
 from networks import resnet20
 from safetensors.torch import load_file
@@ -27,9 +28,8 @@ from torch import Tensor
 
 import dubito
 from dubito import Categorical, Laplace, MCDropout, Model
-from dubito.compare.judging import people
+from dubito.cli.compare.judging import people
 from dubito.data import cifar10, cifar10h, label_entropy
-from dubito.data.root import locate
 from dubito.priors import Normal
 
 METHODS: dict[str, Any] = {

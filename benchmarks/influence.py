@@ -28,13 +28,13 @@ from measure import RESULTS, interleaved, mean_and_error, ratio, show, write
 from torch import Tensor, nn
 
 import dubito
-from dubito import tree
 from dubito.apps.influence import Influence, inspection
 from dubito.data import Examples, mnist
 from dubito.model import Model, Target
 from dubito.posteriors import Point
 from dubito.priors import Normal
-from dubito.tree import Params
+from dubito.tensors import tree
+from dubito.tensors.tree import Params
 
 CASES = ("convex", "cnn", "labels", "poisoning", "time")
 TOP = 100  # most influential training images that are left out

@@ -23,8 +23,8 @@ from measure import growth, interleaved, ratio, show, write
 from torch import Tensor
 
 import dubito
-from dubito.judge import judge
-from dubito.predictive import LatentMixture
+from dubito.evaluation.judge import judge
+from dubito.posteriors.predictive import LatentMixture
 
 CLASSES, DRAWS, BATCH, POOL = 10, 20, 10_000, 100_000
 SHARED = ["accuracy", "nll", "brier", "ece", "auroc", "aupr_error"]

@@ -22,9 +22,9 @@ from measure import write
 from torch import Tensor, nn
 
 import dubito
-from dubito import tree
-from dubito.kernels import mlp
+from dubito.inference.kernels import mlp
 from dubito.model import Target
+from dubito.tensors import tree
 
 INPUTS, HIDDEN, POINTS, PRIOR, NOISE, STEP = 13, 50, 455, 0.3, 0.3, 2e-3
 TARGETS = {1: 25, 128: 40}

@@ -29,8 +29,8 @@ import torch
 from measure import show, write
 from torch import Tensor
 
-from dubito.density import Value
-from dubito.integrators import Point, minimal_norm, on_sphere, refreshed, turn
+from dubito.inference.integrators import Point, minimal_norm, on_sphere, refreshed, turn
+from dubito.inference.log_density import Value
 
 SIZES = (2000, 200, 50)
 STEPS = [0.6 * 0.5**i for i in range(8)]  # in units of each weight, or of the best known one

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from dubito.data.root import locate
 from measure import earlier, mean_and_error, show, write
 from mnist import OTHERS, lenet
 from networks import CIFAR_MEAN, CIFAR_STD, resnet20
@@ -33,7 +34,6 @@ from dubito import MAP, Categorical, Ensemble, Laplace, MCDropout, Model
 from dubito.apps.network import score_loader
 from dubito.apps.ood import DETECTORS, ODIN, Neighbours, detection
 from dubito.data import cifar10, mnist
-from dubito.data.root import locate
 from dubito.posteriors import Posterior
 from dubito.priors import Normal
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from dubito.data.root import locate
+from dubito.data.uci import standardize
 from measure import mean_and_error, show, write
 from networks import CIFAR_MEAN, CIFAR_STD, resnet20
 from safetensors.torch import load_file
@@ -27,9 +29,7 @@ from torch import Tensor, nn
 import dubito
 from dubito import MAP, Categorical, Gaussian, Laplace, Model, metrics
 from dubito.data import cifar10, uci
-from dubito.data.root import locate
-from dubito.data.uci import standardize
-from dubito.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.priors import Normal
 from dubito.recalibrate import (
     ConformalIntervals,

@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from measure import show, write
 from torch import Tensor
 
-from dubito import Categorical, Model, tree
-from dubito.density import Density
+from dubito import Categorical, Model
+from dubito.inference.log_density import Density
 from dubito.model import Target
 from dubito.priors import Normal
+from dubito.tensors import tree
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from resnet20_frn import ResNet20FRN

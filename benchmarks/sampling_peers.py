@@ -29,14 +29,14 @@ from networks import mlp
 from torch import Tensor
 
 import dubito
-from dubito import tree
 from dubito.data import standardize, uci
-from dubito.density import Density
 from dubito.diagnostics import ess_bulk, ess_mean, rhat
-from dubito.integrators import Point, leapfrog
+from dubito.inference.integrators import Point, leapfrog
+from dubito.inference.log_density import Density
 from dubito.model import Target
 from dubito.posteriors import Samples
 from dubito.priors import Normal
+from dubito.tensors import tree
 
 CORES = 1 if os.environ.get("OMP_NUM_THREADS") == "1" else min(2, os.cpu_count() or 1)
 # JAX reads these when it is imported, which is further down

@@ -40,9 +40,9 @@ from torch import Tensor
 from dubito import MAP, SWAG, Categorical, Laplace, MCDropout, Model, fit, judge
 from dubito.data import polarity
 from dubito.posteriors import Point, Posterior, Stochastic
-from dubito.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.priors import Normal
-from dubito.randomness import derive, forked
+from dubito.tensors.randomness import derive, forked
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from sequences import Encoder, Recurrent

@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 import dubito
 from dubito.priors import Normal
-from dubito.randomness import PIECE, Normals, derive, seed_global
+from dubito.tensors.randomness import PIECE, Normals, derive, seed_global
 
 PRIOR, LEARNING_RATE, SIZE = 1.0, 1e-3, 128
 

@@ -35,6 +35,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from cifar10 import normalised
+from dubito.data.examples import Examples
+from dubito.data.root import locate
 from measure import earlier, interleaved, ratio, show, write
 from networks import lenet, mlp, resnet20
 from safetensors.torch import load_file
@@ -43,12 +45,10 @@ from torch import Tensor, nn
 import dubito
 from dubito import IVON, MAP, Categorical, Laplace, Model, Variational
 from dubito.data import cifar10, digits, mnist, standardize, uci
-from dubito.data.examples import Examples
-from dubito.data.root import locate
-from dubito.linalg import Blocks, Diagonal
 from dubito.posteriors import Gaussian
-from dubito.predict.streamlined.program import NoRule
+from dubito.posteriors.predict.streamlined.program import NoRule
 from dubito.priors import Normal
+from dubito.tensors.covariances import Blocks, Diagonal
 
 Pair = tuple[Tensor, Tensor]  # mean and variance of every output, [B, C]
 Make = Callable[[str], tuple[Gaussian, Tensor]]  # a posterior on a device, and inputs

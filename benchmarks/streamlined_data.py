@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 from cifar10 import normalised
+from dubito.data.examples import Examples
+from dubito.data.root import locate
 from measure import mean_and_error, show, write
 from networks import ViT, last_values, lenet, mlp, resnet20
 from safetensors.torch import load_file
@@ -36,12 +38,10 @@ from torch import Tensor, nn
 import dubito
 from dubito import MAP, Categorical, Laplace, Model
 from dubito.data import cifar10, fashion_mnist, mnist, notmnist
-from dubito.data.examples import Examples
-from dubito.data.root import locate
 from dubito.metrics import auroc, ece
 from dubito.posteriors import Gaussian, Posterior
-from dubito.predict.streamlined.program import NoRule
-from dubito.predictive import LatentMixture, Predictive
+from dubito.posteriors.predict.streamlined.program import NoRule
+from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.priors import Normal
 
 MULTIPLES = tuple(10 ** (i / 2) for i in range(-1, 9))  # of the evidence's prior precisions

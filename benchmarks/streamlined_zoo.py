@@ -53,7 +53,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any, str]]] = {
 def measure(make: Callable[[], tuple[nn.Module, Any, str]], args: argparse.Namespace) -> dict[str, Any]:
     network, x, only = make()
     network = network.to(args.device).eval()
-    x = dubito.tree.move(x, args.device)
+    x = dubito.tensors.tree.move(x, args.device)
     model = dubito.Model(network, dubito.Categorical(), only=only)
     mean = model.parameters()
     variance = {name: (0.05 * leaf.std(correction=0)).square().expand(leaf.shape).clone() for name, leaf in mean.items()}

@@ -22,7 +22,7 @@ from torch import nn
 
 import dubito
 from dubito.priors import Normal
-from dubito.randomness import derive, seed_global
+from dubito.tensors.randomness import derive, seed_global
 
 PRIOR, LEARNING_RATE = 1.0, 1e-3
 

@@ -21,13 +21,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import torch
+from dubito.data.examples import Split
 from measure import mean_and_error, show, write
 from networks import mlp
 from torch import Tensor
 
 import dubito
 from dubito.data import standardize, uci
-from dubito.data.examples import Split
 from dubito.metrics import nll, rmse
 from dubito.posteriors import Posterior
 

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from dubito.data.uci import Standardized
 from measure import apart, mean_and_error, result, show, write
 from networks import mlp
 from torch import Tensor
@@ -36,13 +37,12 @@ from torch.distributions import Gamma
 from uci import inside
 
 import dubito
-from dubito import tree
 from dubito.data import standardize, uci
-from dubito.data.uci import Standardized
 from dubito.diagnostics import ess_bulk, rhat
 from dubito.metrics import nll, rmse
 from dubito.posteriors import Samples
 from dubito.priors import Normal
+from dubito.tensors import tree
 
 PUBLISHED = {
     "yacht": (0.67, 0.57),

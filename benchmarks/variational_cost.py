@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import dubito
 from dubito.priors import Normal
-from dubito.randomness import derive, seed_global
+from dubito.tensors.randomness import derive, seed_global
 
 PRIOR, SIZE = 1.0, 128
 WIDE = (784, 3000, 3000, 10)  # 11.4 million weights

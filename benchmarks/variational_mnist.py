@@ -42,9 +42,9 @@ from dubito import MAP, Categorical, MCDropout, Model, Variational
 from dubito.apps import compression
 from dubito.apps.compression.report import interleaved
 from dubito.data import mnist
-from dubito.descent import Descent
 from dubito.families import Grouped, MatrixNormal
-from dubito.fit import Event
+from dubito.inference.descent import Descent
+from dubito.inference.fit import Event
 from dubito.posteriors import Gaussian, Posterior
 from dubito.priors import LogUniform, Normal, Prior, ScaleMixture
 

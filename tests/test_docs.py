@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dubito.registry import METHODS
+from dubito.inference.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "```python" in page.read_text()]

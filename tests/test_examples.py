@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import dubito
-from dubito.density import Density
+from dubito.inference.log_density import Density
+from dubito.inference.registry import METHODS
 from dubito.model import Target
 from dubito.priors import Normal
-from dubito.registry import METHODS
 
 PATH = Path(__file__).parents[1] / "examples" / "resnet20_frn.py"
 
@@ -47,9 +47,9 @@ def test_runs(resnet20_frn):
 
     params, target = model.parameters(), Target(model, 12)
     density = Density(target, [(x[:6], y[:6]), (x[6:], y[6:])], params, {})
-    value = density(dubito.tree.flatten(params).unsqueeze(0))
+    value = density(dubito.tensors.tree.flatten(params).unsqueeze(0))
     expected = target.gradient(params, [(x, y)], {})
-    torch.testing.assert_close(value.gradient[0], dubito.tree.flatten(expected.gradient), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(value.gradient[0], dubito.tensors.tree.flatten(expected.gradient), rtol=1e-3, atol=1e-3)
 
 
 def test_closeness_has_a_setting_for_every_method(monkeypatch):

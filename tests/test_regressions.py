@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import dubito
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model, MultiTask
-from dubito.batches import batches
-from dubito.predict.sampled import _KNOWN
+from dubito.inference.batches import batches
+from dubito.posteriors.predict.sampled import _KNOWN
 
 X, LABELS = torch.randn(100, 4, generator=torch.Generator().manual_seed(0)), torch.arange(100) % 3
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import dubito
 from dubito import MAP, SWAG, Categorical, Laplace, MCDropout, Model
-from dubito.predict.dropout import Masks
+from dubito.posteriors.predict.dropout import Masks
 
 PATH = Path(__file__).parents[1] / "examples" / "sequences.py"
 WORDS, RATE = 12, 0.4

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from dubito.compare.problem import problem
+from dubito.evaluation.problems import problem
 from dubito.labelling import Server, Session, task
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))

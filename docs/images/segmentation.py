@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 import torch
+from dubito.data.camvid import CLASSES, COLOURS, VOID
 from PIL import Image
 
 import dubito
 from dubito.apps.dense import assess, maps
 from dubito.data import camvid
-from dubito.data.camvid import CLASSES, COLOURS, VOID
 from dubito.report import Picture
 from dubito.report.dense import detection, panels
 

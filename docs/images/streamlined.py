@@ -22,7 +22,7 @@ import dubito
 from dubito.data import digits
 from dubito.measures import mutual_information, predictive_entropy
 from dubito.metrics import auroc, nll
-from dubito.predict.streamlined import Streamlined
+from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, grid, render
 
 HERE = Path(__file__).parent

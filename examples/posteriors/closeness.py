@@ -12,9 +12,9 @@ from typing import Any
 from problem import Setting, closeness, load, report, setting
 
 import dubito
-from dubito.consistency import Consistency
+from dubito.inference.registry import METHODS
+from dubito.inference.semi_supervised import Consistency
 from dubito.posteriors import Samples
-from dubito.registry import METHODS
 
 Row = tuple[str, Any, Any]  # label, method, where it starts
 PLAIN = dubito.MAP(epochs=200, learning_rate=3e-3)

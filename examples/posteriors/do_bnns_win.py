@@ -2,7 +2,7 @@
 
 from problem import closeness, load, report, setting
 
-from dubito.predictive import Predictive
+from dubito.posteriors.predictive import Predictive
 
 s = setting()
 problem = load(s)

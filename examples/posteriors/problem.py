@@ -26,7 +26,7 @@ from dubito.data import digits
 from dubito.diagnostics import agreement, ess_bulk, rhat, total_variation
 from dubito.metrics import accuracy, ece, nll
 from dubito.posteriors import Posterior, Samples
-from dubito.predictive import Predictive
+from dubito.posteriors.predictive import Predictive
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dubito
 from dubito.diagnostics import rhat
 from dubito.priors import Prior
-from dubito.tree import Params
+from dubito.tensors.tree import Params
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ scale^2 (number of incoming weights - number of outgoing ones), in the mean over
 import torch
 from problem import load, report, setting
 
-from dubito import tree
 from dubito.diagnostics import ess_bulk, ess_mean, rhat
-from dubito.tree import Params
+from dubito.tensors import tree
+from dubito.tensors.tree import Params
 
 s = setting()
 problem = load(s)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dubito
-from dubito import store
 from dubito.apps.active import (
     ACQUISITIONS,
     EPIG,
@@ -39,8 +38,9 @@ from dubito.apps.active.joint import systematic
 from dubito.apps.active.view import Functions
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
-from dubito.predict.dropout import Dropout
-from dubito.predictive import LatentMixture, StudentT
+from dubito.posteriors.predict.dropout import Dropout
+from dubito.posteriors.predictive import LatentMixture, StudentT
+from dubito.tensors import store
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dubito
+from dubito.apps.action_values import taken
 from dubito.apps.bandits import (
     PROBLEMS,
     Bandit,
@@ -34,9 +35,8 @@ from dubito.apps.bandits import (
 )
 from dubito.apps.bandits.simulate import Run
 from dubito.apps.function import one_function
-from dubito.apps.taken import taken
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic, Stored
-from dubito.predict.dropout import Dropout
+from dubito.posteriors.predict.dropout import Dropout
 from dubito.priors import Centred, Normal
 
 

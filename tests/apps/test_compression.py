@@ -18,8 +18,8 @@ from dubito.data import digits
 from dubito.likelihoods import Bernoulli, Categorical, Gaussian
 from dubito.posteriors import Gaussian as Posterior
 from dubito.posteriors import Point, Samples
-from dubito.store import FileError
-from dubito.tree import Params
+from dubito.tensors.store import FileError
+from dubito.tensors.tree import Params
 
 
 def posterior_of(network: nn.Module, scale: float = 0.05, likelihood=None) -> Posterior:

@@ -23,7 +23,7 @@ from dubito.likelihoods import (
     MultiTask,
 )
 from dubito.posteriors import Point
-from dubito.predictive import LatentMixture
+from dubito.posteriors.predictive import LatentMixture
 from dubito.recalibrate import Temperature
 
 VOID = 9

@@ -13,7 +13,7 @@ import dubito
 from dubito.apps.exploration import EpsilonGreedy, History, Maze, QLearning, Replay, Thompson
 from dubito.apps.network import only_network
 from dubito.posteriors import Point, Stochastic
-from dubito.predict.dropout import Dropout
+from dubito.posteriors.predict.dropout import Dropout
 from dubito.priors import Normal
 
 
@@ -108,7 +108,7 @@ def test_epsilon_is_the_share_of_random_choices():
 
 
 def _taken(one: dubito.Model) -> dubito.Model:
-    from dubito.apps.taken import taken
+    from dubito.apps.action_values import taken
 
     return taken(one)
 

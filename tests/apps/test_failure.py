@@ -17,8 +17,8 @@ from dubito.apps.failure import Confidence, ConfidNet, Selective
 from dubito.apps.network import networks, posterior_of
 from dubito.data import digits
 from dubito.posteriors import Point
-from dubito.predictive import LatentMixture
-from dubito.store import FileError
+from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors.store import FileError
 
 
 def predictive(n: int = 400, draws: int = 5, classes: int = 4) -> tuple[LatentMixture, Tensor]:

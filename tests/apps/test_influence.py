@@ -13,12 +13,12 @@ from torch.func import grad as slope
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import dubito
-from dubito import tree
 from dubito.apps.influence import Influence, Influences, inspection
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Point
 from dubito.priors import Normal, StudentT
 from dubito.report.influence import influential, sheet
+from dubito.tensors import tree
 
 
 class Words(nn.Module):

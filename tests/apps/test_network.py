@@ -8,12 +8,12 @@ from torch import nn
 
 import dubito
 from apps.networks import build
-from dubito import store
 from dubito.apps import failure, ood
 from dubito.apps.network import Network, examples, last_linear, networks, only_network, posterior_of, score_loader
-from dubito.apps.reservoir import Reservoir
+from dubito.evaluation.reservoir import Reservoir
 from dubito.posteriors import Drawn, Gaussian, Mixture, Point, Samples, Stored
-from dubito.predict.dropout import Dropout
+from dubito.posteriors.predict.dropout import Dropout
+from dubito.tensors import store
 
 
 def point(network: nn.Module, likelihood=None) -> Network:

@@ -17,7 +17,7 @@ from dubito.apps.ood import DETECTORS, ODIN, Energy, Mahalanobis, MaxLogit, Meas
 from dubito.apps.ood.neighbours import kth_distance
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
-from dubito.predict.dropout import Dropout
+from dubito.posteriors.predict.dropout import Dropout
 
 
 def mlp() -> nn.Sequential:
@@ -204,7 +204,7 @@ def test_networks_of_an_ensemble_have_clusters_of_their_own():
     posterior, (x, y) = forms()["samples"], data()
     score = Mahalanobis().fit(posterior, (x, y))
     members = [
-        Mahalanobis().fit(Point(posterior.model, dubito.tree.select(posterior.params, i), posterior.buffers), (x, y))(x)
+        Mahalanobis().fit(Point(posterior.model, dubito.tensors.tree.select(posterior.params, i), posterior.buffers), (x, y))(x)
         for i in range(3)
     ]
     torch.testing.assert_close(score(x), torch.stack(members).mean(0))
@@ -272,7 +272,7 @@ def test_digits_that_were_not_learned_are_unfamiliar():
 
 def test_draws_without_weight_do_not_count():
     posterior, (x, y) = forms()["samples"], data()
-    two = Samples(posterior.model, dubito.tree.select(posterior.params, slice(0, 2)), posterior.buffers)
+    two = Samples(posterior.model, dubito.tensors.tree.select(posterior.params, slice(0, 2)), posterior.buffers)
     same = Samples(posterior.model, posterior.params, posterior.buffers, weights=torch.tensor([0.5, 0.5, 0.0]))
     for name in ("odin", "mahalanobis", "energy"):
         torch.testing.assert_close(DETECTORS[name]().fit(same, (x, y))(x), DETECTORS[name]().fit(two, (x, y))(x))

@@ -13,8 +13,8 @@ from torch import nn
 import dubito
 from dubito.apps.optimize import Optimization, expected_improvement, greedy_improvement, surrogate
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
-from dubito.predict.dropout import Dropout
-from dubito.predictive import LatentMixture
+from dubito.posteriors.predict.dropout import Dropout
+from dubito.posteriors.predictive import LatentMixture
 from dubito.priors import Normal
 
 

@@ -34,7 +34,7 @@ from dubito import (
 )
 from dubito.augment import Noise
 from dubito.families import Flow
-from dubito.registry import METHODS
+from dubito.inference.registry import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dubito
 from contract.methods import DETERMINISTIC, QUICK, REGRESSION_ONLY, data, network
 from dubito import Categorical, Gaussian, Model
-from dubito.fit import Event
+from dubito.inference.fit import Event
 from dubito.model import Target
 from dubito.posteriors import Mixture, Samples, Stochastic
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito import Model
 from dubito.likelihoods import own
-from dubito.tree import Params
+from dubito.tensors.tree import Params
 
 DOUBLE = torch.float64
 

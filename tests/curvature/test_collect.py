@@ -24,7 +24,7 @@ from curvature.networks import (
 )
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, Model, MultiTask
 from dubito.curvature import Spec, curvature
-from dubito.linalg import Blocks, Dense, Diagonal, Kronecker
+from dubito.tensors.covariances import Blocks, Dense, Diagonal, Kronecker
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")  # torch, of its own accord
 

@@ -7,8 +7,9 @@ import torch
 
 from curvature.networks import DOUBLE, NETWORKS, build, ggn, hessian, numbers, output, part, size, targets
 from curvature.test_collect import LIKELIHOODS, halves
-from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Model, tree
+from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Model
 from dubito.curvature.products import batch_product, conjugate_gradients, lanczos, product
+from dubito.tensors import tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")  # torch, of its own accord
 

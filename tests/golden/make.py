@@ -250,8 +250,8 @@ def workplace() -> Iterator[Path]:
 
 def make_fitted(expected: dict[str, Any]) -> None:
     """Folders of `dubito fit`, finished and interrupted."""
-    from dubito.chains import Chains
-    from dubito.descent import Descent
+    from dubito.inference.descent import Descent
+    from dubito.inference.full_batch import Chains
 
     for name, words in apps.FITS.items():
         if name in expected:

@@ -13,12 +13,13 @@ from torch.distributions import MultivariateNormal as TorchNormal
 import dubito
 from curvature.networks import DOUBLE, build, numbers, targets
 from curvature.test_evidence import STRUCTURES, Linear, every, fitted, problem
-from dubito import Categorical, Gaussian, Laplace, Model, tree
-from dubito.linalg import Diagonal
+from dubito import Categorical, Gaussian, Laplace, Model
 from dubito.model import Target
 from dubito.posteriors import Gaussian as Posterior
-from dubito.predict.linearized import sweep
+from dubito.posteriors.predict.linearized import sweep
 from dubito.priors import MultivariateNormal, Normal
+from dubito.tensors import tree
+from dubito.tensors.covariances import Diagonal
 
 
 @every

@@ -8,7 +8,7 @@ from torch import nn
 
 import dubito
 from dubito.posteriors import Gaussian, Mixture, Point, Stochastic
-from dubito.predict.dropout import Dropout
+from dubito.posteriors.predict.dropout import Dropout
 from dubito.shift import Attacks, sweep
 
 

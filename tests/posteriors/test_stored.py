@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dubito
-from dubito import Categorical, Gaussian, Model, store, tree
+from dubito import Categorical, Gaussian, Model
 from dubito.posteriors import Mixture, Point, Samples, Stored
-from dubito.store import FileError
+from dubito.tensors import store, tree
+from dubito.tensors.store import FileError
 
 CHAINS, DRAWS = 3, 17
 

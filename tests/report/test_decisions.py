@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dubito import Categorical, Gaussian, metrics
-from dubito.judge import Judge
-from dubito.predictive import LatentMixture
+from dubito.evaluation.judge import Judge
+from dubito.posteriors.predictive import LatentMixture
 from dubito.report.calibration import diagram
 from dubito.report.decisions import risk, scores
 from dubito.report.quantiles import pit, quantiles

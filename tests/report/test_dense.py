@@ -9,7 +9,7 @@ from PIL import Image
 from dubito import Categorical
 from dubito.apps.dense import Detector, maps_of
 from dubito.likelihoods import HeteroscedasticGaussian
-from dubito.predictive import LatentMixture
+from dubito.posteriors.predictive import LatentMixture
 from dubito.report.dense import detection, panels
 
 COLOURS = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]

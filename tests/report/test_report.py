@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from dubito import Categorical, Gaussian, metrics
-from dubito.predictive import LatentMixture
+from dubito.posteriors.predictive import LatentMixture
 from dubito.report import Column, Figure, Picture, Report, Section, Snippet, Table, check_writable
 from dubito.report.calibration import bins, coverage, reliability
 from dubito.report.canvas import picture
@@ -137,7 +137,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dubito.store.os.replace", fail)
+    monkeypatch.setattr("dubito.tensors.store.os.replace", fail)
     with pytest.raises(OSError, match="cannot be written there: no space left") as caught:
         report().write(path)
     assert caught.value.filename == str(path)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dubito import tree
+from dubito.evaluation.shift.functions import Functions, functions
 from dubito.posteriors import Mixture, Posterior, Samples, Stored
+from dubito.posteriors.predict.dropout import Masks
 from dubito.posteriors.stored import BUFFER
-from dubito.predict.dropout import Masks
-from dubito.shift.functions import Functions, functions
-from dubito.tree import Buffers
+from dubito.tensors import tree
+from dubito.tensors.tree import Buffers
 
 
 def one_function(posterior: Posterior, generator: torch.Generator) -> Functions:

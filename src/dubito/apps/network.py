@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from dubito import tree
-from dubito.batches import batches
-from dubito.likelihoods import Categorical, own
-from dubito.model import Model, mode
+from dubito.inference.batches import batches
+from dubito.model import Model
+from dubito.model.likelihoods import Categorical, own
+from dubito.network.weights import mode
 from dubito.posteriors import Mixture, Point, Posterior, Samples, Stored
 from dubito.posteriors.posterior import inputs_of
+from dubito.posteriors.predictive import LatentMixture
 from dubito.posteriors.stored import BUFFER
-from dubito.predictive import LatentMixture
-from dubito.randomness import forked, generator, lent
-from dubito.tree import Buffers, Params
+from dubito.tensors import tree
+from dubito.tensors.randomness import forked, generator, lent
+from dubito.tensors.tree import Buffers, Params
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SIZE = 500  # inputs at a time, where nobody cuts them into batches

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from dubito import tree
-from dubito.model import Model, mode
-from dubito.tree import Buffers, Params
+from dubito.model import Model
+from dubito.network.weights import mode
+from dubito.tensors import tree
+from dubito.tensors.tree import Buffers, Params
 
 CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 NORMS = (F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm)

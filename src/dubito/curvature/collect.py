@@ -13,16 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito import tree
 from dubito.curvature.capture import Forward
 from dubito.curvature.cotangents import MANY, Kind, cotangents, groups_of, observed
 from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import UNCLEAR, Layout, Part, layout, passed
 from dubito.curvature.rows import Layer, add_gram, pieces, squared_products
-from dubito.likelihoods import own
-from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker
-from dubito.model import Model, batch_size
-from dubito.tree import Buffers, Params
+from dubito.model import Model
+from dubito.model.likelihoods import own
+from dubito.network.examples import batch_size
+from dubito.tensors import tree
+from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker
+from dubito.tensors.tree import Buffers, Params
 
 Structure = Literal["diagonal", "kronecker", "dense"]
 SMALL = 512  # weights of a normalisation or a bias on its own that get an exact block of their own beside Kronecker blocks

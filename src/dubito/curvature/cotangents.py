@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito.likelihoods import own
-from dubito.linalg.covariance import normal
 from dubito.model import Model
-from dubito.tree import Params
+from dubito.model.likelihoods import own
+from dubito.tensors.covariances.covariance import normal
+from dubito.tensors.tree import Params
 
 Kind = Literal["ggn", "fisher", "empirical", "hessian"]
 KINDS = ("ggn", "fisher", "empirical", "hessian")

@@ -17,9 +17,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker
-from dubito.linalg.covariance import alike
-from dubito.tree import Params
+from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker
+from dubito.tensors.covariances.covariance import alike
+from dubito.tensors.tree import Params
 
 LARGE, BINS = 2**18, 2**15
 

@@ -10,17 +10,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dubito import tree
 from dubito.curvature.capture import forward
 from dubito.curvature.collect import Collector, Seen
 from dubito.curvature.evidence import Evidence
 from dubito.curvature.layout import Layout
 from dubito.curvature.products import batch_product
-from dubito.likelihoods import NOISE
-from dubito.linalg import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
 from dubito.model import Model, Target
-from dubito.priors import MultivariateNormal
-from dubito.tree import Buffers, Params
+from dubito.model.likelihoods import NOISE
+from dubito.model.priors import MultivariateNormal
+from dubito.tensors import tree
+from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
+from dubito.tensors.tree import Buffers, Params
 
 OVERSAMPLING = 10  # directions beyond the rank that the randomised search keeps, for accuracy
 COLUMNS = 256  # of a Hessian at a time

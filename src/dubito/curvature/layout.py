@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from dubito import tree
 from dubito.curvature.capture import Forward, Use, forward
 from dubito.model import Model
-from dubito.tree import Buffers, Params
+from dubito.tensors import tree
+from dubito.tensors.tree import Buffers, Params
 
 MERGED = 2
 UNCLEAR = "it is not clear which of its inputs belong to which example"

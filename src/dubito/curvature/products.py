@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dubito import tree
 from dubito.curvature.cotangents import observed
 from dubito.curvature.generic import Unrolled, along
-from dubito.likelihoods import own
-from dubito.model import Model, mode
-from dubito.tree import Buffers, Params
+from dubito.model import Model
+from dubito.model.likelihoods import own
+from dubito.network.weights import mode
+from dubito.tensors import tree
+from dubito.tensors.tree import Buffers, Params
 
 Product = Callable[[Params], Params]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dubito.curvature.capture import Use
 from dubito.curvature.layout import MERGED, Part
-from dubito.tree import Params
+from dubito.tensors.tree import Params
 
 CHUNK = 2**22  # numbers that may be formed at a time, where something is formed piece by piece
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import tree
-from dubito.likelihoods import NOISE, Gaussian
+from dubito.model.likelihoods import NOISE, Gaussian
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.conjugate import Head, conjugate, features
-from dubito.predict.sampled import sampled
-from dubito.predictive import LatentMixture, StudentT
-from dubito.randomness import fresh, generator
-from dubito.tree import Buffers, Params
+from dubito.posteriors.predict.conjugate import Head, conjugate, features
+from dubito.posteriors.predict.sampled import sampled
+from dubito.posteriors.predictive import LatentMixture, StudentT
+from dubito.tensors import tree
+from dubito.tensors.randomness import fresh, generator
+from dubito.tensors.tree import Buffers, Params
 
 DRAWS = 100  # for how="sampled", where nobody says
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from dubito import tree
-from dubito.families import Family
+from dubito.posteriors.families import Family
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.sampled import sampled
-from dubito.predictive import LatentMixture
-from dubito.randomness import fresh, generator
-from dubito.tree import Buffers, Params
+from dubito.posteriors.predict.sampled import sampled
+from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors import tree
+from dubito.tensors.randomness import fresh, generator
+from dubito.tensors.tree import Buffers, Params
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import tree
 from dubito.curvature.evidence import Evidence, highest, maximize
-from dubito.likelihoods import NOISE
-from dubito.linalg import Covariance, Diagonal
 from dubito.model import Model
+from dubito.model.likelihoods import NOISE
+from dubito.model.priors import MultivariateNormal
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.adjoint import adjoint
-from dubito.predict.linearized import functions, joint, linearized, sweep
-from dubito.predict.sampled import GIGABYTE, sampled
-from dubito.predict.streamlined import Streamlined
-from dubito.predictive import LINKS, LatentMixture
-from dubito.priors import MultivariateNormal
-from dubito.randomness import forked, fresh, generator, lent
-from dubito.tree import Buffers, Params
+from dubito.posteriors.predict.adjoint import adjoint
+from dubito.posteriors.predict.linearized import functions, joint, linearized, sweep
+from dubito.posteriors.predict.sampled import GIGABYTE, sampled
+from dubito.posteriors.predict.streamlined import Streamlined
+from dubito.posteriors.predictive import LINKS, LatentMixture
+from dubito.tensors import tree
+from dubito.tensors.covariances import Covariance, Diagonal
+from dubito.tensors.randomness import forked, fresh, generator, lent
+from dubito.tensors.tree import Buffers, Params
 
 CONTINUED = "the prior is an earlier posterior: change it there, and fit again"
 FIXED = "the noise is not learned by this likelihood, so it is part of the curvature: fit with another noise"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dubito import store
 from dubito.model import Model
+from dubito.tensors import store
 
 NEAR = 60  # characters around the place where two long texts begin to differ
 

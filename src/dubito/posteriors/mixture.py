@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from dubito import tree
 from dubito.posteriors.conjugate import Conjugate
 from dubito.posteriors.posterior import Posterior
+from dubito.posteriors.predictive import LatentMixture, mix
 from dubito.posteriors.stochastic import Stochastic
-from dubito.predictive import LatentMixture, mix
-from dubito.randomness import derive, fresh
-from dubito.tree import Params
+from dubito.tensors import tree
+from dubito.tensors.randomness import derive, fresh
+from dubito.tensors.tree import Params
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from dubito import tree
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.sampled import sampled
-from dubito.predictive import LatentMixture
-from dubito.tree import Buffers, Params
+from dubito.posteriors.predict.sampled import sampled
+from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors import tree
+from dubito.tensors.tree import Buffers, Params
 
 
 @dataclass(frozen=True, repr=False)

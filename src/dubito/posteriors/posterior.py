@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dubito import tree
-from dubito.model import LABELS, Model, split_batch
-from dubito.predictive import Predictive, concatenate
-from dubito.randomness import forked, global_state, lent, set_global_state
-from dubito.tree import Params
+from dubito.model import Model
+from dubito.network.examples import LABELS, split_batch
+from dubito.posteriors.predictive import Predictive, concatenate
+from dubito.tensors import tree
+from dubito.tensors.randomness import forked, global_state, lent, set_global_state
+from dubito.tensors.tree import Params
 
 
 @dataclass(frozen=True, repr=False)

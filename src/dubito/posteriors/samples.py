@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import tree
-from dubito.diagnostics import Summary, summarize, to_arviz
+from dubito.posteriors.diagnostics import Summary, summarize, to_arviz
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.sampled import sampled
-from dubito.predictive import LatentMixture
-from dubito.randomness import fresh
-from dubito.tree import Buffers, Params
+from dubito.posteriors.predict.sampled import sampled
+from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors import tree
+from dubito.tensors.randomness import fresh
+from dubito.tensors.tree import Buffers, Params
 
 
 @dataclass(frozen=True, repr=False)

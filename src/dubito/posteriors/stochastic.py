@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dubito.posteriors.posterior import Posterior
-from dubito.predict.adjoint import adjoint
-from dubito.predict.dropout import Dropout, learned_rates
-from dubito.predict.sampled import sampled
-from dubito.predict.streamlined import Streamlined
-from dubito.predictive import LINKS, LatentMixture
-from dubito.randomness import fresh, generator
-from dubito.tree import Buffers, Params
+from dubito.posteriors.predict.adjoint import adjoint
+from dubito.posteriors.predict.dropout import Dropout, learned_rates
+from dubito.posteriors.predict.sampled import sampled
+from dubito.posteriors.predict.streamlined import Streamlined
+from dubito.posteriors.predictive import LINKS, LatentMixture
+from dubito.tensors.randomness import fresh, generator
+from dubito.tensors.tree import Buffers, Params
 
 
 @dataclass(frozen=True, repr=False)

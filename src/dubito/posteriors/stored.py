@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dubito import store, tree
-from dubito.diagnostics import Summary, energy_error_per_dimension, summarize
 from dubito.model import Model
+from dubito.posteriors.diagnostics import Summary, energy_error_per_dimension, summarize
 from dubito.posteriors.identity import belonging, differences
 from dubito.posteriors.posterior import Posterior, _joined, inputs_of
+from dubito.posteriors.predict.sampled import sampled
+from dubito.posteriors.predictive import LatentMixture, concatenate
 from dubito.posteriors.samples import Samples
-from dubito.predict.sampled import sampled
-from dubito.predictive import LatentMixture, concatenate
-from dubito.randomness import forked, fresh, lent
-from dubito.tree import Buffers, Params
+from dubito.tensors import store, tree
+from dubito.tensors.randomness import forked, fresh, lent
+from dubito.tensors.tree import Buffers, Params
 
 TRACE, BUFFER = "trace:", "buffer:"
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dubito import metrics
-from dubito.metrics import Reliability
+from dubito.evaluation import metrics
+from dubito.evaluation.metrics import Reliability
 from dubito.report.canvas import BLUE, CYCLE, SOFT, VERMILION, grid, picture
 from dubito.report.report import Picture
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dubito.judge import Counts, Decision
+from dubito.evaluation.judge import Counts, Decision
 from dubito.report.calibration import LEAST
 from dubito.report.canvas import BLUE, CYCLE, VERMILION, grid, picture
 from dubito.report.report import Picture

@@ -34,7 +34,7 @@ def panels(
     has one scale for all images, up to its 99.5 % quantile; that of numbers is shown as a standard deviation. `labels` name the rows.
 
     >>> import dubito
-    >>> p = dubito.predictive.LatentMixture(dubito.Categorical(dim=1), torch.randn(3, 1, 4, 6, 2))
+    >>> p = dubito.posteriors.predictive.LatentMixture(dubito.Categorical(dim=1), torch.randn(3, 1, 4, 6, 2))
     >>> from dubito.apps.dense import maps_of
     >>> panels(torch.rand(1, 3, 4, 6), torch.zeros(1, 4, 6).long(), maps_of(p)).alt
     'Dense prediction, 1 image: input, truth, prediction, aleatoric and epistemic uncertainty. The mean is 0... and 0...'

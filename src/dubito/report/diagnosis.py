@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dubito.diagnostics import Summary
-from dubito.diagnostics.predictions import running
-from dubito.diagnostics.summary import BAD, GOOD
 from dubito.posteriors import Samples
+from dubito.posteriors.diagnostics import Summary
+from dubito.posteriors.diagnostics.predictions import running
+from dubito.posteriors.diagnostics.summary import BAD, GOOD
 from dubito.report.canvas import INK
 from dubito.report.chains import MANY, chain_colours, energies, rhats, running_scores, trace
 from dubito.report.report import Column, Figure, Picture, Report, Section, Table

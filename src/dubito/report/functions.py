@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dubito.predictive import LatentMixture
+from dubito.posteriors.predictive import LatentMixture
 from dubito.report.canvas import BLUE, CYCLE, INK, grid, picture
 from dubito.report.regression import EPISTEMIC
 from dubito.report.report import Picture

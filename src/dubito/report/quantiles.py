@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dubito.metrics import QuantileCalibration
+from dubito.evaluation.metrics import QuantileCalibration
 from dubito.report.canvas import BLUE, CYCLE, INK, LINE, SOFT, grid, picture
 from dubito.report.report import Picture
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dubito.predictive import Predictive
+from dubito.posteriors.predictive import Predictive
 from dubito.report.canvas import INK, SOFT, grid, picture, render
 from dubito.report.report import Picture
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dubito.store import replacing
+from dubito.tensors.store import replacing
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from dubito.evaluation.shift import Sweep
 from dubito.report.canvas import CYCLE, SOFT, grid, picture
 from dubito.report.report import Column, Figure, Picture, Section, Table
-from dubito.shift import Sweep
 
 
 class Reading(NamedTuple):

@@ -17,7 +17,7 @@ from dubito.apps.active.measured import Random as Random
 from dubito.apps.active.measured import bald as bald
 from dubito.apps.active.measured import mean_std as mean_std
 from dubito.apps.active.pool import Pool as Pool
-from dubito.apps.active.randomised import Randomised as Randomised
+from dubito.apps.active.randomized import Randomised as Randomised
 from dubito.apps.active.record import Round as Round
 from dubito.apps.active.registry import ACQUISITIONS as ACQUISITIONS
 from dubito.apps.active.registry import acquisition as acquisition

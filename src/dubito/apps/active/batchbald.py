@@ -10,8 +10,8 @@ from torch import Tensor
 from dubito.apps.active.acquisition import Choice, check_finite
 from dubito.apps.active.joint import GIGABYTE, Outcomes, Spread, greedy
 from dubito.apps.active.view import Functions, View
-from dubito.likelihoods import entropy
-from dubito.randomness import fresh
+from dubito.model.likelihoods import entropy
+from dubito.tensors.randomness import fresh
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dubito.apps.active.acquisition import Choice, best
 from dubito.apps.active.view import Functions, View
-from dubito.likelihoods import entropy
-from dubito.randomness import generator as seeded
+from dubito.model.likelihoods import entropy
+from dubito.tensors.randomness import generator as seeded
 
 CHUNK = 2**25  # numbers of joint probabilities at a time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dubito.randomness import generator
+from dubito.tensors.randomness import generator
 
 
 def balanced(labels: Tensor, n: int, *, seed: int = 0) -> Tensor:

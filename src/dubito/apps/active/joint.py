@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dubito.apps.active.acquisition import Choice
 from dubito.apps.active.view import Functions
-from dubito.likelihoods import entropy
+from dubito.model.likelihoods import entropy
 
 GIGABYTE = 2**30
 FIRST = 64  # candidates of the first chunk; most often the largest gain is among them

@@ -14,22 +14,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito import tree
 from dubito.apps.active.acquisition import Acquisition
 from dubito.apps.active.pool import Pool
 from dubito.apps.active.record import Folder, Labels, Round, read
 from dubito.apps.active.registry import acquisition as named
 from dubito.apps.active.view import View
-from dubito.apps.in_turn import Methods, chain, fit_in_turn
 from dubito.apps.network import joined, only_network
-from dubito.judge import judge
-from dubito.likelihoods import MultiTask
-from dubito.model import Model, copied
+from dubito.apps.sequence import Methods, chain, fit_in_turn
+from dubito.evaluation.judge import judge
+from dubito.model import Model
+from dubito.model.likelihoods import MultiTask
+from dubito.network.reinitialize import reinitialize
+from dubito.network.weights import copied
 from dubito.posteriors import Point, Posterior
-from dubito.predictive import Predictive
-from dubito.randomness import derive, forked, generator
-from dubito.restart import restarted
-from dubito.tree import Params
+from dubito.posteriors.predictive import Predictive
+from dubito.tensors import tree
+from dubito.tensors.randomness import derive, forked, generator
+from dubito.tensors.tree import Params
 
 Oracle = Callable[[Tensor], Any]  # indices [k] -> their labels
 
@@ -344,7 +345,7 @@ class ActiveLearning:
             return None
         if self.start == "anew":
             weights = {name: leaf for name, leaf in self.model.parameters().items() if ":" not in name}
-            return restarted(self.model, weights, seed)
+            return reinitialize(self.model.network, weights, seed)
         before, after, of = self._weights
         found = before if of == digest else after  # the same labels again: the same fit again
         return tree.move(found, self.model.device) if found else None

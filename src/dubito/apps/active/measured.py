@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito import measures
 from dubito.apps.active.acquisition import Choice, best
 from dubito.apps.active.view import View
-from dubito.likelihoods import average
-from dubito.predictive import LatentMixture, Predictive, StudentT
+from dubito.evaluation import measures
+from dubito.model.likelihoods import average
+from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT
 
 
 def bald(p: Predictive) -> Tensor:

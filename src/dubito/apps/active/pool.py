@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
-from dubito import store, tree
 from dubito.apps.network import joined
 from dubito.model import Model
 from dubito.posteriors.posterior import inputs_of
-from dubito.randomness import derive, forked, lent
+from dubito.tensors import store, tree
+from dubito.tensors.randomness import derive, forked, lent
 
 
 class Pool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import store
-from dubito.tree import Params
+from dubito.tensors import store
+from dubito.tensors.tree import Params
 
 FILE, WEIGHTS = "active.safetensors", "weights.safetensors"
 

@@ -12,9 +12,9 @@ from dubito.apps.active.acquisition import Acquisition
 from dubito.apps.active.batchbald import BatchBALD
 from dubito.apps.active.epig import EPIG
 from dubito.apps.active.measured import Measured, Random
-from dubito.apps.active.randomised import Randomised
-from dubito.measures import MEASURES
-from dubito.predictive import Predictive
+from dubito.apps.active.randomized import Randomised
+from dubito.evaluation.measures import MEASURES
+from dubito.posteriors.predictive import Predictive
 
 ACQUISITIONS: dict[str, Callable[..., Acquisition]] = {
     "entropy": partial(Measured, "entropy"),

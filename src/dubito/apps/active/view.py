@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dubito import tree
 from dubito.apps.active.pool import Pool
-from dubito.likelihoods import Bernoulli, Classes
+from dubito.model.likelihoods import Bernoulli, Classes
 from dubito.posteriors import Mixture, Posterior, Stochastic
-from dubito.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.tensors import tree
 
 DRAWS = 100  # functions of a posterior that has no number of its own
 

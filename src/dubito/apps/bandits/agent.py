@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dubito.randomness import generator
+from dubito.tensors.randomness import generator
 
 
 class Agent(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito import store
+from dubito.tensors import store
 
 
 @dataclass(frozen=True)

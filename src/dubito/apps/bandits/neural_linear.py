@@ -10,11 +10,11 @@ from torch import Tensor
 from dubito.apps.bandits.agent import Log, first
 from dubito.apps.bandits.regressions import Regressions
 from dubito.apps.bandits.thompson import Thompson
-from dubito.apps.in_turn import Methods
 from dubito.apps.network import last_linear, only_network
+from dubito.apps.sequence import Methods
 from dubito.model import Model
 from dubito.posteriors import Posterior
-from dubito.randomness import generator
+from dubito.tensors.randomness import generator
 
 
 def _with_one(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.bandits.bandit import Bandit
-from dubito.randomness import generator
+from dubito.tensors.randomness import generator
 
 SAFE, BAD, GOOD, REFUSE, HARM = 5.0, -35.0, 5.0, 0.0, 0.5  # rewards of eating and of not eating; how often poison harms
 # values of the 22 attributes of the mushroom data: 117 columns, as published
@@ -154,7 +154,7 @@ def _tumours(rounds: int, seed: int) -> Bandit:
 
 
 def _mnist(rounds: int, seed: int) -> Bandit:
-    from dubito.data import mnist
+    from dubito.evaluation.data import mnist
 
     train = mnist("train")
     return classification(train.x, train.y, rounds, seed=seed, name="mnist")

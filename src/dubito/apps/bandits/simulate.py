@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import store
 from dubito.apps.bandits.agent import Agent
 from dubito.apps.bandits.bandit import Bandit
+from dubito.inference.progress import Progress
 from dubito.model import Model
-from dubito.progress import Progress
+from dubito.tensors import store
 
 # of agents: what changes what they do
 SETTINGS = ("arms", "width", "every", "initial", "members", "epsilon", "standardize", "batch_size", "prior")

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import tree
+from dubito.apps.action_values import check_width, taken
 from dubito.apps.bandits.agent import Log, first
 from dubito.apps.function import one_function
-from dubito.apps.in_turn import Methods, chain, fit_in_turn
-from dubito.apps.taken import check_width, taken
-from dubito.methods.neural_linear import NeuralLinear
+from dubito.apps.sequence import Methods, chain, fit_in_turn
+from dubito.inference.methods.neural_linear import NeuralLinear
 from dubito.model import Model
+from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Posterior, Samples
-from dubito.randomness import derive, generator
-from dubito.restart import restarted
-from dubito.tree import Params
+from dubito.tensors import tree
+from dubito.tensors.randomness import derive, generator
+from dubito.tensors.tree import Params
 
 
 class Thompson:
@@ -85,7 +85,7 @@ class Thompson:
         if self.members == 1:
             return [{}]  # the network as it stands
         weights = {name: leaf for name, leaf in self.model.parameters().items() if ":" not in name}
-        return [restarted(self.model, weights, derive(self.seed, "member", i)) for i in range(self.members)]
+        return [reinitialize(self.model.network, weights, derive(self.seed, "member", i)) for i in range(self.members)]
 
     def act(self, context: Tensor) -> int:
         self.acts, waiting, self._waiting = self.acts + 1, self._waiting, self._waiting + 1

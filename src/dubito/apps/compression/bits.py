@@ -17,7 +17,7 @@ import math
 
 from torch import Tensor
 
-from dubito.tree import Params
+from dubito.tensors.tree import Params
 
 FINEST = 23  # bits below the leading one, those of a float32
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import metrics, tree
 from dubito.apps.compression.pruning import moments, scores
 from dubito.apps.network import gathered
+from dubito.evaluation import metrics
 from dubito.posteriors import Point, Posterior
-from dubito.tree import Params
+from dubito.tensors import tree
+from dubito.tensors.tree import Params
 
 CLOSE = 0.002  # of all that could go: how closely the most that may go is found
 FEW = 0.001  # of all weights: tensors with fewer get the threshold that all have in common

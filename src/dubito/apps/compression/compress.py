@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from dubito import tree
 from dubito.apps.compression import bits
 from dubito.apps.compression.cutting import cut
 from dubito.apps.compression.pruning import Threshold, masks, moments, scores
 from dubito.apps.compression.report import compare
 from dubito.apps.compression.writing import Compressed
 from dubito.posteriors import Posterior
-from dubito.randomness import forked
-from dubito.tree import Params
+from dubito.tensors import tree
+from dubito.tensors.randomness import forked
+from dubito.tensors.tree import Params
 
 
 def compress(

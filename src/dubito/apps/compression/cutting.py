@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dubito import tree
 from dubito.apps.compression.flows import Flows, Site, filled, run
 from dubito.apps.compression.rules import RULES
 from dubito.apps.compression.writing import Compressed, Plan, write
-from dubito.model import pick_output, swapped
-from dubito.predict.streamlined.program import _needed
-from dubito.predict.streamlined.trace import PROBE, Ref, Trace, trace
-from dubito.randomness import forked
-from dubito.tree import Buffers, Params
+from dubito.network.examples import pick_output
+from dubito.network.weights import swapped
+from dubito.posteriors.predict.streamlined.program import _needed
+from dubito.posteriors.predict.streamlined.trace import PROBE, Ref, Trace, trace
+from dubito.tensors import tree
+from dubito.tensors.randomness import forked
+from dubito.tensors.tree import Buffers, Params
 
 
 def call(network: nn.Module, x: Any) -> Any:

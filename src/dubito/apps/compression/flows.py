@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dubito.apps.compression.units import Units
-from dubito.predict.streamlined.program import _follows
-from dubito.predict.streamlined.trace import Ref, Size, Step, Trace, refs
+from dubito.posteriors.predict.streamlined.program import _follows
+from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, Trace, refs
 
 DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
 RANDOM = {"bernoulli", "normal", "multinomial", "uniform", "poisson"}

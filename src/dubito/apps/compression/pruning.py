@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.linalg import Diagonal
 from dubito.posteriors import Drawn, Gaussian, Posterior
-from dubito.tree import Params
+from dubito.tensors.covariances import Diagonal
+from dubito.tensors.tree import Params
 
 THRESHOLD = 1.0  # a mean that is within a standard deviation of zero
 

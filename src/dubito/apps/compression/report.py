@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from dubito import metrics, tree
 from dubito.apps.compression import bits
 from dubito.apps.compression.cutting import call
 from dubito.apps.compression.storage import packed
 from dubito.apps.compression.writing import Compressed
 from dubito.apps.network import gathered
-from dubito.likelihoods import Likelihood
-from dubito.model import Model, mode
+from dubito.evaluation import metrics
+from dubito.model import Model
+from dubito.model.likelihoods import Likelihood
+from dubito.network.weights import mode
 from dubito.posteriors import Point
-from dubito.tree import Buffers, Params
+from dubito.tensors import tree
+from dubito.tensors.tree import Buffers, Params
 
 
 @dataclass(frozen=True)

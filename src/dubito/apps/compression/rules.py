@@ -25,8 +25,8 @@ from dubito.apps.compression.flows import (
     nothing,
     run,
 )
-from dubito.predict.streamlined.program import _follows
-from dubito.predict.streamlined.trace import PROBE, Ref, Size, Step, refs
+from dubito.posteriors.predict.streamlined.program import _follows
+from dubito.posteriors.predict.streamlined.trace import PROBE, Ref, Size, Step, refs
 
 POINTWISE = {
     "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "softsign",

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dubito import store, tree
 from dubito.apps.compression import bits, coding
 from dubito.apps.compression.cutting import follow
 from dubito.apps.compression.writing import Compressed, Plan, architecture, choices, signature, write
-from dubito.model import pick_output
-from dubito.randomness import forked
+from dubito.network.examples import pick_output
+from dubito.tensors import store, tree
+from dubito.tensors.randomness import forked
 
 MAGIC, FORMAT = b"dubito-cut", 1
 HEAD = struct.Struct("<B8s8sIII")  # format, digests of the network and of what follows, lengths

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from dubito import tree
 from dubito.apps.compression.flows import CONVOLUTION, TRANSPOSED, Flows, Site, arguments, matrix
-from dubito.predict.streamlined.trace import Ref, Size, Step, refs
+from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, refs
+from dubito.tensors import tree
 
 
 @dataclass(frozen=True)

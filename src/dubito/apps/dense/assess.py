@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dubito import tree
 from dubito.apps.dense.confusion import Confusion
 from dubito.apps.dense.detector import Detector
 from dubito.apps.dense.maps import Maps, Piece, Portions, pieces, predictives
-from dubito.batches import Arrays
-from dubito.likelihoods import Bernoulli, Classes, MultiTask
-from dubito.metrics import QuantileCalibration, Reliability, wilson
-from dubito.metrics.regression import LEVELS
-from dubito.model import split_batch
+from dubito.evaluation.metrics import QuantileCalibration, Reliability, wilson
+from dubito.evaluation.metrics.regression import LEVELS
+from dubito.inference.batches import Arrays
+from dubito.inference.progress import Progress
+from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
+from dubito.network.examples import split_batch
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
-from dubito.predictive import LatentMixture, Predictive
-from dubito.progress import Progress
-from dubito.randomness import forked, lent
+from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.tensors import tree
+from dubito.tensors.randomness import forked, lent
 
 SCORES = ("total", "aleatoric", "epistemic", "spread", "noise", "one_minus_max")  # by which errors are looked for
 MEANINGS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dubito.metrics.decisions import Ranking
+from dubito.evaluation.metrics.decisions import Ranking
 
 SHIFT = 12  # of a float32's 23 binary digits that are dropped: eleven are left
 BINS = 2 ** (31 - SHIFT)  # every exponent, with those digits

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import tree
-from dubito.likelihoods import (
+from dubito.inference.progress import Progress
+from dubito.model.likelihoods import (
     Bernoulli,
     Classes,
     HeteroscedasticCategorical,
@@ -19,10 +19,10 @@ from dubito.likelihoods import (
     average,
     entropy,
 )
-from dubito.model import batch_size
+from dubito.network.examples import batch_size
 from dubito.posteriors import Posterior
-from dubito.predictive import LatentMixture, Predictive
-from dubito.progress import Progress
+from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.tensors import tree
 
 GIGABYTE = 2**30
 EVERYWHERE = ("mean", "total", "aleatoric", "epistemic", "spread")  # the maps that every predictive has

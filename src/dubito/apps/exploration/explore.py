@@ -11,7 +11,7 @@ from torch import Tensor
 from dubito.apps.function import one_function
 from dubito.apps.network import only_network
 from dubito.posteriors import Posterior
-from dubito.randomness import generator
+from dubito.tensors.randomness import generator
 
 
 @dataclass(frozen=True)

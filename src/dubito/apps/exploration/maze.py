@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dubito.randomness import generator
+from dubito.tensors.randomness import generator
 
 MOVES = ((-1, 0), (0, 1), (1, 0), (0, -1))  # up, right, down, left
 

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dubito import store, tree
+from dubito.apps.action_values import check_width, taken
 from dubito.apps.exploration.explore import Explore, Thompson
 from dubito.apps.exploration.replay import Replay, Transitions
 from dubito.apps.network import Network, only_network
-from dubito.apps.taken import check_width, taken
-from dubito.fit import Method, Start
+from dubito.inference.fit import Method, Start
+from dubito.inference.progress import Progress
 from dubito.model import Model, Target
 from dubito.posteriors import Point, Posterior, Samples
-from dubito.progress import Progress
-from dubito.randomness import derive, forked, generator
+from dubito.tensors import store, tree
+from dubito.tensors.randomness import derive, forked, generator
 
 FOREVER = 2**40  # steps of a learning rate that stays
 

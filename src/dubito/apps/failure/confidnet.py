@@ -19,19 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dubito import store, tree
 from dubito.apps.network import Network, examples, last_linear, only_network, posterior_of
-from dubito.apps.reservoir import Reservoir
-from dubito.likelihoods import Classes, own
-from dubito.metrics import aupr_error
+from dubito.evaluation.metrics import aupr_error
+from dubito.evaluation.reservoir import Reservoir
+from dubito.inference.progress import Progress
 from dubito.model import Model
+from dubito.model.likelihoods import Classes, own
+from dubito.network.cuda_graphs import Steps
 from dubito.posteriors import Posterior
-from dubito.predict.dropout import Dropout, Masks
-from dubito.predictive import LatentMixture
-from dubito.progress import Progress
-from dubito.randomness import derive, forked, generator
-from dubito.recorded import Steps
-from dubito.tree import Buffers, Params
+from dubito.posteriors.predict.dropout import Dropout, Masks
+from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors import store, tree
+from dubito.tensors.randomness import derive, forked, generator
+from dubito.tensors.tree import Buffers, Params
 
 POSITIONS = 2**22  # of dense outputs, that are kept for an epoch: a random part where there are more
 ROWS = 512  # inputs in a pass without gradients
@@ -54,7 +54,7 @@ class ConfidNet:
     confidence for every position.
 
     >>> import dubito
-    >>> from dubito.data import digits
+    >>> from dubito.evaluation.data import digits
     >>> data = digits(seed=0)
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     >>> confidence = ConfidNet((32,), epochs=2, tune_epochs=1).fit(net, (data.x_train, data.y_train))

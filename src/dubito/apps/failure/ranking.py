@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dubito import metrics
 from dubito.apps.failure.scores import USUAL, one_minus_true, read, scores, wrong
-from dubito.metrics.reading import Array, tensor
-from dubito.predictive import Predictive
+from dubito.evaluation import metrics
+from dubito.evaluation.metrics.reading import Array, tensor
+from dubito.posteriors.predictive import Predictive
 
 
 class Failure(NamedTuple):
@@ -46,7 +46,7 @@ def failures(
     `oracle` adds the true class probability, "tcp", which bounds what a learned confidence can reach.
 
     >>> import dubito, torch
-    >>> p = dubito.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
+    >>> p = dubito.posteriors.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
     >>> failures(p, torch.tensor([0, 1]), names=["mcp"])["mcp"].auroc
     1.0
     """

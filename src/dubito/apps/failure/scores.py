@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dubito.likelihoods import Bernoulli, Classes, MultiTask
-from dubito.measures import MEASURES, one_minus_max, predictive_entropy
-from dubito.metrics.reading import Array, tensor
-from dubito.predictive import Predictive
+from dubito.evaluation.measures import MEASURES, one_minus_max, predictive_entropy
+from dubito.evaluation.metrics.reading import Array, tensor
+from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
+from dubito.posteriors.predictive import Predictive
 
 # the names that the literature has for them, and those of all measures
 SCORES: dict[str, Callable[[Predictive], Tensor]] = {"mcp": one_minus_max, "entropy": predictive_entropy, **MEASURES}
@@ -21,7 +21,7 @@ def scores(p: Predictive, names: Sequence[str] = USUAL) -> dict[str, Tensor]:
     """Scores of a predictive by name, each [B, *D]: "mcp" (one minus the maximum class probability), "entropy", and any measure.
 
     >>> import dubito
-    >>> p = dubito.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1]], [[0.5, 0.5]]]).log())
+    >>> p = dubito.posteriors.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1]], [[0.5, 0.5]]]).log())
     >>> scores(p, ["mcp", "variation_ratio"])
     {'mcp': tensor([0.3000]), 'variation_ratio': tensor([0.2500])}
     """
@@ -38,7 +38,7 @@ def one_minus_true(p: Predictive, y: Array) -> Tensor:
     `ignore_index`.
 
     >>> import dubito
-    >>> p = dubito.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
+    >>> p = dubito.posteriors.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
     >>> one_minus_true(p, torch.tensor([0, 1]))
     tensor([0.1000, 0.6000])
     """
@@ -55,7 +55,7 @@ def errors(p: Predictive, y: Array) -> Tensor:
     A prediction that is NaN is an error. One label that is on or off (`Bernoulli`) is two classes, here as in all of this package.
 
     >>> import dubito
-    >>> p = dubito.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
+    >>> p = dubito.posteriors.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
     >>> errors(p, torch.tensor([0, 1]))
     tensor([False,  True])
     """

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dubito import metrics
 from dubito.apps.failure.scores import SCORES, class_probs, read, wrong
 from dubito.apps.network import examples, posterior_of
-from dubito.metrics.reading import Array, tensor
+from dubito.evaluation import metrics
+from dubito.evaluation.metrics.reading import Array, tensor
 from dubito.model import Model
 from dubito.posteriors import Posterior
 

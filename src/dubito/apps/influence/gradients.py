@@ -20,9 +20,11 @@ from dubito.apps.network import Network
 from dubito.curvature.generic import Unrolled, example_gradients
 from dubito.curvature.layout import passed
 from dubito.curvature.rows import Layer, flat, pieces
-from dubito.linalg import Blocks, Covariance, Diagonal, Kronecker
-from dubito.model import Model, batch_size, mode
-from dubito.tree import Buffers, Params
+from dubito.model import Model
+from dubito.network.examples import batch_size
+from dubito.network.weights import mode
+from dubito.tensors.covariances import Blocks, Covariance, Diagonal, Kronecker
+from dubito.tensors.tree import Buffers, Params
 
 Weigh = Callable[[Any, Tensor, Any, Tensor], Tensor]  # (x, f, targets, slopes of the losses in f) -> cotangents in their place
 

@@ -12,12 +12,12 @@ from dubito.apps.influence.influences import Influences
 from dubito.apps.influence.inverse import ConjugateGradients, Inverse, LiSSA, Structured, hessian
 from dubito.apps.influence.ordered import Ordered
 from dubito.apps.network import only_network
-from dubito.fit import fit
-from dubito.likelihoods import Categorical
-from dubito.methods.laplace import Laplace
+from dubito.inference.fit import fit
+from dubito.inference.methods.laplace import Laplace
 from dubito.model import Model
+from dubito.model.likelihoods import Categorical
+from dubito.model.priors import MultivariateNormal, Normal
 from dubito.posteriors import Gaussian, Point, Posterior
-from dubito.priors import MultivariateNormal, Normal
 
 STRUCTURES = {"ekfac": "kronecker", "kfac": "kronecker", "diagonal": "diagonal", "dense": "dense"}
 SOLVERS = (*STRUCTURES, "cg", "lissa", "posterior")

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito import tree
 from dubito.apps.influence.gradients import Gradients, Losses, Weigh
 from dubito.apps.influence.inverse import Inverse, Structured, leverages
 from dubito.apps.influence.ordered import Ordered, cut
 from dubito.apps.network import Network
 from dubito.curvature.cotangents import observed
 from dubito.curvature.rows import flat
-from dubito.likelihoods import own
+from dubito.model.likelihoods import own
 from dubito.posteriors import Point
-from dubito.predict.linearized import linearized
-from dubito.tree import Params
+from dubito.posteriors.predict.linearized import linearized
+from dubito.tensors import tree
+from dubito.tensors.tree import Params
 
 GIGABYTE = 2**30
 What = (

@@ -13,15 +13,15 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from dubito import tree
 from dubito.apps.influence.gradients import Gradients
 from dubito.apps.influence.ordered import Ordered
 from dubito.curvature.products import Product, batch_product, conjugate_gradients, product
-from dubito.linalg import Covariance
-from dubito.model import batch_size
-from dubito.priors import Normal, concerned
-from dubito.randomness import derive
-from dubito.tree import Params
+from dubito.model.priors import Normal, concerned
+from dubito.network.examples import batch_size
+from dubito.tensors import tree
+from dubito.tensors.covariances import Covariance
+from dubito.tensors.randomness import derive
+from dubito.tensors.tree import Params
 
 Kind = Literal["ggn", "hessian"]
 FAR = 0.1  # of a residual, relative to what was to be solved for, that is told of

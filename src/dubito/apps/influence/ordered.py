@@ -18,10 +18,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dubito import tree
-from dubito.batches import batches
-from dubito.model import Model, batch_size
-from dubito.randomness import derive, forked, lent
+from dubito.inference.batches import batches
+from dubito.model import Model
+from dubito.network.examples import batch_size
+from dubito.tensors import tree
+from dubito.tensors.randomness import derive, forked, lent
 
 RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 END = object()

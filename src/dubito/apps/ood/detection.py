@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dubito import metrics
+from dubito.evaluation import metrics
 
 
 class Detection(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dubito.apps.network import Network, average_over, examples, last_linear, networks, posterior_of
 from dubito.apps.ood.detector import Given, required
-from dubito.likelihoods import Classes
 from dubito.model import Model
+from dubito.model.likelihoods import Classes
 
 
 @dataclass(frozen=True)

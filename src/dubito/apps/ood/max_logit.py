@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dubito.apps.network import posterior_of
 from dubito.apps.ood.detector import Given
-from dubito.likelihoods import Categorical
 from dubito.model import Model
+from dubito.model.likelihoods import Categorical
 from dubito.posteriors import Posterior
 
 

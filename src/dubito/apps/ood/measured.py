@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dubito.apps.network import posterior_of
 from dubito.apps.ood.detector import Given
-from dubito.measures import MEASURES
+from dubito.evaluation.measures import MEASURES
 from dubito.model import Model
 from dubito.posteriors import Posterior
 

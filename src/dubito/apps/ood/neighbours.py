@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dubito.apps.network import Network, average_over, examples, last_linear, networks, posterior_of
 from dubito.apps.ood.detector import Given, required
-from dubito.apps.reservoir import Reservoir
+from dubito.evaluation.reservoir import Reservoir
 from dubito.model import Model
 
 PAIRS = 2**24  # distances that are held in memory at once

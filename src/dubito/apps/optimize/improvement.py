@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from dubito.likelihoods import average
-from dubito.predictive import LatentMixture, Predictive
+from dubito.model.likelihoods import average
+from dubito.posteriors.predictive import LatentMixture, Predictive
 
 
 def expected_improvement(p: Predictive, best: float, *, maximize: bool = True) -> Tensor:

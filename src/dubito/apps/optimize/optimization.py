@@ -11,15 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito import store
 from dubito.apps.function import one_function
-from dubito.apps.in_turn import Methods, fit_in_turn
 from dubito.apps.optimize.improvement import greedy_improvement
 from dubito.apps.optimize.surrogate import drawn
-from dubito.likelihoods import Gaussian
-from dubito.model import Model, split_batch
+from dubito.apps.sequence import Methods, fit_in_turn
+from dubito.model import Model
+from dubito.model.likelihoods import Gaussian
+from dubito.network.examples import split_batch
 from dubito.posteriors import Point, Posterior
-from dubito.randomness import derive, generator
+from dubito.tensors import store
+from dubito.tensors.randomness import derive, generator
 
 NEAR = 0.05  # how far from the best known inputs candidates are drawn, in units of the box
 

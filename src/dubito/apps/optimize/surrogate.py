@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dubito.evaluation.shift.functions import Functions, Mixed, functions
 from dubito.posteriors import Posterior
-from dubito.shift.functions import Functions, Mixed, functions
 
 
 def surrogate(posterior: Posterior, *, draws: int = 64, how: str | None = None, seed: int = 0) -> Any:

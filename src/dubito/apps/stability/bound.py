@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dubito import tree
 from dubito.apps.network import Network, networks, posterior_of
 from dubito.apps.stability.operator import operator_norm
 from dubito.model import Model
 from dubito.posteriors import Posterior
-from dubito.predict.streamlined.trace import Ref, Size, Step, Trace, refs, trace
+from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, Trace, refs, trace
+from dubito.tensors import tree
 
 # the steepest slopes of functions of single numbers
 SLOPES = {

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dubito.evaluation.shift.functions import functions
+from dubito.inference.progress import Progress
 from dubito.posteriors import Posterior
-from dubito.progress import Progress
-from dubito.randomness import generator
-from dubito.shift.functions import functions
+from dubito.tensors.randomness import generator
 
 Transform = Callable[[Tensor], Tensor]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from dubito.model import copied, mode
-from dubito.randomness import derive, forked
+from dubito.network.weights import copied, mode
+from dubito.tensors.randomness import derive, forked
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 FIRST = 30  # power iterations before training

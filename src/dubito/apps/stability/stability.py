@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dubito.apps.stability.bound import Bound, lipschitz_bound
 from dubito.apps.stability.local import Transform, local_slopes
-from dubito.likelihoods import Bernoulli, Categorical
-from dubito.metrics import accuracy, ece, nll
-from dubito.metrics.decisions import auroc
-from dubito.metrics.reading import labelled, targets
+from dubito.evaluation.metrics import accuracy, ece, nll
+from dubito.evaluation.metrics.decisions import auroc
+from dubito.evaluation.metrics.reading import labelled, targets
+from dubito.evaluation.shift.attack import Bounds, Norm, check, pgd
+from dubito.inference.progress import Progress
+from dubito.model.likelihoods import Bernoulli, Categorical
 from dubito.posteriors import Point, Posterior
-from dubito.predictive import Predictive, concatenate
-from dubito.progress import Progress
-from dubito.shift.attack import Bounds, Norm, check, pgd
+from dubito.posteriors.predictive import Predictive, concatenate
 
 
 @dataclass(frozen=True)

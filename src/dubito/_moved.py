@@ -1,0 +1,143 @@
+"""Import paths that are not rooms: short names for what users import often, and the paths of version 0.1.
+
+`import dubito.priors` gives the module `dubito.model.priors` itself, not a copy of it. A path of version 0.1 that is no short name
+warns and names the new path; it goes with version 0.3. How to deprecate a name is written in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+SHORT = {  # these stay
+    "augment": "inference.augment",
+    "compare": "cli.compare",
+    "data": "evaluation.data",
+    "diagnostics": "posteriors.diagnostics",
+    "families": "posteriors.families",
+    "labelling": "web.labelling",
+    "likelihoods": "model.likelihoods",
+    "measures": "evaluation.measures",
+    "methods": "inference.methods",
+    "metrics": "evaluation.metrics",
+    "priors": "model.priors",
+    "recalibrate": "evaluation.recalibrate",
+    "shift": "evaluation.shift",
+}
+MOVED = {  # these warn
+    "batches": "inference.batches",
+    "chains": "inference.full_batch",
+    "commands": "cli.commands",
+    "consistency": "inference.semi_supervised",
+    "demo": "cli.demo",
+    "density": "inference.log_density",
+    "descent": "inference.descent",
+    "elbo": "inference.elbo",
+    "export": "posteriors.export",
+    "fit": "inference.fit",
+    "integrators": "inference.integrators",
+    "io": "posteriors.io",
+    "judge": "evaluation.judge",
+    "kernels": "inference.kernels",
+    "langevin": "inference.sgmcmc",
+    "linalg": "tensors.covariances",
+    "plan": "inference.plan",
+    "predict": "posteriors.predict",
+    "predictive": "posteriors.predictive",
+    "prior_predictive": "posteriors.prior_predictive",
+    "progress": "inference.progress",
+    "randomness": "tensors.randomness",
+    "recorded": "network.cuda_graphs",
+    "recurrent": "network.recurrent",
+    "registry": "inference.registry",
+    "reparametrized": "posteriors.families.reparametrized",
+    "restart": "network.reinitialize",
+    "store": "tensors.store",
+    "tree": "tensors.tree",
+    "apps.in_turn": "apps.sequence",
+    "apps.reservoir": "evaluation.reservoir",
+    "apps.taken": "apps.action_values",
+    "demo.recipes": "inference.presets",
+    "recalibrate.held": "evaluation.recalibrate.forecasts",
+}
+
+
+def deprecate(old: str, new: str, *, gone: str = "0.3", stacklevel: int = 3) -> None:
+    """Warn that `old` still works, that `new` takes its place, and in which version `old` goes."""
+    warnings.warn(f"{old} is deprecated and goes with version {gone}: use {new}", DeprecationWarning, stacklevel=stacklevel)
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """A `__getattr__` for a module in which `names` maps old public names to new ones: the old ones work and warn.
+
+    Write `__getattr__ = renamed(__name__, {"Centred": "Centered"})` at the end of the module.
+    """
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        deprecate(f"{module}.{name}", f"{module}.{names[name]}")
+        return getattr(sys.modules[module], names[name])
+
+    return find
+
+
+def place(path: str) -> str | None:
+    """Where the module `path` (without "dubito.") is now, or None if no prefix of it has moved.
+
+    >>> place("priors.normal"), place("store"), place("curvature")
+    ('model.priors.normal', 'tensors.store', None)
+    """
+    names = path.split(".")
+    for end in range(len(names), 0, -1):
+        prefix = ".".join(names[:end])
+        if new := SHORT.get(prefix) or MOVED.get(prefix):
+            return ".".join((new, *names[end:]))
+    return None
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds a module of dubito by a path that is not its own."""
+
+    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec under the old path, if the module has a new one."""
+        package, _, rest = fullname.partition(".")
+        if package != "dubito" or (new := place(rest)) is None:
+            return None
+        return ModuleSpec(fullname, self, loader_state=f"dubito.{new}")
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module under its own path. Python is about to overwrite its `__spec__`, which is therefore kept in the spec."""
+        module = importlib.import_module(spec.loader_state)
+        if spec.name.removeprefix("dubito.").split(".")[0] not in SHORT:
+            deprecate(spec.name, spec.loader_state, stacklevel=3)
+        if hasattr(module, "__path__"):
+            module.__class__ = Package
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module's own spec back; it has been executed before."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+class Package(ModuleType):
+    """A package in which an import of the module `dubito.judge` does not replace the function of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        lazy = self.__dict__.get("_NAMES", ())
+        hides = name in lazy or not isinstance(self.__dict__.get(name, value), ModuleType)
+        if not (isinstance(value, ModuleType) and hides):
+            super().__setattr__(name, value)
+
+
+def install(package: ModuleType) -> None:
+    """Make the paths above importable."""
+    package.__class__ = Package
+    sys.meta_path.insert(0, Finder())  # before the finder of files, which would load a second copy of `dubito.priors.normal`

@@ -1,0 +1,52 @@
+"""Several methods, one after the other, each from where the one before has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dubito.inference.fit import Method, fit
+from dubito.model import Model
+from dubito.posteriors import Posterior
+from dubito.tensors.tree import Params
+
+# one method; several; or a function of the number of examples that says which
+Methods = Method | Sequence[Method] | Callable[[int], Method | Sequence[Method]]
+
+
+def chain(methods: Methods, n: int) -> list[Method]:
+    """The methods to run one after another for n examples.
+
+    >>> import dubito
+    >>> [type(one).__name__ for one in chain(lambda n: [dubito.MAP(epochs=n), dubito.Laplace()], 5)]
+    ['MAP', 'Laplace']
+    """
+    if callable(methods) and not hasattr(methods, "init"):
+        methods = methods(n)
+    return list(methods) if isinstance(methods, Sequence) else [methods]  # pyright: ignore[reportReturnType]
+
+
+def fit_in_turn(
+    model: Model,
+    methods: Methods,
+    data: tuple[Any, Any],
+    *,
+    start: Params | None = None,
+    seed: int = 0,
+    batch_size: int = 128,
+    validation: Any = None,
+    patience: int | None = None,
+    progress: bool | None = False,
+) -> Posterior:
+    """The posterior of the last of the methods. `start` is where the first begins, unless it starts anew; the rest is for `fit`."""
+    posterior: Posterior | None = None
+    for method in chain(methods, len(data[1])):
+        begin: Any = start if posterior is None else posterior
+        begin = None if getattr(method, "starts_anew", False) else begin
+        posterior = fit(
+            model, method, data, start=begin, seed=seed, batch_size=batch_size, validation=validation, patience=patience,
+            progress=progress,
+        )  # fmt: skip
+    if posterior is None:
+        raise ValueError("there is no method: give one, or a list of at least one")
+    return posterior

@@ -1,0 +1,1 @@
+from dubito.inference.augment import *

@@ -1,0 +1,90 @@
+"""`dubito predict`."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from tyro.conf import arg
+
+from dubito.cli.commands.errors import Refusal, not_over
+from dubito.cli.commands.fitted import POSTERIOR, Reading
+from dubito.cli.commands.flags import parse
+from dubito.cli.commands.recipe import NAME, Recipe, written
+from dubito.posteriors.predictive import Predictive
+
+
+@dataclass(frozen=True)
+class Predict(Reading):
+    """Predict every row of a table."""
+
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: standard output)")] = None
+    """The CSV file to write."""
+    level: float = 0.9
+    """How probable the interval from lower to upper is, for a regression."""
+
+    def __post_init__(self):
+        Reading.__post_init__(self)
+        if not 0 < self.level < 1:
+            raise ValueError(f"the level of an interval lies between 0 and 1; got --level {self.level}")
+
+
+def predict(args: Sequence[str]) -> None:
+    """Predict every row of a table: one line of CSV for each, in the same order.
+      regression      mean, lower and upper (an interval), and the variances
+                      total = aleatoric (noise) + epistemic (ignorance);
+                      with several targets each has these, as price_mean
+      classification  class (the most probable one), p_NAME for each class,
+                      and the entropies total = aleatoric + epistemic, in nats
+
+    Example: dubito predict houses new.csv --out predictions.csv
+    """
+    options: Predict = parse(Predict, args, prog="dubito predict", about=predict.__doc__ or "")
+    if options.out is not None and options.out.is_dir():
+        raise Refusal(f"--out {options.out}: that is a folder; give the name of a file")
+    if options.out is not None:
+        not_over(options.out, options.data, options.folder / NAME, options.folder / POSTERIOR)
+    fitted = options.open()
+    found = fitted.read(options.data, targets=False)
+    with nullcontext(sys.stdout) if options.out is None else written(options.out) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header(fitted.recipe))
+        for p in fitted.predictives(found.x):
+            writer.writerows(lines(fitted.recipe, p, options.level))
+    if options.out is not None:
+        print(f"Wrote {len(found.x)} predictions to {options.out}", file=sys.stderr)
+
+
+def header(recipe: Recipe) -> list[str]:
+    if recipe.kind == "classification":
+        return ["class", *(f"p_{name}" for name in recipe.outputs), "total", "aleatoric", "epistemic"]
+    columns = ("mean", "lower", "upper", "total", "aleatoric", "epistemic")
+    if len(recipe.outputs) == 1:
+        return list(columns)
+    return [f"{name}_{column}" for name in recipe.outputs for column in columns]
+
+
+def lines(recipe: Recipe, p: Predictive, level: float) -> list[list[str]]:
+    """The rows of the output file."""
+    u = p.uncertainty
+    if recipe.kind == "classification":
+        names = [recipe.outputs[i] for i in p.mean.argmax(-1).tolist()]
+        values = torch.cat([p.mean, torch.stack([u.total, u.aleatoric, u.epistemic], -1)], -1)  # [B, C + 3]
+        return [[name, *(f"{value:.7g}" for value in row)] for name, row in zip(names, values.tolist(), strict=True)]
+    values = torch.stack([p.mean, *p.interval(level), u.total, u.aleatoric, u.epistemic], -1)  # [B, C, 6]
+    return [[text for output in row for text in _text(*output)] for row in values.tolist()]
+
+
+def _text(mean: float, lower: float, upper: float, *variances: float) -> list[str]:
+    """Seven digits, and so many more of mean, lower and upper as these have in common: times differ in their last ones."""
+    width, largest = upper - lower, max(abs(mean), abs(lower), abs(upper))
+    common = math.floor(math.log10(largest / width)) if 0 < width < largest < math.inf else 0
+    digits = min(7 + common, 17)  # which is all that there are
+    return [*(f"{value:.{digits}g}" for value in (mean, lower, upper)), *(f"{value:.7g}" for value in variances)]

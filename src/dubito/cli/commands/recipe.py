@@ -1,0 +1,177 @@
+"""What a fitted folder records beside the weights: all that is needed to rebuild the model and to read further data alike.
+
+It is a JSON file with a checksum, and names no code to run: where the network was the user's own, its name is there to be shown,
+and has to be given again on the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TextIO, cast
+
+import torch
+from torch import Tensor
+
+import dubito
+from dubito.cli.commands.errors import Refusal
+from dubito.cli.commands.network import Network
+from dubito.model import Model
+from dubito.model.likelihoods import Categorical, Gaussian
+from dubito.model.priors import Normal
+from dubito.posteriors.predictive import Predictive
+from dubito.tensors.store import replacing
+
+FORMAT = 1
+NAME = "fit.json"
+ROUNDING = 1e-14  # a column that varies by less, beside its size, is a constant: 0.3 and 0.1 + 0.2
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Mean and standard deviation of each column of the training rows."""
+
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
+
+    @staticmethod
+    def of(values: Tensor) -> Scaling:
+        """For values [N, K]; a column that is constant is only shifted. Of images and the like, one mean and scale for all."""
+        wide = values.double().reshape(-1, 1) if values.ndim > 2 else values.double()
+        low, high = wide.amin(0), wide.amax(0)
+        constant = high - low <= ROUNDING * low.abs().maximum(high.abs())  # the rounded deviation of a constant need not be 0
+        scale = wide.std(0, correction=0)
+        scale = scale.masked_fill(constant | (scale == 0), 1.0)  # the square of a tiny number is 0
+        return Scaling(tuple(wide.mean(0).tolist()), tuple(scale.tolist()))
+
+    def apply(self, values: Tensor) -> Tensor:
+        """What the network sees, in float32: only what is left after the shift is rounded, or a Unix time would lose its minutes."""
+        mean, scale = (torch.tensor(each, dtype=torch.float64, device=values.device) for each in (self.mean, self.scale))
+        return ((values.double() - mean) / scale).float()
+
+    def undo(self, p: Predictive) -> Predictive:
+        """From standardised targets to their own units, in float64: exactly, so that densities, intervals and variances follow."""
+        mean, scale = (torch.tensor(each, dtype=torch.float64, device=p.means.device) for each in (self.mean, self.scale))
+        return _double(p).rescaled(mean, scale)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a posterior was made."""
+
+    kind: Literal["regression", "classification"]
+    shape: tuple[int, ...]  # of one input
+    features: tuple[str, ...]  # names of the input columns; empty where x is not a table
+    targets: tuple[str, ...]
+    outputs: tuple[str, ...]  # what each output of the network stands for: classes, or targets
+    x: Scaling
+    y: Scaling | None  # regression
+    network: Network
+    prior_scale: float | None
+    method: str
+    training: dict[str, Any]
+    metrics: dict[str, float | None] = field(default_factory=dict)  # on the held-out rows
+    fill: dict[str, float] = field(default_factory=dict)  # what stands for a missing number, by column
+
+    def model(self, network: str | None) -> Model:
+        """The model, with fresh weights. `network` is the user's word on what may be imported."""
+        if self.network.network is None and network is not None:
+            raise Refusal(f"--network {network}: this folder holds an MLP, which needs no factory; leave out --network")
+        if self.network.network is not None and network is None:
+            name = self.network.network
+            raise Refusal(
+                f"the network was made by {name}; a file must not choose code to run, so name it again: --network {name}"
+            )
+        spec = self.network if network is None else Network(network=network)
+        regression = self.kind == "regression"
+        likelihood = Gaussian(outputs=len(self.outputs)) if regression else Categorical()
+        return Model(spec.build(self.shape, len(self.outputs)), likelihood, Normal(scale=self.prior_scale))
+
+    def write(self, path: Path) -> None:
+        content = {"format": FORMAT, "dubito": dubito.__version__, **asdict(self)}
+        with written(path) as file:
+            json.dump({**content, "checksum": _checksum(content)}, file, indent=2)
+            file.write("\n")
+
+    @staticmethod
+    def read(path: Path) -> Recipe:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            checksum = content.pop("checksum")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise Refusal(f"{path}: damaged, or not written by `dubito fit`") from None
+        if not isinstance(content.get("format"), int):
+            raise Refusal(f"{path}: damaged, or not written by `dubito fit`")
+        if content["format"] > FORMAT:
+            raise Refusal(f"{path}: written by a newer dubito, {content.get('dubito')}; upgrade to read it")
+        if checksum != _checksum(content):
+            raise Refusal(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
+        values = {item.name: _tupled(content[item.name]) for item in fields(Recipe) if item.name in content}
+        for name, kind in (("x", Scaling), ("y", Scaling), ("network", Network)):
+            values[name] = values[name] and kind(**values[name])
+        return Recipe(**values)
+
+    def difference(self, other: Recipe) -> list[str]:
+        """What is not the same in an earlier recipe, in words; other statistics are named only where nothing else explains them."""
+        mine, theirs = _flat(asdict(self)), _flat(asdict(other))
+        changed = [key for key in mine if mine[key] != theirs.get(key)]
+        causes = [key for key in changed if not key.startswith(("x.", "y."))]
+        return [f"{key} ({_contrast(str(theirs.get(key)), str(mine[key]))})" for key in causes or changed]
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _tupled(value: Any) -> Any:
+    """JSON has lists where the recipe has tuples."""
+    if isinstance(value, dict):
+        return {key: _tupled(item) for key, item in value.items()}
+    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in content.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _contrast(was: str, now: str) -> str:
+    """Two texts that differ. Of long ones the place where they do, from the name of the field on: a method has many."""
+    at = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
+    begin = max((found.start() for found in re.finditer(r"\w+=", was) if found.start() <= at), default=0)
+    begin = begin if at - begin < 40 else at - 20
+
+    def short(text: str) -> str:
+        if len(text) <= 60:
+            return text
+        part = ("..." if begin else "") + text[begin:]
+        return part if len(part) <= 60 else part[:57] + "..."
+
+    return f"was {short(was)}, is {short(now)}"
+
+
+def _double(p: Predictive) -> Predictive:
+    """The same predictive with every number in float64."""
+    values = {item.name: getattr(p, item.name) for item in fields(cast(Any, p))}
+    wide = {name: _wide(value) for name, value in values.items() if isinstance(value, Tensor | dict)}
+    return replace(cast(Any, p), **wide)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _wide(leaf) for name, leaf in value.items()}
+    return value.double() if value.is_floating_point() else value
+
+
+@contextmanager
+def written(path: Path) -> Iterator[TextIO]:
+    """A text file that appears whole or not at all."""
+    with replacing(path) as scratch, open(scratch, "w", encoding="utf-8", newline="") as file:
+        yield file

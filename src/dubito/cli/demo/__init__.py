@@ -1,0 +1,71 @@
+"""The demo: every registered method on real digits, with two classes it has never seen, and on a curve with a gap in its data."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from dubito.cli.demo import curve, digits
+from dubito.inference.presets import listed, one_thread, recipe
+from dubito.inference.registry import METHODS
+from dubito.report import Report, check_writable
+
+
+@one_thread()
+def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float = 1.0) -> Report:
+    """Train on real digits by every method, compare them in a table, and write a report to look at.
+
+    Args:
+        out: the HTML file to write; the same numbers go into a JSON file beside it.
+        seed: the same seed gives the same result.
+        effort: a factor of the epochs; small ones are quick and poor.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    if not (effort > 0 and math.isfinite(effort)):
+        raise ValueError(f"effort is a positive factor of the epochs; got {effort}")
+    path, begin, console = check_writable(out), time.monotonic(), Console()
+
+    def say(words: str) -> None:
+        console.print(Text(words, style="dim"))
+
+    problem, outcomes = digits.run(seed=seed, effort=effort, say=say)
+    curves = curve.run(seed=seed, effort=effort, say=say)
+    report = Report(
+        "What does the network not know?",
+        (*digits.sections(problem, outcomes), curve.section(curves, seed=seed)),
+        summary=(
+            f"{listed([outcome.label for outcome in outcomes.values()])}, with the same networks on the same data: handwritten digits "
+            "with two classes that were never shown, and a curve with a gap in its data. A good method is right, knows how often it "
+            "is right, and doubts what it has not seen."
+        ),
+        facts=_facts(seed, effort, time.monotonic() - begin, [outcome.label for outcome in outcomes.values()], list(curves)),
+    )
+    report.print(console)
+    report.write(path)
+    console.print(Text(f"The report: {path} (its numbers: {path.with_suffix('.json')})"))
+    return report
+
+
+def _facts(seed: int, effort: float, seconds: float, digits: list[str], curves: list[str]) -> dict[str, str]:
+    packages = ("dubito", "torch", "numpy", "scikit-learn", "matplotlib")
+    shown = dict.fromkeys([*digits, *curves])
+    others = [recipe(name) for name in METHODS if recipe(name).label not in shown]
+    left_out, long = ([way.label for way in others if way.shown == kind] for kind in (True, False))
+    reasons = [f"{listed(left_out)}: for other likelihoods than these two problems have"] if left_out else []
+    reasons += [f"{listed(long)}: they take longer than a demo may, or are for unlabelled data"] if long else []
+    return {
+        "Made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "Duration": f"{seconds:.0f} s for {len(shown)} methods on both problems",
+        **({"Not here": "; ".join(reasons)} if reasons else {}),
+        "Seed": str(seed) + ("" if effort == 1 else f", effort {effort:g}"),
+        "Versions": ", ".join(f"{name} {version(name)}" for name in packages) + f", Python {platform.python_version()}",
+        "Machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, one thread used",
+        "Data": "Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, 1998), CC BY 4.0, from scikit-learn",
+    }

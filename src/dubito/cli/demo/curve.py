@@ -1,0 +1,144 @@
+"""A curve in one dimension with a gap in its data, and noise that differs from place to place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dubito.evaluation import metrics
+from dubito.inference.presets import Fits, Perceptron, Training, one_thread, recipe, suiting
+from dubito.inference.registry import METHODS
+from dubito.model import Model
+from dubito.model.likelihoods import HeteroscedasticGaussian
+from dubito.model.priors import Normal
+from dubito.posteriors.predictive import Predictive
+from dubito.report import Column, Figure, Section, Table
+from dubito.report.regression import LEGEND, Curve, band, poster
+from dubito.tensors import randomness
+
+# Clipped, or a fit with learned noise may end where all of a stretch is taken for noise.
+TRAINING = Training(
+    epochs=350, learning_rate=5e-3, batch_size=40, prior_scale=3.0, dropout=0.05, damping=30.0, walk=0.007, clip=1.0
+)
+ACTIVATIONS = {"ReLU": nn.ReLU, "tanh": nn.Tanh}
+STRETCHES, GAP = ((-4.0, -1.2), (1.4, 4.0)), (-1.2, 1.4)
+YLIM = (-5.2, 3.2)
+COLUMNS = (
+    Column("method"),
+    Column("activation"),
+    Column("NLL near data", digits=2, better="lower", meaning="mean negative log density of new points on the two stretches"),
+    Column("coverage near data", digits=2, meaning="share of them inside the 90 % interval"),
+    Column("NLL in the gap", digits=2, better="lower", meaning="mean negative log density of new points in the gap"),
+    Column("coverage in the gap", digits=2, meaning="share of them inside the 90 % interval"),
+)
+
+
+class Outcome(NamedTuple):
+    """What a method makes of the curve."""
+
+    curve: Curve
+    near: Predictive
+    gap: Predictive
+
+
+class Problem(NamedTuple):
+    """Points to train on, and new ones to test on, where there were data and where there were none; all [N, 1]."""
+
+    x: Tensor
+    y: Tensor
+    x_near: Tensor
+    y_near: Tensor
+    x_gap: Tensor
+    y_gap: Tensor
+
+
+def truth(x: Tensor) -> Tensor:
+    return 0.5 * x * torch.sin(1.2 * x + 0.4)
+
+
+def problem(*, seed: int = 0) -> Problem:
+    """
+    >>> p = problem()
+    >>> len(p.x), len(p.x_gap)
+    (120, 400)
+    """
+    generator = randomness.generator("cpu", seed, "curve")
+
+    def points(n: int, *stretches: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        x = torch.cat([low + (high - low) * torch.rand(n, 1, generator=generator) for low, high in stretches])
+        noise = 0.05 + 0.25 * torch.sigmoid(2 * x)  # little on the left, much on the right
+        return x, truth(x) + noise * torch.randn(x.shape, generator=generator)
+
+    return Problem(*points(60, *STRETCHES), *points(200, *STRETCHES), *points(400, GAP))
+
+
+@one_thread()
+def run(
+    methods: Iterable[str] = METHODS, *, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = str
+) -> dict[str, dict[str, Outcome]]:
+    """Fit the methods, as far as they are for a noise that differs, with every activation: label -> activation -> outcome."""
+    given, grid, outcomes = problem(seed=seed), torch.linspace(-5.5, 5.5, 221).unsqueeze(1), {}
+    prior, fits = Normal(scale=TRAINING.prior_scale), {}
+    for activation, layer in ACTIVATIONS.items():
+        model = Model(Perceptron((1, 64, 2), layer, seed=seed, spread=1.5), HeteroscedasticGaussian(), prior)
+        fits[activation] = Fits(model, (given.x, given.y), TRAINING, seed=seed, effort=effort)
+    for name in suiting(methods, HeteroscedasticGaussian):
+        label, begin = recipe(name).label, time.monotonic()
+        outcomes[label] = {}
+        for activation in ACTIVATIONS:
+            posterior, _ = fits[activation](name)
+            shown = Curve(grid[:, 0], posterior.predict(grid), truth(grid)[:, 0], (given.x[:, 0], given.y[:, 0]))
+            outcomes[label][activation] = Outcome(shown, posterior.predict(given.x_near), posterior.predict(given.x_gap))
+        say(f"curve: {label}, {time.monotonic() - begin:.1f} s")
+    return outcomes
+
+
+def section(outcomes: Mapping[str, Mapping[str, Outcome]], *, seed: int = 0) -> Section:
+    """The part of the report that is about the curve; `seed` as in `run`."""
+    each = [(label, activation, outcome) for label, by in outcomes.items() for activation, outcome in by.items()]
+    return Section(
+        "Regression",
+        "A curve was seen on two stretches, with little noise on the left and much on the right. The network gives a mean and a noise "
+        "level; the method adds what it does not know about either.",
+        tables=(_table(each, problem(seed=seed)),),
+        figures=(
+            Figure(
+                "Noise and ignorance",
+                tuple(band(o.curve, title=f"{label}, {activation}", ylim=YLIM) for label, activation, o in each),
+                legend=LEGEND,
+                caption=(
+                    "Near data the band should be noise, wide on the right only; in the gap and beyond the data ignorance should "
+                    "open up. A single network (MAP) has no ignorance to show. ReLU networks go on in straight lines and fan out; "
+                    "tanh networks level off, and with them the doubt. Laplace sees the network as linear in its weights: where a ReLU "
+                    "switches, its band has a step. The noise far from data is an extrapolation, too."
+                ),
+            ),
+        ),
+    )
+
+
+def _table(each: list[tuple[str, str, Outcome]], given: Problem) -> Table:
+    def row(o: Outcome) -> tuple[float, ...]:
+        pairs = ((o.near, given.y_near), (o.gap, given.y_gap))
+        return tuple(float(metric(p, y)) for p, y in pairs for metric in (metrics.nll, metrics.coverage))
+
+    return Table(
+        "A curve with a gap",
+        COLUMNS,
+        tuple((label, activation, *row(o)) for label, activation, o in each),
+        caption=(
+            "On 400 new points each. Coverage is the share of points inside the 90 % interval, so 0.90 is right. An illustration, no "
+            "benchmark: the network and its training were chosen by looking at such pictures."
+        ),
+    )
+
+
+def picture(path: str | Path = "docs/images/regression.png", *, seed: int = 0) -> Path:
+    """Draw the picture of the README: `python -c "from dubito.cli.demo.curve import picture; picture()"`."""
+    outcomes = run(("mc_dropout", "ensemble"), seed=seed)
+    return poster({label: {a: o.curve for a, o in by.items()} for label, by in outcomes.items()}, path, ylim=YLIM)

@@ -1,0 +1,137 @@
+"""The command line: `dubito demo`, `fit`, `predict`, `evaluate`, `diagnose`, `compare` and `label`.
+
+Input that cannot be used ends in one line on standard error and exit code 2. A traceback is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+import dubito
+from dubito.cli.commands.compare import compare
+from dubito.cli.commands.demo import demo
+from dubito.cli.commands.diagnose import diagnose
+from dubito.cli.commands.errors import Refusal, told
+from dubito.cli.commands.evaluate import evaluate
+from dubito.cli.commands.fit import fit
+from dubito.cli.commands.flags import headline
+from dubito.cli.commands.label import label
+from dubito.cli.commands.predict import predict
+from dubito.inference.registry import METHODS
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "fit": fit,
+    "predict": predict,
+    "evaluate": evaluate,
+    "diagnose": diagnose,
+    "compare": compare,
+    "label": label,
+}
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk or a quota: nobody's bug, wherever it is noticed
+
+EXAMPLES = """\
+dubito fit ensemble houses.csv --target price --out houses
+dubito predict houses new.csv --out predictions.csv
+dubito evaluate houses test.csv
+dubito compare --data houses.csv --target price --methods map ensemble laplace"""
+
+FIT_EXAMPLES = """\
+dubito fit map houses.csv --target price --out houses --epochs 200
+dubito fit mc_dropout iris.csv --target species --out iris --dropout 0.1
+dubito fit laplace houses.csv --target price --out houses --epochs 200
+dubito fit ensemble:mc_dropout data.npz --target y --out ours --dropout 0.1
+dubito fit map data.npz --target y --out ours --network mynets:make"""
+
+FIT = """\
+Fit a network to a table by one of these methods, and keep its posterior in a folder. Each method has flags of its own: \
+dubito fit map --help. A method that wraps another, such as ensemble, wraps map; ensemble:mc_dropout wraps mc_dropout. \
+For laplace and neural_linear, which expect a trained network, map trains it first."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _dispatch(args)
+        sys.stdout.flush()
+    except SystemExit as end:  # after --help
+        return int(end.code or 0)
+    except Refusal as refusal:
+        return _complain(str(refusal))
+    except BrokenPipeError:  # `dubito predict ... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+    except OSError as error:
+        if error.filename is None and error.errno not in FULL:
+            raise
+        return _complain(told(error))
+    except KeyboardInterrupt as end:
+        print(": ".join(["Interrupted", *map(str, end.args)]), file=sys.stderr)
+        return 130
+    return 0
+
+
+def _complain(message: str) -> int:
+    print(f"dubito: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _dispatch(args: list[str]) -> None:
+    if not args or args[0] in ("-h", "--help"):
+        about = "Calibrated uncertainty for any PyTorch network, on your own tables."
+        _overview("dubito [-h] [--version] COMMAND ...", about, "commands", COMMANDS, EXAMPLES)
+    elif args[0] == "--version":
+        print(f"dubito {dubito.__version__}")
+    elif args[0] not in COMMANDS:
+        raise Refusal(_unknown("command", args[0], list(COMMANDS)))
+    elif args[0] == "fit":
+        _fit(args[1:])
+    else:
+        COMMANDS[args[0]](args[1:])
+
+
+def _fit(args: list[str]) -> None:
+    if not args or args[0] in ("-h", "--help"):
+        _overview("dubito fit METHOD DATA --target COLUMN --out FOLDER [OPTIONS]", FIT, "methods", METHODS, FIT_EXAMPLES)
+        return
+    name = args[0].replace("-", "_")
+    for part in name.split(":"):
+        if args[0].startswith("-") or os.path.exists(args[0]):
+            raise Refusal(f"name the method before anything else, as in `dubito fit map DATA ...`: {', '.join(METHODS)}")
+        if part not in METHODS:
+            raise Refusal(_unknown("method", part, list(METHODS)))
+    fit(name, args[1:])
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"no {what} is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
+
+
+def _overview(usage: str, about: str, title: str, parts: Mapping[str, Callable[..., object]], examples: str) -> None:
+    """Help for what has no flags of its own, in the looks of the other pages."""
+    rows = Table.grid(padding=(0, 2))
+    for name, part in parts.items():
+        rows.add_row(Text(name, style="bold"), headline(part))
+    Console(highlight=False).print(
+        Text(f"usage: {usage}\n"),
+        Text(f"{about}\n"),
+        Panel(Group(rows), title=title, title_align="left", box=box.ROUNDED, expand=False),
+        Panel(Text(examples), title="examples", title_align="left", box=box.ROUNDED, expand=False),
+        sep="\n",
+    )
+
+
+if __name__ == "__main__":  # or `python -m dubito.cli` would do nothing, and say nothing
+    sys.exit(main())

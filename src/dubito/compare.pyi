@@ -1,0 +1,1 @@
+from dubito.cli.compare import *

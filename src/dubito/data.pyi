@@ -1,0 +1,1 @@
+from dubito.evaluation.data import *

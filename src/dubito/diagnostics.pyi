@@ -1,0 +1,1 @@
+from dubito.posteriors.diagnostics import *

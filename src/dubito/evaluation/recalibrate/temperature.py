@@ -1,0 +1,94 @@
+"""Temperature scaling: one number that makes all probabilities bolder or more careful."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dubito.evaluation.recalibrate import forecasts
+from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
+from dubito.evaluation.recalibrate.forecasts import Batches, Held
+from dubito.posteriors.predictive import Predictive
+
+
+@dataclass(frozen=True)
+class Temperature:
+    r"""The temperature with the best log score on held-out data (Guo et al. 2017).
+
+    .. math:: p_T(c \mid x) \propto \bar p(c \mid x)^{1/T}, \qquad
+        T = \arg\min_T -\frac{1}{n} \sum_i \ln p_T(y_i \mid x_i), \qquad \bar p = \sum_s w_s p_s
+
+    It acts on the logarithm of the *averaged* probabilities, not on the logits of every draw: what is to be calibrated is the
+    average, and an average of calibrated draws is not calibrated but too careful. For a single network the two are the same. The
+    order of the classes, and so the accuracy, stays. Labels (`Bernoulli`) have their log odds divided by T.
+
+    The score is convex in 1/T, and Newton steps, kept in a bracket, go on to the minimum. If there is none, because all answers
+    are right (T would go to 0) or no better than chance (to infinity), that is an error.
+
+    >>> import dubito
+    >>> from dubito.posteriors.predictive import LatentMixture
+    >>> p = LatentMixture(dubito.Categorical(), torch.tensor([[[4.0, 0.0]] * 4]))     # 98 % sure, and 3 of 4 times right
+    >>> fix = Temperature().fit(p, torch.tensor([0, 0, 0, 1]))
+    >>> round(fix.temperature, 4), fix(p).mean[0]
+    (3.641, tensor([0.7500, 0.2500]))
+    """
+
+    def fit(self, predictive: Predictive | Batches, y: Any = None) -> Tempered:
+        found = forecasts.classes("Temperature", predictive, y)
+        return Tempered(1 / _best_power(found), len(found.truth))
+
+
+@dataclass(frozen=True)
+class Tempered:
+    """The map that `Temperature` fits."""
+
+    temperature: float
+    n: int  # held-out examples
+
+    def __call__(self, predictive: Predictive) -> RecalibratedClasses:
+        forecasts.suits("Temperature", predictive, classes=True)
+        return recalibrated(predictive, forecasts.log_forecasts(predictive) / self.temperature)
+
+
+def _best_power(found: Held) -> float:
+    """The root of the slope of the mean negative log score in b = 1/T, which rises."""
+    z = found.logits
+    if found.labels:  # two classes each, of log odds z and 0
+        z = torch.stack([torch.zeros_like(z), z], -1).flatten(0, 1)
+    z = z - z.amax(-1, keepdim=True)
+    own = z.gather(-1, found.truth.reshape(-1, 1)).squeeze(-1)
+    if not bool((own < 0).any()):
+        raise ValueError(
+            f"all {len(own)} held-out answers are right, so that every smaller temperature looks better still, down to 0: fit it to "
+            "more held-out data, with some errors among them, or leave the predictive as it is"
+        )
+    if float((z.mean(-1) - own).mean()) >= 0:
+        raise ValueError(
+            "the held-out labels are no more probable under the predictive than by chance, so that every higher temperature looks "
+            "better still, up to infinity: check that predictive and targets belong together"
+        )
+    low, high, at = -math.inf, math.inf, 0.0  # of ln b
+    for _ in range(500):
+        slope, curvature = _derivatives(z, own, math.exp(at))
+        low, high = (at, high) if slope < 0 else (low, at)
+        step = -slope / (curvature * math.exp(at)) if curvature > 0 else math.inf
+        new = at + max(-2.0, min(2.0, step))
+        if not low < new < high:
+            new = (low + high) / 2 if math.isfinite(low + high) else at + (2.0 if slope < 0 else -2.0)
+        if abs(new - at) < 1e-12 or slope == 0:
+            return math.exp(at)
+        at = new
+    raise RuntimeError(
+        f"the search for a temperature has not ended near {math.exp(-at):.3g}; please report this"
+    )  # pragma: no cover
+
+
+def _derivatives(z: Tensor, own: Tensor, power: float) -> tuple[float, float]:
+    probs = F.softmax(power * z, -1)
+    mean = (probs * z).sum(-1)
+    return float((mean - own).mean()), float((probs * (z - mean.unsqueeze(-1)) ** 2).sum(-1).mean())

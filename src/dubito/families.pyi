@@ -1,0 +1,1 @@
+from dubito.posteriors.families import *

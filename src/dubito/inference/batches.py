@@ -1,0 +1,174 @@
+"""What the user gives as data, as batches that can be gone through again and are counted right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from dubito.model import Model
+from dubito.network.examples import batch_size
+from dubito.tensors import tree
+from dubito.tensors.randomness import forked, lent, seed_global
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Tensors held in memory, cut into batches; shuffled by the global generator, which the loop has seeded."""
+
+    x: Any
+    y: Any
+    size: int
+    shuffle: bool = True
+
+    def __len__(self) -> int:
+        return math.ceil(batch_size(self.y) / self.size)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        n = batch_size(self.y)
+        order = torch.randperm(n).to(next(iter(tree.leaves(self.y))).device) if self.shuffle else None
+        for part in _evenly(n, self.size):
+            rows = part if order is None else order[part]
+            yield _rows(self.x, rows), _rows(self.y, rows)
+
+
+def _evenly(n: int, size: int) -> Iterator[slice]:
+    """n examples in batches of `size` at most, all nearly the same: a last batch of one example would be the end of BatchNorm."""
+    k = math.ceil(n / size)
+    return (slice(n * i // k, n * (i + 1) // k) for i in range(k))
+
+
+class Evenly(Sampler[list[int]]):
+    """The batches of a data set, by position, cut in that way."""
+
+    def __init__(self, sampler: RandomSampler | SequentialSampler, size: int):
+        self.sampler, self.size = sampler, size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.sampler) / self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        for part in _evenly(len(order), self.size):
+            yield order[part]
+
+
+def _rows(value: Any, rows: slice | Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value[rows]
+    if isinstance(value, dict):
+        return {key: _rows(item, rows) for key, item in value.items()}
+    return tuple(_rows(item, rows) for item in value)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Re-iterable batches on the model's device, with the number of examples and of batches in one pass."""
+
+    source: Iterable[Any]
+    n_data: int
+    n_batches: int
+    device: torch.device
+    counted: bool  # whether n_data is our own count, which a pass must then confirm
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.source, Arrays):  # on the device already
+            yield from self.source
+            return
+        for i, batch in enumerate(self.source):
+            leaves = list(tree.leaves(batch))
+            if leaves and all(not leaf.is_nested and leaf.shape[:1] == (0,) for leaf in leaves):
+                raise ValueError(
+                    f"batch {i} of the data has no examples: leave out empty batches, also those that a collate_fn makes"
+                )
+            yield tree.move(batch, self.device)
+
+
+def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 128, shuffle: bool = True) -> Batches:
+    """Read `data`: a tuple (x, y) of tensors or arrays, a Dataset, a DataLoader, or any re-iterable of batches."""
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray | dict):
+        kind = next(model.network.parameters()).dtype
+        x, y = tree.tensors(data[0], kind), tree.tensors(data[1], kind)
+        counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
+        if len(counts) != 1 or counts == {0}:
+            raise ValueError(f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
+        source = Arrays(tree.move(x, model.device), tree.move(y, model.device), size, shuffle)
+        return Batches(source, n_data or counts.pop(), len(source), model.device, n_data is None)
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        order = RandomSampler(data) if shuffle and len(data) else SequentialSampler(data)  # pyright: ignore[reportArgumentType]
+        data = DataLoader(data, batch_sampler=Evenly(order, size))
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=size)
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data is a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Tensor | np.ndarray):
+        raise TypeError(f"data as a tuple is (x, y), with y a tensor or an array; y is a {type(data[1]).__name__}")
+    if isinstance(data, Iterator):
+        raise TypeError("data is an iterator that can be gone through only once: give a list of batches or a DataLoader")
+    counted = n_data is None
+    if counted:
+        n_data = _count(model, data)
+        if not n_data:
+            raise ValueError("there is no data: the loader gives no example (with drop_last, not even one full batch)")
+    return Batches(data, n_data, _length(model, data, n_data), model.device, counted)
+
+
+def _length(model: Model, data: Iterable[Any], n_data: int) -> int:
+    """Batches in one pass, which without a length to be trusted are counted; a stream without an end ends after n_data examples."""
+    # of shards, each has a last batch that is not full: torch's length, a quotient, knows of one
+    sharded = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.num_workers > 1
+    if not sharded:
+        try:
+            return len(data)  # pyright: ignore[reportArgumentType]
+        except TypeError:
+            pass
+    seen = count = 0
+    with lent(data), forked():
+        for batch in data:
+            seen, count = seen + _size(model, batch), count + 1
+            if seen >= n_data:
+                break
+    if not count:
+        raise ValueError("there is no data: the loader gave no batch")
+    return count
+
+
+def _size(model: Model, batch: Any) -> int:
+    return batch_size(model.split(batch)[1])
+
+
+def _count(model: Model, data: Iterable[Any]) -> int:
+    """Examples in one pass; what cannot be counted is refused, since the target would be scaled wrongly."""
+    if isinstance(data, DataLoader):
+        refused = "the number of examples in a pass cannot be counted for this loader: give n_data=..."
+        if isinstance(data.dataset, IterableDataset):
+            raise ValueError(f"a DataLoader over an IterableDataset has no length; {refused}")
+        sampler = data.batch_sampler
+        if isinstance(sampler, Evenly):
+            return len(sampler.sampler)
+        if type(sampler) is BatchSampler:
+            try:
+                n = len(sampler.sampler)  # pyright: ignore[reportArgumentType]
+            except (TypeError, NotImplementedError):
+                raise ValueError(refused) from None
+            return n // sampler.batch_size * sampler.batch_size if sampler.drop_last else n
+        if sampler is not None:
+            with lent(data), forked():
+                return sum(len(list(indices)) for indices in sampler)
+    elif not hasattr(data, "__len__"):
+        raise ValueError("data without a length: give n_data=..., the number of examples in one pass")
+    with forked():
+        return sum(_size(model, batch) for batch in data)
+
+
+def reseed(generators: list[torch.Generator], seed: int) -> None:
+    """Seed the global generators and a loader's own, at the start of an epoch."""
+    seed_global(seed)
+    for generator in generators:
+        generator.manual_seed(seed)

@@ -1,0 +1,202 @@
+"""What methods that descend share: optimisers, schedules and the step.
+
+The loss is the negative log joint divided by the number of data, so learning rates mean what they mean elsewhere, and the prior is
+in its gradient exactly: weight decay theta / (N scale^2) inside the gradient, not decoupled from it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dubito.inference.fit import Info, Start
+from dubito.model import Target
+from dubito.model.likelihoods.likelihood import PREFIX
+from dubito.network.cuda_graphs import Steps
+from dubito.posteriors import Posterior
+from dubito.tensors import store, tree
+from dubito.tensors.tree import Buffers, Params
+
+PACE, FARTHEST = 10.0, 0.01  # of learned noises: times the learning rate, and no more than this for it
+
+
+@dataclass
+class DescentState:
+    params: Params
+    buffers: Buffers
+    optimizer: torch.optim.Optimizer
+    step: int
+    steps: int
+    recorded: Steps = field(default_factory=Steps, kw_only=True, repr=False, compare=False, metadata={"transient": True})
+
+
+@dataclass(frozen=True)
+class Descent(ABC):
+    """Gradient descent on the negative log joint.
+
+    `schedule` is the course of the learning rate after `warmup` (a share of all steps, linear): cosine to zero, or constant. `clip`
+    bounds the norm of the gradient (of the loss per example).
+
+    On a GPU, steps of small networks are played back as CUDA graphs (`recorded.Steps`), since starting their operations takes longer
+    than doing them. What a network does in Python then happens a few times only: `record=False` is for networks that count, or change
+    their course, as they are called.
+    """
+
+    epochs: int = field(default=100, kw_only=True)  # passes over the data
+    learning_rate: float = field(default=1e-3, kw_only=True)  # at its highest
+    optimizer: Literal["adam", "sgd"] = field(default="adam", kw_only=True)  # adam adapts its steps, sgd does not
+    momentum: float = field(default=0.9, kw_only=True)  # of sgd
+    schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)  # of the learning rate, after the warmup
+    warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
+    clip: float | None = field(default=None, kw_only=True)  # largest norm of the gradient of the loss per example
+    record: bool = field(default=True, kw_only=True)  # on a GPU, play steps back where that is faster
+
+    def __post_init__(self):
+        if self.epochs < 0 or not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not 0 <= self.warmup < 1:
+            raise ValueError(
+                f"epochs >= 0, learning_rate > 0, 0 <= momentum < 1 and 0 <= warmup < 1 are needed; got epochs={self.epochs}, "
+                f"learning_rate={self.learning_rate}, momentum={self.momentum}, warmup={self.warmup}"
+            )
+        if self.optimizer not in ("adam", "sgd") or self.schedule not in ("cosine", "constant"):
+            raise ValueError(
+                f"optimizer is 'adam' or 'sgd' and schedule 'cosine' or 'constant'; got {self.optimizer!r}, {self.schedule!r}"
+            )
+
+    @property
+    def data(self) -> Literal["batches", "full"]:
+        return "batches"
+
+    @property
+    def pace(self) -> float:
+        """How many times as far as the rest a step takes learned noises: their logarithms have further to go than weights, and move by
+        no more than the learning rate in a step of Adam, so that in short fits they would not arrive. SGD steps by their slopes."""
+        return max(1.0, min(PACE, FARTHEST / self.learning_rate)) if self.optimizer == "adam" else 1.0
+
+    @abstractmethod
+    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior: ...
+
+    def prepare(self, target: Target) -> Target:
+        """The target as this method trains on it."""
+        return target
+
+    def adjust(self, target: Target, params: Params, gradient: Params) -> Params:
+        """A method's own terms, added to the gradient of the loss: the negative log joint times T / N."""
+        return gradient
+
+    def steps(self, n_batches: int) -> int:
+        return self.epochs * n_batches
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> DescentState:
+        # Adam and momentum work element by element, so the leaves of stacked members need no optimiser of their own each.
+        leaves = list(start.params.values())
+        if self.optimizer == "adam":
+            optimizer = torch.optim.Adam(leaves, lr=self.learning_rate, fused=all(p.is_floating_point() for p in leaves))
+        else:
+            optimizer = torch.optim.SGD(leaves, lr=self.learning_rate, momentum=self.momentum, fused=True)
+        return DescentState(start.params, start.buffers, optimizer, 0, steps)
+
+    def step(
+        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[DescentState, Info]:
+        data = list(data)
+        state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
+        if self._may_record(target, data) and (kind := self.kind(state)) is not None:
+            info = state.recorded(
+                state.optimizer, data[0], generator, kind, lambda batch: self.update(target, state, [batch], generator)
+            )
+        else:
+            info = self.update(target, state, data, generator)
+        state.step += 1
+        return state, info
+
+    def _may_record(self, target: Target, data: list[Any]) -> bool:
+        """On a GPU, and where a batch is all that is new in a step."""
+        new = len(data) != 1 or target.weights is not None or target.adversary is not None
+        return self.record and target.model.device.type == "cuda" and not new
+
+    def kind(self, state: DescentState) -> Hashable | None:
+        """What tells steps of one kind from those of another, for which the device does other things; None: each does its own."""
+        return ()
+
+    def update(self, target: Target, state: DescentState, data: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """What a step does on the device, all in place: weights, buffers and the optimiser, at the learning rate that it has."""
+        target = self.prepare(target)
+        factor = -target.temperature / target.n_data
+        evaluation = target.gradient(state.params, data, state.buffers, train=True, factor=factor)
+        slopes = list(self.adjust(target, state.params, evaluation.gradient).values())
+        if self.clip is not None:
+            clip(slopes, self.clip, stacked=target.members is not None)
+        advance(state.optimizer, state.params, slopes, pace=self.pace)
+        tree.become(state.buffers, evaluation.buffers)
+        return {"log_likelihood": evaluation.log_likelihood}
+
+    def draw(self, state: DescentState) -> Params | None:
+        return None
+
+    def unstack(self, target: Target, state: DescentState) -> list[DescentState]:
+        """The states of the members of a stacked target, which were trained in one batched pass."""
+        assert target.members is not None
+        fixed = {name for name, _ in target.model.network.named_parameters()}  # not stacked where they are not Bayesian
+        shared = {name: leaf for name, leaf in state.buffers.items() if name in fixed}
+        stacked = {name: leaf for name, leaf in state.buffers.items() if name not in fixed}
+        return [
+            replace(
+                state,
+                params=tree.clone(tree.select(state.params, i)),
+                buffers={**shared, **tree.clone(tree.select(stacked, i))},
+                recorded=Steps(),
+            )
+            for i in range(target.members)
+        ]
+
+    def _share(self, step: int, steps: int) -> float:
+        """The learning rate at a step, as a share of its peak."""
+        return share(step, steps, warmup=self.warmup, schedule=self.schedule)
+
+
+def advance(optimizer: torch.optim.Optimizer, params: Params, slopes: Iterable[Tensor], *, pace: float) -> None:
+    """A step of the optimiser, in place; learned noises of the likelihood go `pace` times as far as it takes them.
+
+    >>> params = {"weight": torch.zeros(1), "likelihood:log_scale": torch.zeros(1)}
+    >>> advance(torch.optim.Adam(params.values(), lr=0.001), params, [torch.ones(1), torch.ones(1)], pace=10.0)
+    >>> params
+    {'weight': tensor([-0.0010]), 'likelihood:log_scale': tensor([-0.0100])}
+    """
+    for leaf, slope in zip(params.values(), slopes, strict=True):
+        leaf.grad = slope  # strides as the leaf's, which fused optimisers on a CPU take for granted: autograd sees to that
+    noises = [leaf for name, leaf in params.items() if name.startswith(PREFIX)] if pace != 1 else []
+    before = [leaf.clone() for leaf in noises]
+    optimizer.step()
+    for leaf, old in zip(noises, before, strict=True):
+        leaf.lerp_(old, 1 - pace)
+    for leaf in params.values():
+        leaf.grad = None
+
+
+def share(step: int, steps: int, *, warmup: float, schedule: str) -> float:
+    """A learning rate as a share of its peak: linear over the `warmup`, a share of the steps, then cosine to zero or constant.
+
+    >>> share(50, 100, warmup=0.0, schedule="cosine")
+    0.5
+    """
+    first = math.ceil(warmup * steps)
+    if step < first:
+        return (step + 1) / first
+    if schedule == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - first) / max(1, steps - first)))
+
+
+def clip(slopes: Sequence[Tensor], limit: float, *, stacked: bool) -> None:
+    """Scale the gradient (each member's own) down to a norm of at most `limit`."""
+    squares = [slope.reshape(*slope.shape[: int(stacked)], -1).pow(2).sum(-1) for slope in slopes]
+    norm = torch.stack(squares).sum(0).sqrt()  # [] or [S]
+    factor = (limit / norm.clamp_min(1e-12)).clamp(max=1.0)
+    for slope in slopes:
+        slope.mul_(factor.reshape(-1, *[1] * (slope.ndim - 1)) if stacked else factor)

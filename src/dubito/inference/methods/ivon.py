@@ -1,0 +1,380 @@
+"""Improved variational online Newton (Shen et al. 2024): a mean-field Gaussian at about the cost of Adam."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dubito.inference.descent import share
+from dubito.inference.fit import Info, Start
+from dubito.model import Target
+from dubito.model.priors import Normal, Prior
+from dubito.posteriors import Gaussian, Posterior
+from dubito.tensors import store, tree
+from dubito.tensors.covariances import Diagonal
+from dubito.tensors.randomness import PIECE, Normals, normals
+from dubito.tensors.tree import Buffers, Params
+
+LIFETIMES = 10  # of what is remembered of the Hessian, in a run: at its end the first guess counts exp(-10)
+QUICKEST = 0.1  # share of the Hessian that a step replaces at most, in a run of few steps
+
+
+@dataclass
+class IVONState:
+    """Of a stacked target every leaf has the members first."""
+
+    params: Params  # m, the means
+    buffers: Buffers
+    spread: Params  # 1 / (h + delta): the variances times N / T
+    momentum: Params  # running mean of the gradient of the loss per example, from zero
+    drawn: Params  # weights from q, for the next step
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class IVON:
+    r"""The mean-field Gaussian that maximises the ELBO, found by natural gradients:
+
+    .. math:: q(\theta) = N\big(m,\; \mathrm{diag}(1 / (\lambda (h + \delta)))\big), \qquad \lambda = N / T, \quad \delta = 1 / (N s^2)
+
+    under a prior N(0, s^2), at temperature T. A step draws :math:`\theta` from q and takes the gradient g of the loss per example. Its
+    product with the draw estimates the diagonal of the Hessian, its running mean :math:`\bar g` moves m:
+
+    .. math:: \hat h = g\, (\theta - m)\, \lambda (h + \delta), \qquad
+        h \leftarrow h + \rho\, (\hat h - h) + \tfrac12 \rho^2 (\hat h - h)^2 / (h + \delta), \qquad
+        m \leftarrow m - \alpha\, (h_0 + \delta)\, (\bar g + \delta m) / (h + \delta),
+
+    with :math:`\rho` = 1 - `hessian_momentum`. The last term for h keeps h + delta positive. While h is still h_0, `initial_hessian`, m
+    moves as by SGD with `learning_rate`; from then on every weight has a step of its own size.
+
+    Under a prior other than `Normal`, and for what the likelihood learns (a noise) or the prior (a scale), delta is zero, and gradient
+    and Hessian of the log prior are estimated with those of the loss. The learned quantities are Gaussian as the weights are.
+
+    Several `samples` a step come in pairs, m + e and m - e: what they have in common, the noise of the batch, cancels in the Hessian.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
+    >>> posterior = dubito.fit(model, IVON(epochs=10), (torch.zeros(8, 1), torch.zeros(8, 1)))
+    >>> posterior.sample(3)["weight"].shape
+    torch.Size([3, 1, 1])
+    """
+
+    draws_weights: ClassVar[bool] = True
+    epochs: int = field(default=100, kw_only=True)  # passes over the data
+    learning_rate: float = field(default=0.1, kw_only=True)  # at its highest
+    momentum: float = field(default=0.9, kw_only=True)  # share of the mean gradient that a step keeps
+    hessian_momentum: float | None = field(default=None, kw_only=True)  # the same of the Hessian; None is 1 - 10 / steps
+    initial_hessian: float = field(default=0.5, kw_only=True)  # of the loss per example: the larger, the surer at the start
+    samples: int = field(default=1, kw_only=True)  # draws a step
+    schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)  # of the learning rate, after the warmup
+    warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
+    clip: float | None = field(default=1.0, kw_only=True)  # a gradient moves a weight by at most clip * learning_rate
+    draws: int = field(default=30, kw_only=True)  # functions to average when predicting
+
+    def __post_init__(self):
+        if self.epochs < 0 or not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not 0 <= self.warmup < 1:
+            raise ValueError(
+                f"epochs >= 0, learning_rate > 0, 0 <= momentum < 1 and 0 <= warmup < 1 are needed; got epochs={self.epochs}, "
+                f"learning_rate={self.learning_rate}, momentum={self.momentum}, warmup={self.warmup}"
+            )
+        if not self.initial_hessian > 0 or (self.hessian_momentum is not None and not 0 <= self.hessian_momentum < 1):
+            raise ValueError(
+                "initial_hessian > 0 and 0 <= hessian_momentum < 1 are needed; got "
+                f"initial_hessian={self.initial_hessian}, hessian_momentum={self.hessian_momentum}"
+            )
+        if self.samples < 1 or self.draws < 1 or (self.clip is not None and not self.clip > 0):
+            raise ValueError(
+                "samples and draws are at least 1, and clip is positive; got "
+                f"samples={self.samples}, draws={self.draws}, clip={self.clip}"
+            )
+        if self.schedule not in ("cosine", "constant"):
+            raise ValueError(f"schedule is 'cosine' or 'constant'; got {self.schedule!r}")
+
+    @property
+    def data(self) -> Literal["batches", "full"]:
+        return "batches"
+
+    def steps(self, n_batches: int) -> int:
+        return self.epochs * n_batches
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> IVONState:
+        if any(leaf.dtype.itemsize < 4 for leaf in start.params.values()):
+            raise ValueError(
+                "in half precision a draw is as near to its mean as numbers allow: keep the network in float32, and give "
+                'fit(precision="bfloat16") to run it in half precision'
+            )
+        deltas = zip(start.params.items(), _deltas(target, start.params), strict=True)
+        spread = {name: torch.full_like(leaf, 1 / (self.initial_hessian + delta)) for (name, leaf), delta in deltas}
+        momentum, drawn = tree.apply(torch.zeros_like, start.params), tree.apply(torch.empty_like, start.params)
+        state = IVONState(start.params, start.buffers, spread, momentum, drawn, 0, steps)
+        self._draw(target, state, drawn, generator)
+        return state
+
+    @torch.no_grad()
+    def step(self, target: Target, state: IVONState, data: Iterable[Any], generator: torch.Generator) -> tuple[IVONState, Info]:
+        """Nothing of the state is touched before all gradients are there: what raises on the way leaves it as it was."""
+        data, loss, factor = list(data), _loss(target), -target.temperature / target.n_data / self.samples
+        fixed = {name for name, _ in target.model.network.named_parameters()}  # among the buffers, these do not move
+        buffers = {name: leaf if name in fixed else leaf.clone() for name, leaf in state.buffers.items()}
+        gradient, buffers, score = loss.gradient(state.drawn, data, buffers, train=True, factor=factor)
+        scores, more, drawn = [score], (), state.drawn
+        for i in range(1, self.samples):
+            if i % 2:
+                drawn = tree.apply(lambda mean, leaf: 2 * mean - leaf, state.params, drawn)
+            else:
+                self._draw(target, state, drawn, generator)
+            slopes, buffers, score = loss.gradient(drawn, data, buffers, train=True, factor=factor)
+            scores.append(score)
+            more = _added(
+                more, slopes, tree.apply(lambda leaf, mean, slope: (leaf - mean).mul_(slope), drawn, state.params, slopes)
+            )
+        self._update(target, state, gradient, more, generator)
+        state.buffers = buffers
+        return state, {"log_likelihood": scores[0] if self.samples == 1 else torch.stack(scores).mean(0)}
+
+    def _draw(self, target: Target, state: IVONState, places: Params, generator: torch.Generator) -> None:
+        """Fill `places` with weights from q."""
+        noise = _Noise(target, state.params, generator)
+        for _, means, spreads, drawn in _groups(_deltas(target, state.params), state.params, state.spread, places):
+            noise.add(drawn, means, spreads)
+
+    def _update(
+        self, target: Target, state: IVONState, gradient: Params, more: tuple[Params, ...], generator: torch.Generator
+    ) -> None:
+        """Move h and m, and draw for the next step, in place. `more` are sums over further draws: of g, and of g (theta - m)."""
+        rate, rho, size = self.learning_rate * self._share(state), self._replaced(state), target.n_data / target.temperature
+        state.step += 1
+        begun = 1 - self.momentum**state.step  # the running mean of gradients began at zero
+        noise, memory = _Noise(target, state.params, generator), (_Memory(), _Memory())
+        trees = (state.params, state.spread, state.momentum, state.drawn, gradient, *more)
+        for deltas, means, spreads, momenta, drawn, slopes, *sums in _groups(_deltas(target, state.params), *trees):
+            steps = [rate * (self.initial_hessian + delta) for delta in deltas]
+            rule = _Rule(
+                fresh=1 - self.momentum,
+                keep=math.sqrt(0.5) * (1 - rho),
+                product=math.sqrt(0.5) * rho * size,
+                prior=[math.sqrt(0.5) * rho * delta for delta in deltas],
+                decay=[-step * delta for step, delta in zip(steps, deltas, strict=True)],
+                step=[-step / begun for step in steps],
+                most=None if self.clip is None else [self.clip * begun / (self.initial_hessian + delta) for delta in deltas],
+            )
+            scratch = [held(means) for held in memory]
+            if len(means) == 1 and not sums:
+                rule.one(means[0], spreads[0], momenta[0], drawn[0], slopes[0], scratch[0][0], scratch[1][0])
+            else:
+                rule.many(means, spreads, momenta, drawn, slopes, sums, *scratch)
+            noise.add(drawn, means, spreads)
+
+    def draw(self, state: IVONState) -> Params | None:
+        return None
+
+    def unstack(self, target: Target, state: IVONState) -> list[IVONState]:
+        """The states of the members of a stacked target, which were trained in one batched pass."""
+        assert target.members is not None
+        fixed = {name for name, _ in target.model.network.named_parameters()}  # not stacked where they are not Bayesian
+        return [
+            replace(
+                state,
+                params=tree.clone(tree.select(state.params, i)),
+                buffers={name: leaf if name in fixed else leaf[i].clone() for name, leaf in state.buffers.items()},
+                spread=tree.clone(tree.select(state.spread, i)),
+                momentum=tree.clone(tree.select(state.momentum, i)),
+                drawn=tree.clone(tree.select(state.drawn, i)),
+            )
+            for i in range(target.members)
+        ]
+
+    def posterior(self, target: Target, state: IVONState, draws: store.Draws) -> Posterior:
+        curvature, prior, n = {}, {}, target.n_data
+        for (name, spread), delta in zip(state.spread.items(), _deltas(target, state.params), strict=True):
+            curvature[name] = spread.reciprocal().sub_(delta).mul_(n).unsqueeze(0)
+            prior[name] = spread.new_tensor(n * delta)
+        one = torch.ones(1).to(next(iter(prior.values())))
+        covariance = Diagonal(curvature, prior, one, target.temperature)
+        return Gaussian(
+            target.model, state.params, state.buffers, covariance, how="sampled", draws=self.draws, temperature=target.temperature
+        )
+
+    def _share(self, state: IVONState) -> float:
+        """The learning rate, as a share of its peak."""
+        return share(state.step, state.steps, warmup=self.warmup, schedule=self.schedule)
+
+    def _replaced(self, state: IVONState) -> float:
+        """The share of the Hessian that a step replaces, rho."""
+        if self.hessian_momentum is not None:
+            return 1 - self.hessian_momentum
+        return min(QUICKEST, LIFETIMES / max(1, state.steps))
+
+
+class _Flat(Prior):
+    """No prior: the one of the model is known in closed form, and added where it belongs."""
+
+    @property
+    def stacks(self) -> bool:
+        return True
+
+    def log_prob(self, params: Params) -> Tensor:
+        return torch.zeros(())
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        raise ValueError("a flat prior has no draws")
+
+    def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        pass
+
+
+def _loss(target: Target) -> Target:
+    """The target without its prior, where gradient and Hessian of the log prior are known under q."""
+    if not isinstance(target.model.prior, Normal):
+        return target
+    return replace(target, model=replace(target.model, prior=_Flat()))
+
+
+def _deltas(target: Target, params: Params) -> list[float]:
+    """The prior's part of the Hessian of the loss per example, one number a leaf; zero where it is estimated with the rest."""
+    prior = target.model.prior
+    if not isinstance(prior, Normal):
+        return [0.0] * len(params)
+    return [0.0 if ":" in name else prior.scale_of(name) ** -2 / target.n_data for name in params]
+
+
+def _added(sums: tuple[Params, ...], *terms: Params) -> tuple[Params, ...]:
+    for total, term in zip(sums, terms, strict=False):
+        torch._foreach_add_(list(term.values()), list(total.values()))
+    return terms
+
+
+class _Rule(NamedTuple):
+    r"""How h and m move, by numbers for all leaves or one for each.
+
+    With :math:`x = \rho (\hat h - h) / (h + \delta)`, h + delta is multiplied by 1 + x + x^2 / 2 = ((1 + x)^2 + 1) / 2, and
+    :math:`\hat h / (h + \delta) = \lambda g (\theta - m)`.
+    """
+
+    fresh: float  # share of the new gradient in the running mean
+    keep: float  # (1 + x) / sqrt(2) is this
+    product: float  # plus so many times g (theta - m)
+    prior: list[float]  # plus so many times 1 / (h + delta)
+    decay: list[float]  # what the prior pulls
+    step: list[float]  # times the running mean of gradients over h + delta
+    most: list[float] | None  # of which no entry counts for more than this
+
+    def one(
+        self, mean: Tensor, spread: Tensor, momentum: Tensor, drawn: Tensor, slope: Tensor, away: Tensor, growth: Tensor
+    ) -> None:
+        """Of one leaf, or a piece of it, in as few passes as torch allows; the last two are scratch memory."""
+        torch.sub(drawn, mean, out=away)
+        torch.mul(spread, self.prior[0], out=growth)
+        growth.addcmul_(away, slope, value=self.product).add_(self.keep)
+        spread.div_(growth.mul_(growth).add_(0.5))
+        momentum.lerp_(slope, self.fresh)
+        mean.addcmul_(mean, spread, value=self.decay[0])
+        if self.most is None:
+            mean.addcmul_(momentum, spread, value=self.step[0])
+        else:
+            torch.mul(momentum, spread, out=away).clamp_(-self.most[0], self.most[0])
+            mean.add_(away, alpha=self.step[0])
+
+    def many(
+        self,
+        means: list[Tensor],
+        spreads: list[Tensor],
+        momenta: list[Tensor],
+        drawn: list[Tensor],
+        slopes: list[Tensor],
+        sums: list[list[Tensor]],
+        away: list[Tensor],
+        growth: list[Tensor],
+    ) -> None:
+        """Of many leaves, each operation at once for all."""
+        torch._foreach_copy_(away, drawn)
+        torch._foreach_sub_(away, means)
+        torch._foreach_copy_(growth, spreads)
+        torch._foreach_mul_(growth, self.prior)
+        torch._foreach_addcmul_(growth, away, slopes, value=self.product)
+        torch._foreach_lerp_(momenta, slopes, self.fresh)
+        if sums:
+            torch._foreach_add_(growth, sums[1], alpha=self.product)
+            torch._foreach_add_(momenta, sums[0], alpha=self.fresh)
+        torch._foreach_add_(growth, self.keep)
+        torch._foreach_mul_(growth, growth)
+        torch._foreach_add_(growth, 0.5)
+        torch._foreach_div_(spreads, growth)
+        torch._foreach_addcmul_(means, means, spreads, self.decay)
+        if self.most is None:
+            torch._foreach_addcmul_(means, momenta, spreads, self.step)
+            return
+        torch._foreach_copy_(away, momenta)
+        torch._foreach_mul_(away, spreads)
+        torch._foreach_clamp_min_(away, [-most for most in self.most])
+        torch._foreach_clamp_max_(away, self.most)
+        torch._foreach_mul_(away, self.step)
+        torch._foreach_add_(means, away)
+
+
+class _Noise:
+    """What makes draws of means."""
+
+    def __init__(self, target: Target, params: Params, generator: torch.Generator):
+        self.generator, self.scale = generator, math.sqrt(target.temperature / target.n_data)
+        self.normals = Normals(generator, self.scale) if Normals.pay(list(params.values())) else None
+
+    def add(self, drawn: list[Tensor], means: list[Tensor], spreads: list[Tensor]) -> None:
+        """drawn <- means + scale sqrt(spreads) xi."""
+        if self.normals is None:
+            noise = normals(means, self.generator, self.scale)
+        else:
+            noise = _shares(self.normals(sum(map(Tensor.numel, means))), means)
+        if len(means) == 1:
+            torch.sqrt(spreads[0], out=drawn[0])
+            torch.addcmul(means[0], drawn[0], noise[0], out=drawn[0])
+            return
+        torch._foreach_copy_(drawn, spreads)
+        torch._foreach_sqrt_(drawn)
+        torch._foreach_mul_(drawn, noise)
+        torch._foreach_add_(drawn, means)
+
+
+class _Memory:
+    """Memory for what lies between, the same at every call: on a CPU new memory is slow."""
+
+    def __init__(self):
+        self.held = torch.empty(0)
+
+    def __call__(self, like: list[Tensor]) -> list[Tensor]:
+        if len({leaf.dtype for leaf in like}) > 1:
+            return [torch.empty_like(leaf) for leaf in like]
+        n = sum(map(Tensor.numel, like))
+        if len(self.held) < n or self.held.dtype != like[0].dtype:
+            self.held = like[0].new_empty(n)
+        return _shares(self.held[:n], like)
+
+
+def _shares(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """A vector, cut into these shapes."""
+    if len(like) == 1:
+        return [flat.view(like[0].shape)]
+    return [share.view_as(leaf) for share, leaf in zip(flat.split([leaf.numel() for leaf in like]), like, strict=True)]
+
+
+def _groups(numbers: list[float], *trees: Params) -> Iterator[tuple[Any, ...]]:
+    """A number for each leaf, and the leaves of all trees, as lists, a part at a time. On a CPU a part is what stays in the cache from
+    one pass over it to the next. Elsewhere it is large; scratch memory for it is still small beside a large network."""
+    columns = [list(leaves.values()) for leaves in trees]
+    most = PIECE if columns[0][0].device.type == "cpu" else 256 * PIECE
+    group, held = [], 0
+    for number, *leaves in zip(numbers, *columns, strict=True):
+        whole = leaves[0].numel() <= most or not all(leaf.is_contiguous() for leaf in leaves)
+        for row in [leaves] if whole else zip(*(leaf.view(-1).split(most) for leaf in leaves), strict=True):
+            if group and held + row[0].numel() > most:
+                yield tuple(map(list, zip(*group, strict=True)))
+                group, held = [], 0
+            group.append((number, *row))
+            held += row[0].numel()
+    yield tuple(map(list, zip(*group, strict=True)))

@@ -1,0 +1,252 @@
+"""The Laplace approximation: a Gaussian around the network one has."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from dubito.curvature.collect import Collector, Spec
+from dubito.curvature.gather import Corrected, Gather, Hessian, Main, Plain, Subnetwork, Sums, last_layer
+from dubito.curvature.memory import check
+from dubito.inference.fit import Info, Start
+from dubito.model import Target
+from dubito.model.likelihoods import Gaussian as GaussianLikelihood
+from dubito.model.priors import MultivariateNormal, Normal
+from dubito.posteriors import Gaussian, Posterior
+from dubito.tensors import store
+from dubito.tensors.tree import Buffers, Params
+
+
+@dataclass
+class LaplaceState:
+    params: Params
+    buffers: Buffers
+    names: list[str]  # the weights the covariance is over
+    curvature: Sums
+    guessed: bool  # the noise is learned, and nobody has said what it is: that of the residuals is taken
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Laplace:
+    r"""A Gaussian around the weights one has, with the curvature of the log joint there as its precision.
+
+    .. math:: \theta \sim N\big(\theta^*, (H + P_0)^{-1}\big), \qquad H = \sum_n J_n^T \Lambda_n J_n \ \text{(GGN)}
+
+    The network should be trained: `fit(model, Laplace(), data)` on a trained network, or `start=` a MAP posterior. One pass over the
+    data collects the curvature; then the prior precision of each layer, if the prior is `Normal()`, is set to maximise the evidence.
+    So is a learned noise with `optimize_noise`, which a dense or Kronecker structure can judge; a diagonal one overrates it grossly.
+    Predictions are linearised.
+
+    `subset` chooses the weights: "all" the Bayesian ones, "last_layer", or a pattern of names; what is left out stays a point. With
+    `subnetwork=k` the k weights of largest marginal variance (or magnitude) get a dense covariance.
+
+    >>> import dubito
+    >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=0.1))
+    >>> trained = dubito.fit(model, dubito.MAP(epochs=200, learning_rate=0.05), (x, 2 * x))
+    >>> posterior = dubito.fit(model, Laplace(), (x, 2 * x), start=trained)
+    >>> posterior.predict(torch.tensor([[0.0], [3.0]])).uncertainty.epistemic.sqrt().round(decimals=2)
+    tensor([[0.0100],
+            [0.0700]])
+    """
+
+    structure: Literal["kronecker", "diagonal", "lowrank", "dense"] = "kronecker"  # of the covariance
+    curvature: Literal["ggn", "fisher", "empirical", "hessian"] = "ggn"  # exact, Monte Carlo over labels, at the labels, full
+    optimize_evidence: bool = True  # set prior precisions that are not given to maximise the evidence
+    subset: str = field(default="all", kw_only=True)  # all, last_layer, or a pattern of parameter names
+    prior_groups: Literal["layer", "one", "parameter"] = field(default="layer", kw_only=True)  # what shares a learned precision
+    optimize_noise: bool = field(default=False, kw_only=True)  # the learned noise, too, rather than as it was trained
+    draws: int | None = field(default=None, kw_only=True)  # Monte Carlo draws of cotangents; None is exact where that is feasible
+    shared: Literal["expand", "reduce"] = field(default="expand", kw_only=True)  # Kronecker, for weights shared over positions
+    corrected: bool = field(default=False, kw_only=True)  # Kronecker with corrected eigenvalues (EKFAC), in a second pass
+    rank: int = field(default=20, kw_only=True)  # directions of a low-rank structure
+    subnetwork: int | None = field(default=None, kw_only=True)  # so many weights, of all layers, get a dense covariance
+    subnetwork_by: Literal["variance", "magnitude"] = field(default="variance", kw_only=True)  # how they are picked
+    damping: float = field(default=0.0, kw_only=True)  # a precision on top of the prior's, which is then not optimised
+    clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
+    check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
+
+    post_hoc: ClassVar[bool] = True  # expects a trained network
+    weighs: ClassVar[bool] = False  # examples cannot be given weights
+
+    def __post_init__(self):
+        _one_of("structure", self.structure, ("kronecker", "diagonal", "lowrank", "dense"))
+        _one_of("curvature", self.curvature, ("ggn", "fisher", "empirical", "hessian"))
+        _one_of("prior_groups", self.prior_groups, ("layer", "one", "parameter"))
+        _one_of("shared", self.shared, ("expand", "reduce"))
+        _one_of("subnetwork_by", self.subnetwork_by, ("variance", "magnitude"))
+        if self.curvature == "hessian" and self.structure == "kronecker":
+            raise ValueError("a Hessian has no Kronecker form: use structure='dense' or 'lowrank', or curvature='ggn'")
+        if self.structure == "lowrank" and self.curvature not in ("ggn", "hessian"):
+            raise ValueError("a low-rank structure is of the exact curvature: use curvature='ggn' or 'hessian'")
+        if self.corrected and (self.structure != "kronecker" or self.shared != "expand"):
+            raise ValueError("corrected=True corrects the eigenvalues of structure='kronecker' in its expand form")
+        if self.corrected and self.prior_groups == "parameter":
+            raise ValueError(
+                "corrected=True needs one precision for a layer's weight and bias: use prior_groups='layer' or 'one'"
+            )
+        if self.subnetwork is not None and (self.structure != "dense" or self.subnetwork < 1 or self.curvature == "hessian"):
+            raise ValueError("a subnetwork of k >= 1 weights has structure='dense' and is not for curvature='hessian'")
+        if self.damping < 0 or (self.draws is not None and self.draws < 1) or self.rank < 1:
+            raise ValueError("damping is at least 0, draws and rank are at least 1")
+
+    @property
+    def data(self) -> Literal["batches", "full"]:
+        return "batches"
+
+    @property
+    def gather(self) -> Gather:
+        """How the curvature is gathered."""
+        if self.subnetwork is not None:
+            return Subnetwork(self.subnetwork, self.subnetwork_by)
+        if self.structure == "lowrank":
+            return Main(self.rank, self.clip)
+        if self.curvature == "hessian":
+            return Hessian(self.clip)
+        return Corrected() if self.corrected else Plain()
+
+    def steps(self, n_batches: int) -> int:
+        return self.gather.passes * n_batches
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LaplaceState:
+        if not isinstance(target.model.prior, Normal | MultivariateNormal):
+            raise ValueError(
+                f"Laplace adds the prior's precision to the curvature, so the prior is a Normal or an earlier posterior; got a "
+                f"{type(target.model.prior).__name__} (Normal(scale={{pattern: number}}) gives parameters their own scales)"
+            )
+        names = self._names(target, start, batch)
+        if isinstance(target.model.prior, MultivariateNormal):
+            if set(names) != set(target.model.prior.covariance.shapes):
+                raise ValueError(
+                    "the prior is an earlier posterior over other weights: use the same `only` and `subset` as there"
+                )
+            if self.corrected:
+                raise ValueError(
+                    "an earlier posterior cannot be continued with corrected=True, whose eigenbasis is of its own data"
+                )
+        if target.precision is not None:
+            raise ValueError("curvature is not gathered in mixed precision: leave out precision=, or give a network in bfloat16")
+        guessed = self._guessed(target, start)
+        at = self._at(target, start.params, start.buffers, names)
+        x = target.model.split(batch)[0]
+        check(self.gather, at, x, f"structure={self.structure!r}")
+        sums = Sums.zeros(self.gather, at, x, generator, gradient=self.check)
+        return LaplaceState(start.params, start.buffers, list(names), sums, guessed, 0, steps)
+
+    def step(
+        self, target: Target, state: LaplaceState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[LaplaceState, Info]:
+        at = self._at(target, state.params, state.buffers, tuple(state.names))
+        gather, sums = self.gather, state.curvature
+        which = min(gather.passes - 1, state.step // max(1, state.steps // gather.passes))
+        if which == 1 and sums.seen[1] == 0:
+            gather.between(at, sums.sums, sums.found(target, state.params, self._prior(target, state)))
+        # a gradient costs as much as a cotangent: of many batches, some are enough to tell
+        check = self.check and which == 0 and (state.step % 8 == 0 or state.steps <= 16)
+        score = sums.add(gather, at, data, which, generator, gradient=check)
+        state.step += 1
+        return state, {"log_likelihood": score}
+
+    def draw(self, state: LaplaceState) -> Params | None:
+        return None
+
+    def posterior(self, target: Target, state: LaplaceState, draws: store.Draws) -> Posterior:
+        at = self._at(target, state.params, state.buffers, tuple(state.names))
+        prior, sums = self._prior(target, state), state.curvature
+        found = sums.found(target, state.params, prior)
+        covariance = self.gather.covariance(at, sums.sums, found)
+        evidence = sums.evidence(target, state.params, state.names, prior)
+        if evidence.base is not None:
+            covariance = covariance.plus(evidence.base)
+        posterior = Gaussian(
+            target.model,
+            state.params,
+            state.buffers,
+            covariance,
+            fitted=evidence,
+            scale=found.scale,
+            temperature=target.temperature,
+        )
+        stretch = 1.0
+        if state.guessed:
+            noise = (evidence.errors / evidence.counts).sqrt()
+            if not bool((noise > 0).all()):
+                raise ValueError(
+                    "the network fits the targets without any residual, so there is no noise to learn: give Gaussian(scale=...)"
+                )
+            posterior = posterior.with_prior(noise=noise)
+            stretch = float(noise[0] ** -2 / found.scale[0])  # of the gradient, which was taken at the guess
+        if self.optimize_evidence and evidence.base is None:
+            learned = isinstance(target.model.prior, Normal) and target.model.prior.scale is None
+            # damping is meant to stay, and less of a prior could make an indefinite Hessian of one that is not
+            learned = learned and self.damping == 0 and (self.curvature != "hessian" or self.clip)
+            if learned or (evidence.noisy and self.optimize_noise):
+                posterior = posterior.optimized(by=self.prior_groups, prior=learned, noise=self.optimize_noise)
+        if self.check and sums.gradient_seen and (len(found.scale) == 1 or not state.guessed):
+            self._warn(target, state, posterior, stretch)
+        return posterior
+
+    def _guessed(self, target: Target, start: Start) -> bool:
+        """Whether a noise is learned that nobody has given: a network alone does not tell it, its residuals do."""
+        likelihood = target.model.likelihood
+        if not any("log_scale" in name for name in start.unset) or likelihood.discrete:
+            return False  # logits of unit scale are what a network for classes is trained with
+        known = isinstance(likelihood, GaussianLikelihood) and (self.structure != "lowrank" or likelihood.outputs == 1)
+        known = known and self.curvature in ("ggn", "fisher")
+        if not known or isinstance(target.model.prior, MultivariateNormal):
+            raise ValueError(
+                "the noise is learned, and here it cannot be taken from the residuals: give start=, a MAP posterior or weights with "
+                f"{list(start.unset)}, or a fixed scale"
+            )
+        return True
+
+    def _at(self, target: Target, params: Params, buffers: Buffers, names: tuple[str, ...]) -> Collector:
+        structure = "dense" if self.structure == "lowrank" else self.structure
+        return Collector(target.model, params, buffers, names, Spec(structure, self.curvature, self.draws, self.shared))
+
+    def _names(self, target: Target, start: Start, batch: Any) -> tuple[str, ...]:
+        names = tuple(name for name in start.params if ":" not in name)
+        if self.subset == "all":
+            return names
+        if self.subset == "last_layer":
+            return last_layer(target.model, start.params, target.model.split(batch)[0], start.buffers, names)
+        network = target.model.network
+        # a weight that is tied goes by the first of its names, and a pattern may mean any of them
+        meant = {id(leaf) for name, leaf in network.named_parameters(remove_duplicate=False) if re.search(self.subset, name)}
+        meant = {name for name, leaf in network.named_parameters() if id(leaf) in meant}
+        chosen = tuple(name for name in names if name in meant)
+        if not chosen:
+            raise ValueError(f"subset={self.subset!r} matches no Bayesian parameter; there are {list(names)[:8]}")
+        return chosen
+
+    def _prior(self, target: Target, state: LaplaceState) -> Params:
+        """The prior's precision, one number a leaf."""
+        prior, like = target.model.prior, next(iter(state.params.values()))
+        kind = torch.promote_types(like.dtype, torch.float32)
+        # that of an earlier posterior is added as a whole; until then any will do
+        values = {name: prior.scale_of(name) ** -2 if isinstance(prior, Normal) else 1.0 for name in state.names}
+        return {name: torch.tensor(value + self.damping, dtype=kind, device=like.device) for name, value in values.items()}
+
+    def _warn(self, target: Target, state: LaplaceState, posterior: Gaussian, stretch: float) -> None:
+        """Tell of weights that are not at an optimum, in posterior standard deviations."""
+        sums, prior = state.curvature, {name: leaf - self.damping for name, leaf in posterior.prior_precision.items()}
+        rise, effective, noise = sums.decrement(target, state.params, posterior.covariance, prior, stretch)
+        if rise > effective + 2 * noise + 10:
+            warnings.warn(
+                f"the weights are not at an optimum: the log joint could rise by about {rise / 2:.3g}, and the mode is about "
+                f"{(rise / effective) ** 0.5:.2g} posterior standard deviations away for each of {effective:.3g} effective parameters. "
+                "Train on with the same prior, or take the uncertainty with a grain of salt (Laplace(check=False) says nothing)",
+                stacklevel=2,
+            )
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is one of {', '.join(known)}; got {value!r}")

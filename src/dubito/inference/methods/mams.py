@@ -1,0 +1,99 @@
+"""The Metropolis-adjusted microcanonical sampler (Robnik, Cohn-Gordon & Seljak 2025)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dubito.inference.full_batch import Chains, ChainState, average, averaging, welford
+from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, rise
+from dubito.inference.log_density import Density
+from dubito.model import Target
+
+
+@dataclass(frozen=True)
+class MAMS(Chains):
+    r"""Microcanonical trajectories, accepted by the change of their energy: MCLMC without its bias.
+
+    Every transition draws a direction anew, follows it for a random number of steps of which the mean length is `path_length`, and
+    accepts the end with probability :math:`\min(1, e^{-\Delta E})`, where :math:`\Delta E` is the rise of the potential energy and
+    of the log volume that the turning direction has swept. Lengths are in prior standard deviations, as for HMC; a step takes two
+    gradients, and `units="posterior"` learns a unit of length for every coordinate in the burn-in.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(2, 1), dubito.Gaussian(scale=1.0))
+    >>> posterior = dubito.fit(model, MAMS(draws=20, burn_in=20), (torch.zeros(8, 2), torch.zeros(8, 1)))
+    >>> len(posterior)
+    80
+    """
+
+    step_size: float | None = None  # in prior standard deviations; None finds one
+    path_length: float = math.pi / 2  # of a trajectory in the mean, in prior standard deviations
+    tune: bool = field(default=True, kw_only=True)  # adapt the step size in the burn-in
+    target_acceptance: float = field(default=0.9, kw_only=True)
+    units: Literal["prior", "posterior"] = field(default="prior", kw_only=True)  # whose standard deviations measure lengths
+    max_steps: int = field(default=1000, kw_only=True)  # of a trajectory, however short they are
+    gibbs: bool = field(default=True, kw_only=True)  # draw a learned noise from its conditional, if it has one
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.step_size is not None and not self.step_size > 0) or not self.path_length > 0 or self.max_steps < 1:
+            raise ValueError(
+                "step_size and path_length are positive lengths and max_steps at least 1; got "
+                f"step_size={self.step_size}, path_length={self.path_length}, max_steps={self.max_steps}"
+            )
+        if not 0 < self.target_acceptance < 1:
+            raise ValueError(f"target_acceptance is between 0 and 1; got {self.target_acceptance}")
+        if self.step_size is None and (not self.tune or self.burn_in < 10):
+            raise ValueError(
+                "a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in of at least 10"
+            )
+
+    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+        if state.position.shape[1] < 2:
+            raise ValueError("MAMS turns a direction, and one weight has none to turn: use HMC")
+        return averaging(self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1]), state)
+
+    def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
+        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        # one number for all chains, which run side by side and would wait for the longest
+        share = 2 * float(torch.rand((), dtype=torch.float64, device=step.device, generator=generator))
+        count = (share * self.path_length / step).ceil().clamp(1, self.max_steps).int()
+        before = self.here(state, on_sphere(torch.empty_like(state.position).normal_(generator=generator)))
+        after, gain = self._trajectory(density, before, step, count, state.scale)
+        change = rise(density, before, after) + gain
+        change = torch.where(change.isnan(), torch.inf, change)
+        probability = (-change).exp().clamp(max=1.0)
+        accepted = torch.rand(probability.shape, dtype=torch.float64, device=step.device, generator=generator) < probability
+        self.accept(state, after, accepted)
+        if state.step < self.burn_in and self.tune:
+            average(state.tuning, probability, self.target_acceptance)
+            if self.units == "posterior":
+                welford(state, self.burn_in)
+        diverged = change > 1000.0
+        return {
+            "acceptance": probability,
+            "accepted": accepted.double(),
+            "divergent": diverged.double(),
+            "energy_error": torch.where(change.isfinite(), change, torch.nan),
+            "step_size": step,
+            "gradients": torch.full_like(change, 2.0 * int(count.max())),
+        }
+
+    def _trajectory(self, density: Density, before: Point, step: Tensor, count: Tensor, scale: Tensor) -> tuple[Point, Tensor]:
+        if (kernel := getattr(density.kernel, "microcanonical", None)) is not None:
+            point, gain = kernel(*before[:3], step=step, count=count, scale=scale, share=MINIMAL_NORM)
+            return Point(*point), gain
+
+        def once(position, velocity, gradient, likelihood, prior, gain, left, step, scale):
+            point = Point(position, velocity, gradient, likelihood, prior)
+            point, more = minimal_norm(density, point, step=step * (left > 0), scale=scale)
+            return *point, gain + more, left - 1
+
+        nothing = torch.zeros_like(before.log_prior)
+        *moved, gain, _ = density.loop("trajectory", once)((*before, nothing, count), (step, scale), int(count.max()))
+        return Point(*moved), gain

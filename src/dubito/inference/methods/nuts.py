@@ -1,0 +1,196 @@
+"""The No-U-Turn sampler (Hoffman & Gelman 2014), with multinomial draws from each trajectory (Betancourt 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, welford
+from dubito.inference.integrators import Point, kinetic, leapfrog, potential, rise
+from dubito.inference.log_density import Density
+from dubito.model import Target
+
+DIVERGED = 1000.0  # a change of energy that no sound trajectory makes
+
+
+class Stretch(NamedTuple):
+    """Neighbouring points of a trajectory, for C chains: the velocities at its two ends and the sum of all, [C, P] each."""
+
+    first: Tensor
+    last: Tensor
+    total: Tensor
+
+
+class Branch(NamedTuple):
+    """What one doubling adds to a trajectory, for C chains."""
+
+    end: Point  # where it has come to
+    stretch: Stretch
+    chosen: Point  # one of its points, drawn by their weights
+    error: Tensor  # [C], the energy there less the energy at the start of the trajectory
+    weight: Tensor  # [C], log sum of exp(-error) over its points
+    sound: Tensor  # [C], neither turned back nor diverged
+    acceptance: Tensor  # [C], sum over its points of min(1, exp(-error))
+    points: Tensor  # [C], how many there are
+    diverged: Tensor  # [C]
+
+
+@dataclass(frozen=True)
+class NUTS(Chains):
+    r"""HMC whose trajectories end where they begin to turn back, so that no path length has to be chosen.
+
+    From a fresh velocity a trajectory of leapfrog steps is doubled, forwards or backwards in time at random, until it turns: until the
+    velocity at one of its ends points against the sum :math:`\rho` of all its velocities, :math:`v \cdot \rho < 0`. Every half, quarter
+    and so on that the doubling made is held to the same, and so are two neighbours of these, each with the first point of the other,
+    which finds turns that fall between them. The next draw is one of the trajectory's points, with probability proportional to
+    :math:`e^{-H}` but with a bias for the later doublings; what the last doubling adds does not count if it turned on its way. At most
+    :math:`2^{\texttt{max\_depth}} - 1` steps are made.
+
+    Lengths and the tuning of the step size are as for HMC, and "acceptance" is the mean of :math:`\min(1, e^{-\Delta H})` over all
+    points of a trajectory. A point of which the energy is not finite, or more than 1,000 above the first, is a divergence: it ends
+    the trajectory, and is counted. Chains run side by side, and wait for the longest trajectory; "gradients" are each chain's own.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
+    >>> posterior = dubito.fit(model, NUTS(draws=20, burn_in=20), (torch.zeros(8, 1), torch.zeros(8, 1)))
+    >>> len(posterior), int(posterior.trace["depth"].max()) <= 10
+    (80, True)
+    """
+
+    step_size: float | None = None  # in prior standard deviations; None finds one
+    max_depth: int = 10  # doublings of a trajectory
+    tune: bool = field(default=True, kw_only=True)  # adapt the step size in the burn-in
+    target_acceptance: float = field(default=0.8, kw_only=True)
+    units: Literal["prior", "posterior"] = field(default="prior", kw_only=True)  # whose standard deviations measure lengths
+    gibbs: bool = field(default=True, kw_only=True)  # draw a learned noise from its conditional, if it has one
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.step_size is not None and not self.step_size > 0) or self.max_depth < 1:
+            raise ValueError(
+                f"step_size is a positive length and max_depth at least 1; got step_size={self.step_size}, max_depth={self.max_depth}"
+            )
+        if not 0 < self.target_acceptance < 1:
+            raise ValueError(f"target_acceptance is between 0 and 1; got {self.target_acceptance}")
+        if self.step_size is None and (not self.tune or self.burn_in < 10):
+            raise ValueError(
+                "a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in of at least 10"
+            )
+
+    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+        return averaging(self.step_size or 0.01, state)
+
+    def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        super().begin(density, state, generator)
+        if self.step_size is None:
+            find_step(density, state, generator, leapfrog)
+
+    def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
+        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        # coordinates without a unit of length do not move, and have no say in whether a trajectory turns
+        start = self.here(state, torch.empty_like(state.position).normal_(generator=generator) * (state.scale > 0))
+        back, front, total = start, start, start.velocity
+        chosen, error, weight = start, torch.zeros_like(state.log_prior), torch.zeros_like(state.log_prior)
+        acceptance, points, depth = torch.zeros_like(error), torch.zeros_like(error), torch.zeros_like(error)
+        growing = torch.ones_like(error, dtype=torch.bool)
+        moved, diverged = torch.zeros_like(growing), torch.zeros_like(growing)
+        for doubling in range(self.max_depth):
+            forward = _dice(error, generator) < 0.5
+            near, far = _where(forward, front, back), _where(forward, back, front)
+            directed = torch.where(forward, step, -step)
+            branch = self._branch(density, state, start, near, directed, growing, 2**doubling, generator)
+            acceptance, points = acceptance + branch.acceptance, points + branch.points
+            diverged, depth = diverged | branch.diverged, depth + branch.sound
+            # the new half is preferred to the old one, which keeps the distribution and goes further
+            taken = branch.sound & (_dice(error, generator).log() < branch.weight - weight)
+            chosen, error = _where(taken, branch.chosen, chosen), torch.where(taken, branch.error, error)
+            weight, moved = torch.logaddexp(weight, branch.weight), moved | taken
+            back, front = _where(forward, back, branch.end), _where(forward, branch.end, front)
+            (*_, total), straight = _joined(Stretch(far.velocity, near.velocity, total), branch.stretch)
+            growing = branch.sound & straight
+            if not growing.any():
+                break
+        self.accept(state, chosen, moved)
+        probability = acceptance / points
+        if state.step < self.burn_in and self.tune:
+            average(state.tuning, probability, self.target_acceptance)
+            if self.units == "posterior":
+                welford(state, self.burn_in)
+        return {
+            "acceptance": probability,
+            "accepted": moved.double(),
+            "divergent": diverged.double(),
+            "energy": potential(density, start) + kinetic(start.velocity) + error,
+            "energy_error": error,
+            "step_size": step,
+            "gradients": points,
+            "depth": depth,
+        }
+
+    def _branch(
+        self,
+        density: Density,
+        state: ChainState,
+        start: Point,
+        end: Point,
+        step: Tensor,
+        growing: Tensor,
+        size: int,
+        generator: torch.Generator,
+    ) -> Branch:
+        """`size` more points beyond `end`, for the chains that are `growing`; the others, and those that turn or diverge, wait.
+
+        All chains are at the same point of the same doubling, so whichever stretches end there end there for all of them. `halves` are
+        the stretches that wait for a neighbour of their length, as the ones in the binary number of points so far.
+        """
+        sound, chosen, before = growing, end, kinetic(start.velocity)
+        nothing = torch.zeros_like(before)
+        error, weight, acceptance, points = nothing, nothing - torch.inf, nothing, nothing
+        diverged, halves = torch.zeros_like(sound), []
+        for number in range(size):
+            end = leapfrog(density, end, step=step, count=sound.int(), scale=state.scale)
+            risen = rise(density, start, end) + kinetic(end.velocity) - before
+            risen = torch.where(risen.isfinite(), risen, torch.inf)
+            acceptance, points = acceptance + torch.where(sound, (-risen).exp().clamp(max=1.0), 0.0), points + sound
+            lost = sound & (risen > DIVERGED)
+            diverged, sound = diverged | lost, sound & ~lost
+            # each point takes the place of the one drawn before it with its share of the weight up to here
+            weight = torch.logaddexp(weight, -risen)
+            taken = sound & (_dice(error, generator).log() < -risen - weight)
+            chosen, error = _where(taken, end, chosen), torch.where(taken, risen, error)
+            stretch, left = Stretch(end.velocity, end.velocity, end.velocity), number
+            while left & 1:
+                stretch, straight = _joined(halves.pop(), stretch)
+                sound, left = sound & straight, left >> 1
+            halves.append(stretch)
+            if not sound.any():
+                break
+        return Branch(end, halves[0], chosen, error, weight, sound, acceptance, points, diverged)
+
+
+def _joined(one: Stretch, two: Stretch) -> tuple[Stretch, Tensor]:
+    """Two neighbours as one stretch, and whether it goes straight on, [C]; so must each with the first point of the other."""
+    whole = Stretch(one.first, two.last, one.total + two.total)
+    straight = _straight(whole)
+    if one.first is not one.last:  # two points are checked already
+        straight &= _straight(Stretch(one.first, two.first, one.total + two.first))
+        straight &= _straight(Stretch(one.last, two.last, one.last + two.total))
+    return whole, straight
+
+
+def _straight(stretch: Stretch) -> Tensor:
+    """Whether the velocities at both ends point along the sum of all."""
+    return ((stretch.first * stretch.total).sum(1) > 0) & ((stretch.last * stretch.total).sum(1) > 0)
+
+
+def _where(chains: Tensor, this: Point, other: Point) -> Point:
+    """The one point for some chains, and the other for the rest."""
+    wide = chains.unsqueeze(1)
+    return Point(*(torch.where(wide if a.ndim > 1 else chains, a, b) for a, b in zip(this, other, strict=True)))
+
+
+def _dice(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(like.shape, dtype=torch.float64, device=like.device, generator=generator)

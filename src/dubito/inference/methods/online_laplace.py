@@ -1,0 +1,264 @@
+"""Training under a prior that learns itself: the Laplace evidence sets the weight decay as it goes (Immer et al. 2021)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dubito.curvature.collect import Collector, Spec
+from dubito.curvature.evidence import maximize
+from dubito.curvature.gather import Plain, Sums
+from dubito.curvature.memory import check
+from dubito.inference.descent import Descent, DescentState
+from dubito.inference.fit import Info, Start
+from dubito.model import Target
+from dubito.model.likelihoods import NOISE
+from dubito.model.priors import Normal, Prior
+from dubito.posteriors import Gaussian, Point, Posterior
+from dubito.tensors import store
+from dubito.tensors.tree import Buffers, Params
+
+LEAP = math.log(10.0)  # the most that the logarithm of a precision changes at a time
+
+
+@dataclass(frozen=True)
+class Precisions(Prior):
+    """`Normal` with a precision for each leaf, by its exact name: the search for patterns would be felt in every step."""
+
+    values: Mapping[str, float]
+
+    def log_prob(self, params: Params) -> Tensor:
+        parts = [
+            0.5 * (leaf.numel() * math.log(self.values[name] / (2 * math.pi)) - self.values[name] * leaf.pow(2).sum())
+            for name, leaf in params.items()
+        ]
+        return torch.stack(parts).sum()
+
+    def gradient(self, params: Params) -> Params:
+        return {name: -self.values[name] * leaf.detach() for name, leaf in params.items()}
+
+    def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        groups: dict[float, list[str]] = {}  # one call, and so one kernel on a GPU, for all leaves that share a precision
+        for name in params:
+            groups.setdefault(self.values[name], []).append(name)
+        for value, names in groups.items():
+            leaves = [params[name].detach() for name in names]
+            torch._foreach_add_([gradient[name] for name in names], leaves, alpha=-factor * value)
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        return {n: torch.empty_like(p).normal_(0.0, self.values[n] ** -0.5, generator=generator) for n, p in like.items()}
+
+
+@dataclass
+class OnlineLaplaceState(DescentState):
+    made: int  # steps of either kind; `step` and `steps` are those of training, which the schedule follows
+    period: int  # steps in a pass over the data
+    precision: Params  # of every leaf, [] in float64 and on the CPU, where reading them does not make a GPU wait
+    noise_set: bool  # whether the noise is the evidence's by now, and descent keeps its hands off it
+    log_evidence: float  # at the last evidence step
+    curvature: Sums
+
+
+@dataclass(frozen=True)
+class OnlineLaplace(Descent):
+    r"""MAP training in which the prior precision of every layer, and a learned noise, are set to maximise the Laplace evidence
+
+    .. math:: \log p(D \mid \delta) \approx \log p(D \mid \theta) + \log p(\theta \mid \delta)
+              - \tfrac12 \log\det \tfrac{1}{2\pi} \big(H + \mathrm{diag}(\delta)\big).
+
+    This is weight decay for each layer without validation data. The posterior is the Laplace approximation at the end, under the prior
+    that the weights were trained with. The model's prior is `Normal()`, or `Normal(scale=...)` where only the noise is to be learned.
+
+    After a share `burn_in` of the `epochs`, and then every `every` epochs, comes one more pass over the data, which trains nothing and
+    gathers the curvature. For this curvature the maximum of the evidence is found, and the logarithms of precisions and noise go a
+    share `evidence_rate` of the way there, a factor of ten at most. A last such pass, after training, makes the posterior. The
+    passes for curvature do not count as `epochs`, and the learning rate does not see them.
+
+    >>> import dubito
+    >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
+    >>> y = 2 * x + 0.1 * torch.randn(50, 1, generator=torch.Generator().manual_seed(0))
+    >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian())
+    >>> posterior = dubito.fit(model, OnlineLaplace(epochs=400, learning_rate=0.05), (x, y))
+    >>> precision, noise = posterior.prior_precision["weight"], posterior.params["likelihood:log_scale"].exp()
+    >>> bool(0.2 < precision < 0.3), bool(0.09 < noise < 0.11)                     # about 1 / 2^2, and the noise
+    (True, True)
+    """
+
+    structure: Literal["kronecker", "diagonal", "dense"] = "kronecker"  # of the covariance
+    curvature: Literal["ggn", "fisher", "empirical"] = "ggn"  # exact, Monte Carlo over labels, at the labels
+    draws: int | None = field(default=None, kw_only=True)  # Monte Carlo draws of cotangents; None is exact where that is feasible
+    shared: Literal["expand", "reduce"] = field(default="expand", kw_only=True)  # Kronecker, for weights shared over positions
+    prior_groups: Literal["layer", "one", "parameter"] = field(default="layer", kw_only=True)  # what shares a learned precision
+    optimize_noise: bool | None = field(default=None, kw_only=True)  # by the evidence, not descent; None: unless diagonal
+    every: int = field(default=5, kw_only=True)  # epochs between evidence steps
+    burn_in: float = field(default=0.1, kw_only=True)  # share of the epochs before the first
+    evidence_rate: float = field(default=0.5, kw_only=True)  # share of the way, in logarithms, that an evidence step goes
+
+    def __post_init__(self):
+        super().__post_init__()
+        known = {
+            "structure": ("kronecker", "diagonal", "dense"),
+            "curvature": ("ggn", "fisher", "empirical"),
+            "shared": ("expand", "reduce"),
+            "prior_groups": ("layer", "one", "parameter"),
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is one of {', '.join(values)}; got {getattr(self, name)!r}")
+        if self.every < 1 or not 0 <= self.burn_in < 1 or not 0 < self.evidence_rate <= 1:
+            raise ValueError(
+                "every >= 1, 0 <= burn_in < 1 and 0 < evidence_rate <= 1 are needed; got "
+                f"every={self.every}, burn_in={self.burn_in}, evidence_rate={self.evidence_rate}"
+            )
+        if self.draws is not None and self.draws < 1:
+            raise ValueError(f"draws is at least 1, or None; got {self.draws}")
+        if self.epochs <= self.first:
+            raise ValueError(
+                f"epochs={self.epochs} and burn_in={self.burn_in} leave no training after an evidence step: give more epochs (for a "
+                "network that is trained already there is Laplace())"
+            )
+
+    # -- the order of the passes: training for `first` epochs, curvature, training for `every` epochs, curvature ... curvature
+
+    @property
+    def first(self) -> int:
+        """Epochs before the first evidence step."""
+        return max(1, math.ceil(self.burn_in * self.epochs))
+
+    @property
+    def passes(self) -> int:
+        """Passes over the data of both kinds."""
+        return self.epochs + len(range(self.first, self.epochs, self.every)) + 1
+
+    def _trains(self, which: int) -> bool:
+        since = which - self.first
+        return since < 0 or (since % (self.every + 1) != 0 and which < self.passes - 1)
+
+    def steps(self, n_batches: int) -> int:
+        return self.passes * n_batches
+
+    # -- the method
+
+    @property
+    def unstack(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AttributeError("curvature is of one network: members of an ensemble run one after another")
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> OnlineLaplaceState:
+        prior, period = target.model.prior, steps // self.passes
+        if not isinstance(prior, Normal):
+            raise ValueError(
+                f"OnlineLaplace learns the precisions of a Normal() prior; with a {type(prior).__name__} use MAP and then Laplace"
+            )
+        if prior.scale is not None and not (NOISE in start.params and self._noise):
+            raise ValueError(
+                "there is nothing to learn from the evidence: the prior's scale is given, and no noise is to be learned. Use Normal() "
+                "without a scale, or MAP and then Laplace"
+            )
+        trained = super().init(target, start, batch, generator, steps=self.epochs * period)
+        names = [name for name in start.params if ":" not in name]
+        precision = {name: torch.tensor(prior.scale_of(name) ** -2, dtype=torch.float64) for name in names}
+        at = self._at(target, start.params, start.buffers)
+        check(Plain(), at, target.model.split(batch)[0], f"structure={self.structure!r}")
+        sums = Sums.zeros(Plain(), at, target.model.split(batch)[0], generator, gradient=False)
+        return OnlineLaplaceState(**vars(trained), made=0, period=period, precision=precision, noise_set=False,
+                                  log_evidence=-math.inf, curvature=sums)  # fmt: skip
+
+    def step(
+        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[DescentState, Info]:
+        assert isinstance(state, OnlineLaplaceState)
+        which, position = divmod(state.made, state.period)
+        state.made += 1
+        if self._trains(which):
+            return self._train(target, state, data, generator)
+        if position == 0:
+            _clear(state.curvature)
+        info = {
+            "log_likelihood": state.curvature.add(
+                Plain(), self._at(target, state.params, state.buffers), data, 0, generator, gradient=False
+            )
+        }
+        if position == state.period - 1:
+            self._learn(target, state, still=which == self.passes - 1)
+            info["log_evidence"] = torch.tensor(state.log_evidence)
+        return state, info
+
+    def kind(self, state: DescentState) -> Hashable | None:
+        assert isinstance(state, OnlineLaplaceState)
+        return tuple(float(leaf) for leaf in state.precision.values())
+
+    def _train(
+        self, target: Target, state: OnlineLaplaceState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[DescentState, Info]:
+        values = {name: float(leaf) for name, leaf in state.precision.items()}
+        noise = state.params[NOISE].clone() if state.noise_set else None
+        trained = super().step(replace(target, model=replace(target.model, prior=Precisions(values))), state, data, generator)
+        if noise is not None:  # a zero gradient would not do: the optimiser goes on for a while
+            state.params[NOISE].copy_(noise)
+        return trained
+
+    @property
+    def _noise(self) -> bool:
+        """Whether the evidence sets a learned noise. The determinant of a diagonal is too large, and drives the noise far up."""
+        return self.structure != "diagonal" if self.optimize_noise is None else self.optimize_noise
+
+    def _learn(self, target: Target, state: OnlineLaplaceState, *, still: bool) -> None:
+        """An evidence step. After training it only looks (`still`): the posterior is under the prior that the weights come from."""
+        found = self._gaussian(target, state)
+        assert found.fitted is not None
+        assert found.scale is not None
+        state.log_evidence = float(found.log_evidence())
+        noise, prior = self._noise and found.fitted.noisy, target.model.prior
+        if still:
+            return
+        assert isinstance(prior, Normal)
+        best, scale, _ = maximize(
+            found.fitted, found.covariance, found.scale,
+            by=self.prior_groups, prior=prior.scale is None, noise=noise, temperature=target.temperature,
+        )  # fmt: skip
+        for name, leaf in state.precision.items():
+            leaf.mul_(self._towards(leaf, best[name].to(leaf)))
+        if noise:
+            state.params[NOISE].sub_(0.5 * self._towards(found.scale, scale).log().to(state.params[NOISE]))
+            state.noise_set = True
+
+    def _towards(self, now: Tensor, best: Tensor) -> Tensor:
+        """The factor by which a precision changes."""
+        return (self.evidence_rate * (best / now).log()).clamp(-LEAP, LEAP).exp()
+
+    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        assert isinstance(state, OnlineLaplaceState)
+        which, position = divmod(state.made, state.period)
+        if position or which == 0 or self._trains(which - 1):  # there is no curvature of these weights
+            return Point(target.model, state.params, state.buffers)
+        return self._gaussian(target, state)
+
+    def _gaussian(self, target: Target, state: OnlineLaplaceState) -> Gaussian:
+        """The Laplace approximation from the curvature gathered last."""
+        first, sums = next(iter(state.params.values())), state.curvature
+        kind = torch.promote_types(first.dtype, torch.float32)
+        prior = {name: leaf.to(first.device, kind) for name, leaf in state.precision.items()}
+        found = sums.found(target, state.params, prior)
+        covariance = Plain().covariance(self._at(target, state.params, state.buffers), sums.sums, found)
+        evidence = sums.evidence(target, state.params, list(state.precision), prior)
+        return Gaussian(
+            target.model, state.params, state.buffers, covariance,
+            fitted=evidence, scale=found.scale, temperature=target.temperature,
+        )  # fmt: skip
+
+    def _at(self, target: Target, params: Params, buffers: Buffers) -> Collector:
+        names = tuple(name for name in params if ":" not in name)
+        spec = Spec(self.structure, self.curvature, self.draws, self.shared)
+        return Collector(target.model, params, buffers, names, spec)
+
+
+def _clear(sums: Sums) -> None:
+    """Begin a new pass."""
+    for leaf in (*sums.sums.values(), sums.log_likelihood, sums.errors, sums.counts):
+        leaf.zero_()
+    sums.seen = [0, 0]

@@ -1,0 +1,261 @@
+"""Stochastic weight averaging, Gaussian (Maddox et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dubito.inference.descent import Descent, DescentState
+from dubito.inference.fit import Info, Start
+from dubito.model import Model, Target
+from dubito.network.weights import mode
+from dubito.posteriors import Gaussian, Point, Posterior, Samples
+from dubito.tensors import store, tree
+from dubito.tensors.covariances import Diagonal, LowRank
+from dubito.tensors.randomness import derive
+from dubito.tensors.tree import Buffers, Params
+
+TRACKED = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass
+class SWAGState(DescentState):
+    """Of a stacked target every leaf has the members first, also before the axis of columns or draws."""
+
+    period: int  # steps in a pass over the data
+    begin: int  # steps before collecting
+    collected: int
+    mean: Params
+    squares: Params  # sums of squared deviations from the mean
+    columns: Params  # [rank, ...]: the last deviations, each from the mean of its time
+    seed: int  # of the draws that get BatchNorm statistics of their own
+    statistics: Buffers  # [draws, ...]: these statistics, summed over batches, and the number of batches
+
+
+@dataclass(frozen=True)
+class SWAG(Descent):
+    r"""Train by SGD, go on at a constant learning rate, and take the weights at the ends of epochs for draws of a Gaussian,
+
+    .. math:: N\Big(\bar\theta,\; \tfrac12 \mathrm{diag}(\overline{\theta^2} - \bar\theta^2) + \tfrac{1}{2 (K - 1)} D D^T\Big).
+
+    Its mean is the average of all weights collected; the columns of D are the last K = `rank` of them, less the average up to
+    each. `rank=0` leaves out D and takes the whole diagonal. Collecting begins after a share `collect_after` of the epochs; until
+    then the learning rate falls from `learning_rate` to `collecting_rate`.
+
+    Running statistics of BatchNorm belong to particular weights. In networks that have some, the last of the `epochs` is not for
+    training: it finds the statistics of `draws` draws, and the posterior is these.
+
+    With `validation`, what `fit` scores before there is a Gaussian (or are draws) is the weights as they stand, and they are the
+    posterior if nothing later scores better.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
+    >>> posterior = dubito.fit(model, SWAG(epochs=10), (torch.randn(64, 1), torch.randn(64, 1)), batch_size=8)
+    >>> posterior.sample(3)["weight"].shape
+    torch.Size([3, 1, 1])
+    """
+
+    learning_rate: float = field(default=0.05, kw_only=True)  # at its highest
+    optimizer: Literal["adam", "sgd"] = field(default="sgd", kw_only=True)  # sgd walks about a mode as the theory has it
+    clip: float | None = field(default=1.0, kw_only=True)  # largest norm of the gradient; without, a small noise drives sgd away
+    collecting_rate: float | None = field(default=None, kw_only=True)  # constant, while collecting; None is half of learning_rate
+    collect_after: float = field(default=0.5, kw_only=True)  # share of the epochs before collecting begins
+    rank: int = field(default=20, kw_only=True)  # columns of D, the last weights collected; 0 for a diagonal covariance
+    draws: int = field(default=30, kw_only=True)  # functions to average when predicting
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.collecting_rate is not None and not self.collecting_rate > 0:
+            raise ValueError(f"collecting_rate is a positive learning rate; got {self.collecting_rate}")
+        if not 0 <= self.collect_after < 1 or self.draws < 1:
+            raise ValueError(
+                "collect_after is a share of the epochs in [0, 1), and there is at least one draw; got "
+                f"collect_after={self.collect_after}, draws={self.draws}"
+            )
+        if self.rank < 0 or self.rank == 1:
+            raise ValueError(f"a covariance is made of two columns at least, or of none for rank=0; got rank={self.rank}")
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> SWAGState:
+        norms = _norms(target.model.network)
+        period = steps // max(1, self.epochs)
+        passes = self.epochs - bool(norms)
+        before = int(self.collect_after * passes)
+        if passes - before < 2:
+            last = ", the last of which is for BatchNorm," if norms else ""
+            raise ValueError(
+                f"SWAG takes the weights at the ends of two epochs at least; epochs={self.epochs}{last} and "
+                f"collect_after={self.collect_after} leave {max(0, passes - before)}: give more epochs"
+            )
+        trained = super().init(target, start, batch, generator, steps=passes * period)
+        # sums are kept in single precision at least
+        zero = {
+            name: torch.zeros_like(leaf, dtype=leaf.dtype if leaf.dtype.itemsize > 2 else torch.float32)
+            for name, leaf in start.params.items()
+        }
+        members = () if target.members is None else (target.members,)
+        columns = {name: leaf.new_zeros(*members, self.rank, *leaf.shape[len(members) :]) for name, leaf in zero.items()}
+        tracked = {name: start.buffers[name] for prefix in norms for name in _places(prefix)}
+        return SWAGState(
+            **vars(trained),
+            period=period,
+            begin=before * period,
+            collected=0,
+            mean=tree.clone(zero),
+            squares=zero,
+            columns=columns,
+            seed=int(torch.randint(2**62, (1,), generator=generator, device=generator.device)),
+            statistics={
+                name: torch.zeros(*members, self.draws, *leaf.shape[len(members) :], dtype=torch.float64, device=leaf.device)
+                for name, leaf in tracked.items()
+            },
+        )
+
+    def step(
+        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
+    ) -> tuple[DescentState, Info]:
+        assert isinstance(state, SWAGState)
+        if state.step >= state.steps:
+            self._measure(target, state, data)
+            state.step += 1
+            return state, {}
+        _, info = super().step(target, state, data, generator)
+        if state.step > state.begin and state.step % state.period == 0:
+            self._collect(target, state)
+        return state, info
+
+    def _share(self, step: int, steps: int) -> float:
+        until = int(self.collect_after * steps)
+        low = 0.5 if self.collecting_rate is None else self.collecting_rate / self.learning_rate
+        return max(low, super()._share(step, until)) if step < until else low
+
+    def _collect(self, target: Target, state: SWAGState) -> None:
+        """Update the moments. Deviations are summed, not squares: a difference of squares would lose what is small beside the mean."""
+        slot, axis = state.collected % max(1, self.rank), 0 if target.members is None else 1
+        state.collected += 1
+        for name, mean in state.mean.items():
+            weights = state.params[name].to(mean)
+            before = weights - mean
+            mean += before / state.collected
+            after = weights - mean
+            state.squares[name] += before * after
+            if self.rank:
+                state.columns[name].select(axis, slot).copy_(after)
+
+    def _measure(self, target: Target, state: SWAGState, data: Iterable[Any]) -> None:
+        """Add up the statistics of the batches, draw by draw."""
+        model, norms = target.model, _norms(target.model.network)
+        inputs = [model.split(batch)[0] for batch in data]
+        for own in self._members(target, state):
+            for i in range(self.draws):
+                params = self._draw(own, i)
+                for x in inputs:
+                    for name, found in _statistics(model, norms, params, x, own.buffers).items():
+                        own.statistics[name][i] += found
+
+    def _draw(self, state: SWAGState, i: int) -> Params:
+        """The i-th draw, always the same: made again when it is needed, since all of them may be too much to hold while training."""
+        generator = torch.Generator(next(iter(state.mean.values())).device).manual_seed(derive(state.seed, i))
+        diagonal, columns = self._parts(state)
+
+        def noise(shape: Iterable[int], like: torch.Tensor) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=like.dtype, device=like.device)
+
+        first = next(iter(columns.values()))
+        along = noise(first.shape[:1], first)  # one for all leaves, which vary together
+        drawn = {}
+        for name, mean in state.mean.items():
+            leaf = mean + diagonal[name].sqrt() * noise(mean.shape, mean)
+            drawn[name] = (leaf + torch.tensordot(along.to(leaf), columns[name], 1)).to(state.params[name].dtype)
+        return drawn
+
+    def _parts(self, state: SWAGState) -> tuple[Params, Params]:
+        """(d, C) of the covariance diag(d) + C C^T."""
+        held = min(state.collected, self.rank)
+        diagonal = {name: leaf * ((0.5 if self.rank else 1.0) / state.collected) for name, leaf in state.squares.items()}
+        return diagonal, {name: leaf[:held] * max(1, 2 * (held - 1)) ** -0.5 for name, leaf in state.columns.items()}
+
+    def _members(self, target: Target, state: SWAGState) -> list[SWAGState]:
+        """Of a stacked state, views of the members' own."""
+        if target.members is None:
+            return [state]
+        fixed = {name for name, _ in target.model.network.named_parameters()}  # among the buffers, these are not stacked
+        return [
+            replace(
+                state,
+                params=tree.select(state.params, i),
+                buffers={name: leaf if name in fixed else leaf[i] for name, leaf in state.buffers.items()},
+                mean=tree.select(state.mean, i),
+                squares=tree.select(state.squares, i),
+                columns=tree.select(state.columns, i),
+                statistics=tree.select(state.statistics, i),
+                seed=derive(state.seed, "member", i),
+            )
+            for i in range(target.members)
+        ]
+
+    def unstack(self, target: Target, state: DescentState) -> list[DescentState]:
+        assert isinstance(state, SWAGState)
+        return [*self._members(target, state)]
+
+    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        assert isinstance(state, SWAGState)
+        model, last = target.model, state.steps + (state.period if state.statistics else 0)
+        if state.collected < 2 or (state.statistics and state.step < last):
+            return Point(model, state.params, state.buffers)
+        if not state.statistics:
+            diagonal, columns = self._parts(state)
+            mean = {name: leaf.to(state.params[name].dtype) for name, leaf in state.mean.items()}
+            covariance = LowRank.of(diagonal, columns) if self.rank else Diagonal.of(diagonal)
+            return Gaussian(model, mean, state.buffers, covariance, how="sampled", draws=self.draws)
+        own = {}
+        for prefix in _norms(model.network):
+            *moments, count = _places(prefix)
+            for name in moments:
+                seen = state.statistics[count].reshape(-1, *[1] * (state.statistics[name].ndim - 1))
+                kept = state.buffers[name].expand_as(state.statistics[name])  # a layer that was never reached
+                own[name] = torch.where(seen > 0, state.statistics[name] / seen, kept).to(kept.dtype)
+        shared = {name: leaf for name, leaf in state.buffers.items() if name not in own}
+        return Samples(model, tree.stack([self._draw(state, i) for i in range(self.draws)]), shared, own)
+
+
+def _norms(network: nn.Module) -> dict[str, _BatchNorm]:
+    """The layers whose running statistics follow the data in training, by name."""
+    with mode(network, True):  # some networks keep theirs frozen
+        return {
+            name: module
+            for name, module in network.named_modules()
+            if isinstance(module, _BatchNorm) and module.track_running_stats and module.training and module.momentum != 0
+        }
+
+
+def _places(prefix: str) -> list[str]:
+    """The names of a layer's mean, variance and number of batches."""
+    return [f"{prefix}.{key}".lstrip(".") for key in TRACKED]
+
+
+@torch.no_grad()
+def _statistics(model: Model, norms: dict[str, _BatchNorm], params: Params, x: Any, buffers: Buffers) -> Buffers:
+    """Mean and variance of what reaches each layer in a batch, and whether (1 or 0) anything did. Dropout is off."""
+    fresh = {name: torch.zeros_like(buffers[name]) for prefix in norms for name in _places(prefix)}
+    with mode(model.network, False):
+        try:
+            for module in norms.values():
+                module.training = True
+            _, after = model.call(params, x, {**buffers, **fresh})
+        finally:
+            for module in norms.values():
+                module.training = False
+    found: Buffers = {}
+    for prefix, module in norms.items():
+        *moments, count = _places(prefix)
+        calls = after[count].double()
+        # from zero, a layer with momentum m arrives at 1 - (1 - m)^calls of what it sees; one without at their average
+        share = torch.ones_like(calls) if module.momentum is None else 1 - (1 - module.momentum) ** calls
+        found |= {name: torch.where(calls > 0, after[name] / share, 0.0) for name in moments}
+        found[count] = (calls > 0).double()
+    return found

@@ -1,0 +1,94 @@
+"""Temporal ensembling (Laine & Aila 2017): agree with what you have said of the same example before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.inference.semi_supervised import Consistency, ConsistencyState, View, squared
+from dubito.model import Target
+from dubito.model.likelihoods import own
+from dubito.tensors import tree
+from dubito.tensors.randomness import hashed
+
+
+@dataclass
+class TemporalEnsemblingState(ConsistencyState):
+    keys: Tensor  # [N], a hash of every labelled example seen so far, in the order in which they came
+    known: int  # how many there are
+    sums: Tensor  # [N + M, ...]: the moving average of the predictions for labelled and unlabelled examples, begun at zero
+    seen: Tensor  # [N + M]: of how many
+
+
+@dataclass(frozen=True)
+class TemporalEnsembling(Consistency):
+    r"""Train by `method` so that predictions agree with a moving average of the earlier ones for the same example,
+
+    .. math:: Z \leftarrow a Z + (1 - a) z, \qquad \tilde z = Z / (1 - a^k) \text{ after } k \text{ of them}.
+
+    One pass over each example a step is enough, and the target is less noisy than that of `PiModel`; it is older, too, as old as a pass
+    over the data. An example that comes for the first time has nothing to agree with.
+
+    `unlabelled` are inputs without targets: a tensor, or a Dataset whose targets are not looked at. An epoch is then a pass over
+    those, where that is longer. `augment(x, generator)` returns inputs of the same shape: see `dubito.augment`. Labelled examples are
+    known again by their values, so they must come as they are, not augmented by their loader.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(2, 3), dubito.Categorical())
+    >>> method = TemporalEnsembling(dubito.MAP(epochs=2), unlabelled=torch.randn(200, 2), augment=dubito.augment.Noise(0.1))
+    >>> posterior = dubito.fit(model, method, (torch.randn(12, 2), torch.arange(12) % 3))
+    >>> posterior.predict(torch.randn(5, 2)).mean.shape
+    torch.Size([5, 3])
+    """
+
+    weight: float = field(default=30.0, kw_only=True)  # of the consistency, beside a mean log likelihood, after the ramp
+    decay: float = field(default=0.6, kw_only=True)  # share of the average that a new prediction leaves as it is
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay lies in [0, 1): the share of the average that a new prediction leaves; got {self.decay}")
+
+    def begin(self, target: Target, state: ConsistencyState, x: Any, generator: torch.Generator) -> TemporalEnsemblingState:
+        model = target.model
+        with torch.no_grad():
+            f, _ = model.forward(state.student.params, x, tree.clone(state.student.buffers))
+            z = model.likelihood.mean(f.float() if f.dtype.itemsize < 4 else f, own(state.student.params))
+        n = target.n_data + (0 if state.stream is None else state.stream.n)
+        return TemporalEnsemblingState(
+            **vars(state),
+            keys=torch.zeros(target.n_data, dtype=torch.int64, device=model.device),
+            known=0,
+            sums=z.new_zeros(n, *z.shape[1:]),
+            seen=torch.zeros(n, dtype=torch.int64, device=model.device),
+        )
+
+    def teach(self, state: TemporalEnsemblingState, view: View) -> Tensor:
+        x = tree.apply_leaves(lambda leaf: leaf[: view.labelled], view.inputs)
+        rows = torch.cat([self._places(state, hashed(list(tree.leaves(x)))), len(state.keys) + view.rows])
+        z, k = view.z.detach().to(state.sums.dtype), state.seen[rows]
+        each = (-1, *[1] * (z.ndim - 1))
+        before = state.sums[rows]
+        told = before / (1 - self.decay ** k.clamp_min(1).double()).to(before).view(each)
+        # the whole batch is written at once: an example that is in it twice counts once
+        state.sums[rows] = self.decay * before + (1 - self.decay) * z
+        state.seen[rows] = k + 1
+        return squared(view.z, told.to(view.z)) * (k > 0)
+
+    def _places(self, state: TemporalEnsemblingState, keys: Tensor) -> Tensor:
+        """Where the labelled examples of a batch are kept; those that are new get a place."""
+        known = state.keys[: state.known]
+        new = keys[~torch.isin(keys, known)].unique()
+        if len(new):
+            if state.known + len(new) > len(state.keys):
+                raise ValueError(
+                    f"there are more than {len(state.keys)} different labelled examples, so they change from pass to pass, or n_data "
+                    "is too small: give examples as they are, and `augment` to change them"
+                )
+            state.keys[state.known : state.known + len(new)] = new
+            state.known += len(new)
+        ordered, order = state.keys[: state.known].sort()
+        return order[torch.searchsorted(ordered, keys)]

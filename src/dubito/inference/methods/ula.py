@@ -1,0 +1,82 @@
+"""The unadjusted Langevin algorithm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, langevin
+from dubito.inference.integrators import leapfrog
+from dubito.inference.log_density import Density
+from dubito.model import Target
+
+
+@dataclass(frozen=True)
+class ULA(Chains):
+    r"""Steps up the gradient, and noise:
+
+    .. math:: \theta' = \theta + \tfrac{\epsilon}{2} s^2 \nabla \log p(\theta, D) + \sqrt{\epsilon}\, s\, \xi
+
+    :math:`\xi \sim N(0, I)`, and s are the prior's standard deviations, so that :math:`\sqrt\epsilon` = `step_size` is a length in
+    units of the prior, as it is for MALA and HMC. Nothing is rejected, so the draws are biased by the step: on a Gaussian posterior
+    of variance :math:`\sigma^2` (in units of s) they have the variance :math:`\sigma^2 / (1 - \epsilon / (4 \sigma^2))`, and they
+    fly apart for :math:`\epsilon > 4 \sigma^2`. `MALA` corrects it.
+
+    A step size that is not given is found in the burn-in, which is then MALA's, such that it accepts `target_acceptance` of its
+    proposals: where nearly all are right, little is lost by taking all of them. "acceptance" is what an accept step would have taken.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
+    >>> posterior = dubito.fit(model, ULA(0.1, draws=20, burn_in=20), (torch.zeros(8, 1), torch.zeros(8, 1)))
+    >>> posterior.sampler["adjusted"]
+    False
+    """
+
+    step_size: float | None = None  # in prior standard deviations: the root of the textbook's epsilon; None finds one
+    target_acceptance: float = field(default=0.95, kw_only=True)  # of MALA at the step size that is found
+    thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
+
+    exact: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.step_size is not None and not self.step_size > 0) or not 0 < self.target_acceptance < 1:
+            raise ValueError(
+                f"step_size is a positive length and target_acceptance between 0 and 1; got {self.step_size} and "
+                f"{self.target_acceptance}"
+            )
+        if self.step_size is None and self.burn_in < 1:
+            raise ValueError("a step size is found during the burn-in: give step_size=..., or a burn_in")
+
+    @property
+    def tune(self) -> bool:
+        return self.step_size is None
+
+    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+        return averaging(self.step_size or 0.1 / math.sqrt(state.position.shape[1]), state)
+
+    def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        super().begin(density, state, generator)
+        if self.step_size is None:
+            find_step(density, state, generator, leapfrog)
+
+    def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
+        step, after, change = langevin(self, density, state, generator)
+        lost = ~(after.log_likelihood + after.log_prior).isfinite()
+        probability = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0)
+        taken = ~lost
+        if state.step < self.burn_in and self.tune:  # a step that is still too large would throw a chain far out
+            dice = torch.rand(probability.shape, dtype=torch.float64, device=step.device, generator=generator)
+            taken = dice < probability
+            average(state.tuning, probability, self.target_acceptance)
+        self.accept(state, after, taken)
+        return {
+            "acceptance": probability,
+            "divergent": lost.double(),
+            "step_size": step,
+            "gradients": torch.ones_like(state.log_prior),
+        }

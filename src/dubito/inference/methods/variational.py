@@ -1,0 +1,366 @@
+"""Variational inference: Bayes by Backprop (Blundell et al. 2015) and richer families."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dubito.inference.descent import Descent, DescentState, advance, clip
+from dubito.inference.fit import Start
+from dubito.model import Target
+from dubito.model.likelihoods import own
+from dubito.model.priors import Normal
+from dubito.posteriors import Drawn, Gaussian, Posterior
+from dubito.posteriors.families import FAMILIES, Family, LowRank, MeanField
+from dubito.posteriors.families.family import kind
+from dubito.posteriors.families.mean_field import pieces
+from dubito.posteriors.families.reparametrized import Estimator, layers
+from dubito.tensors import store, tree
+from dubito.tensors.tree import Params
+
+LEVELS = 100  # of the divergence's weight as it rises: steps that share one can be recorded together
+REPORTED = 10  # steps from one report of the divergence to the next: where the gradient has a formula its value costs extra
+
+
+@dataclass
+class VariationalState(DescentState):
+    """`params` are the leaves of the family, "kind/weight", and what is learned as a point."""
+
+    period: int  # steps in a pass over the data
+    layers: dict[str, str | None]  # whose outputs are drawn in the place of their weights: weight to bias
+    joint: bool  # whether the prior is scored at the draws that the likelihood is
+
+
+@dataclass(frozen=True)
+class Variational(Descent):
+    r"""The member q of a family of distributions that is closest to the posterior, by gradient ascent on the evidence bound,
+
+    .. math:: \mathrm{ELBO} = E_q[\log p(D \mid \theta)] - \mathrm{KL}(q \,\|\, p) \le \log p(D).
+
+    The likelihood of a batch of B is scaled by N / B and the divergence counts once for all data, so that the optimum depends neither
+    on the batch size nor on how the weights are cut into layers. The divergence is exact where prior and family have a closed form,
+    and estimated from the same draws where not.
+
+    `family` is a name or an object of `dubito.families`: "mean_field", "low_rank", "layerwise", "full", "matrix_normal", "flow" ...
+    `estimator` says how the expectation is estimated: by draws of the "weights", for any network; by "local" reparametrisation or
+    "flipout" at linear layers and convolutions, with weights drawn elsewhere. "auto" takes for each layer what has the least variance
+    and is still exact: local reparametrisation for linear layers on [B, D], flipout for other linear layers and convolutions.
+
+    `kl_weight` multiplies the divergence: another thing than the temperature of `fit`, which divides the log joint and not the
+    entropy of q. `kl_batches="blundell"` lets the divergence count most in the first batches of an epoch, 2^(M - i) / (2^M - 1).
+    `path_only` leaves out the part of the gradient that is zero on average ("sticking the landing", Roeder et al. 2017): q and the
+    prior are scored at the draws of weights that the likelihood sees, and where q is the posterior the gradient of every draw is 0.
+
+    What the likelihood learns (a noise) and hyperparameters of the prior are points that maximise the ELBO: empirical Bayes. With
+    `learn_prior`, so are the scales of a `Normal()` that was given none, one for each tensor of weights: from a trained network, since
+    scales and weights that still say nothing may fall to zero together.
+
+    >>> import dubito, torch
+    >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0), dubito.priors.Normal(scale=1.0))
+    >>> posterior = dubito.fit(model, Variational(epochs=10), (torch.zeros(8, 1), torch.zeros(8, 1)))
+    >>> posterior.sample(3)["weight"].shape
+    torch.Size([3, 1, 1])
+    """
+
+    family: str | Family = "mean_field"  # its name, or an object of dubito.families
+    estimator: Estimator = field(default="auto", kw_only=True)  # how the expected log likelihood is estimated
+    samples: int = field(default=1, kw_only=True)  # draws a step
+    init_scale: float = field(default=0.01, kw_only=True)  # standard deviations at the start
+    moped: float | None = field(default=None, kw_only=True)  # or, so many times the size of each weight at the start
+    kl_weight: float = field(default=1.0, kw_only=True)  # of the divergence
+    kl_warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which that weight rises from zero
+    kl_batches: Literal["uniform", "blundell"] = field(default="uniform", kw_only=True)  # how batches share the divergence
+    path_only: bool = field(default=False, kw_only=True)  # leave out the score of q, which is zero on average
+    learn_prior: bool = field(default=False, kw_only=True)  # scales of a Normal() without any, by the ELBO
+    draws: int = field(default=30, kw_only=True)  # functions to average when predicting
+
+    draws_weights: ClassVar[bool] = True
+    unstack: ClassVar[None] = None  # members of an ensemble are fitted one after another  # pyright: ignore
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.family, str) and self.family not in FAMILIES:
+            raise ValueError(f"family is one of {', '.join(FAMILIES)}, or an object of dubito.families; got {self.family!r}")
+        if self.estimator not in ("auto", "weights", "local", "flipout"):
+            raise ValueError(f"estimator is 'auto', 'weights', 'local' or 'flipout'; got {self.estimator!r}")
+        if self.samples < 1 or self.draws < 1 or not self.init_scale > 0 or (self.moped is not None and not self.moped > 0):
+            raise ValueError(
+                "samples and draws are at least 1, init_scale and moped positive; got "
+                f"samples={self.samples}, draws={self.draws}, init_scale={self.init_scale}, moped={self.moped}"
+            )
+        if self.kl_weight < 0 or not 0 <= self.kl_warmup < 1 or self.kl_batches not in ("uniform", "blundell"):
+            raise ValueError(
+                "kl_weight is at least 0, kl_warmup a share of the steps in [0, 1), and kl_batches 'uniform' or 'blundell'; got "
+                f"{self.kl_weight}, {self.kl_warmup}, {self.kl_batches!r}"
+            )
+        if self.estimator in ("local", "flipout") and not self.q.local:
+            raise ValueError(
+                f"outputs can be drawn in the place of weights that are independent: with family={self.family!r} use "
+                "estimator='auto' or 'weights'"
+            )
+        if self.path_only and type(self.q).log_prob is Family.log_prob:
+            raise ValueError(f"path_only needs the density of q, which family={self.family!r} does not know")
+        if self.path_only and (self.learn_prior or self.estimator in ("local", "flipout")):
+            raise ValueError(
+                "path_only scores q and a given prior at draws of the weights: leave out learn_prior, and use estimator='auto' or "
+                "'weights'"
+            )
+
+    @property
+    def q(self) -> Family:
+        """The family as an object."""
+        return FAMILIES[self.family]() if isinstance(self.family, str) else self.family
+
+    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> VariationalState:
+        prior, q = target.model.prior, self.q
+        if self.learn_prior and not (isinstance(prior, Normal) and prior.scale is None and isinstance(q, MeanField)):
+            raise ValueError(
+                "learn_prior finds the scales of independent Gaussians: use the prior Normal() and family='mean_field'"
+            )
+        weights = {name: leaf for name, leaf in start.params.items() if ":" not in name}
+        points = {name: leaf for name, leaf in start.params.items() if ":" in name}
+        if any(leaf.dtype.itemsize < 4 for leaf in weights.values()):
+            raise ValueError(
+                "in half precision a draw is as near to its mean as numbers allow: keep the network in float32, and give "
+                'fit(precision="bfloat16") to run it in half precision'
+            )
+        if self.moped is not None:
+            scale = {name: (self.moped * leaf.abs()).clamp_min(1e-4 * self.moped) for name, leaf in weights.items()}
+        else:
+            scale = {name: torch.full_like(leaf, self.init_scale) for name, leaf in weights.items()}
+        drawn: dict[str, str | None] = {}
+        if self.estimator != "weights" and q.local and not self.path_only:
+            drawn = layers(target.model, start.params, target.model.split(batch)[0], start.buffers)
+            if isinstance(q, LowRank) and {name for pair in drawn.items() for name in pair if name} != set(weights):
+                drawn = {}  # the directions are of all weights, and these would be drawn in two ways
+        leaves = q.leaves(weights, scale)
+        trained = super().init(target, Start({**leaves, **points}, start.buffers), batch, generator, steps=steps)
+        return VariationalState(
+            **vars(trained),
+            period=max(1, steps // max(1, self.epochs)),
+            layers=drawn,
+            joint=not (drawn or self.path_only or self.learn_prior) and self._joint(target, trained.params, generator),
+        )
+
+    def _joint(self, target: Target, params: Params, generator: torch.Generator) -> bool:
+        """Whether the expected log prior has no closed form, and is all of the divergence that has none."""
+        q, leaves = self.q, {name: leaf for name, leaf in params.items() if ":" not in name}
+        hyper = {name: leaf for name, leaf in params.items() if name.startswith("prior:")}
+        state, noise = generator.get_state(), q.noise(leaves, generator)
+        generator.set_state(state)
+        with torch.no_grad():
+            if q.divergence(leaves, noise, target.model.prior, hyper) is not None or q.entropy(leaves) is None:
+                return False
+            return self._expected(target, leaves, hyper) is None
+
+    def kind(self, state: DescentState) -> Hashable | None:
+        assert isinstance(state, VariationalState)
+        return None if self.kl_batches == "blundell" else (self._weight(state), state.step % REPORTED == 0)
+
+    def update(self, target: Target, state: DescentState, data: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        assert isinstance(state, VariationalState)
+        q, points = self.q, {name: leaf for name, leaf in state.params.items() if ":" in name}
+        leaves = {name: leaf for name, leaf in state.params.items() if ":" not in name}
+        live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.opened(leaves), **points}.items()}
+        scores, buffers = [], state.buffers
+        for _ in range(self.samples):
+            score, buffers = self._likelihood(target, state, live, data, buffers, generator)
+            scores.append(score)
+        complexity = self._complexity(target, state, live, generator)
+        found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
+        found = q.closed(leaves, found)
+        slopes = [found[name] for name in state.params]
+        if self.clip is not None:
+            clip(slopes, self.clip, stacked=False)
+        advance(state.optimizer, state.params, slopes, pace=self.pace)
+        q.bounded(leaves)
+        tree.become(state.buffers, {name: leaf.detach() for name, leaf in buffers.items()})
+        info = {"log_likelihood": torch.stack(scores).mean()}
+        return info if complexity is None else {**info, "complexity": complexity / target.n_data}
+
+    def _likelihood(
+        self,
+        target: Target,
+        state: VariationalState,
+        live: Params,
+        data: list[Any],
+        buffers: Params,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Params]:
+        """Add the gradient of minus the expected log likelihood of an example, by one draw; its value, and the buffers after it."""
+        q, points = self.q, {name: leaf for name, leaf in live.items() if ":" in name}
+        apart = {name for pair in state.layers.items() for name in pair if name is not None}  # drawn by their outputs
+        leaves = {key: leaf for key, leaf in live.items() if key not in points}
+        whole = {key: leaf for key, leaf in leaves.items() if key.split("/", 1)[1] not in apart}
+        with torch.enable_grad():
+            noise = q.noise(whole, generator) if whole else {}
+            drawn = q.draw(whole, noise) if whole else {}
+        weights = {name: leaf.detach().requires_grad_() for name, leaf in drawn.items()}
+        inputs = [*(leaf for key, leaf in live.items() if key in points or key not in whole), *weights.values()]
+        total, seen, sizes = None, 0, [target._size(batch) for batch in data]
+        for i, batch in enumerate(data):
+            with torch.enable_grad():
+                if apart:
+                    means, drawing = q.outputs(leaves, state.layers, self.estimator, generator)
+                    seeing = replace(target, around=lambda _, drawing=drawing: drawing)
+                else:
+                    means, drawing, seeing = {}, None, target
+                value, buffers = seeing._summed({**means, **weights, **points}, i, batch, buffers, train=True)
+            factor = torch.full_like(value, -1 / sum(sizes) / self.samples)
+            torch.autograd.backward(value, factor, inputs=[*inputs, *(drawing.leaves if drawing else ())])
+            if drawing:
+                drawing.pull()
+            total, seen = value.detach() if total is None else total + value.detach(), seen + sizes[i]
+        if total is None:
+            raise ValueError("there is no data: the loader gave no batch")
+        if drawn:
+            slopes = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in weights.items()}
+            if state.joint or self.path_only:
+                self._score_prior(target, state, weights, points, slopes)
+            if self.path_only:
+                self._score_density(target, state, whole, weights, slopes)
+            q.pull(whole, noise, drawn, slopes)
+        return total / seen, buffers
+
+    def _score_prior(self, target: Target, state: VariationalState, weights: Params, points: Params, slopes: Params) -> None:
+        """Add the gradient of minus the log prior at a draw, by its formula."""
+        hyper = {name: leaf for name, leaf in points.items() if name.startswith("prior:")}
+        for leaf in hyper.values():
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        at = {name: leaf.detach() for name, leaf in {**weights, **hyper}.items()}
+        found: Params = {**slopes, **{name: leaf.grad for name, leaf in hyper.items() if leaf.grad is not None}}
+        with torch.no_grad():
+            target.model.prior.add_gradient(found, at, -self._weight(state) / target.n_data / self.samples)
+
+    def _score_density(self, target: Target, state: VariationalState, leaves: Params, weights: Params, slopes: Params) -> None:
+        """Add the gradient of T log q at a draw, in the weights alone: as if q had no parameters."""
+        fixed = {name: leaf.detach() for name, leaf in leaves.items()}
+        at = {name: leaf.detach().requires_grad_() for name, leaf in weights.items()}
+        with torch.enable_grad():
+            density = self.q.log_prob(fixed, at)
+        assert density is not None
+        found = torch.autograd.grad(density, list(at.values()), allow_unused=True)
+        for name, slope in zip(at, found, strict=True):
+            if slope is not None:
+                slopes[name].add_(slope, alpha=target.temperature * self._weight(state) / target.n_data / self.samples)
+
+    def _weight(self, state: VariationalState) -> float:
+        """What the divergence counts in this step."""
+        warmup = math.ceil(self.kl_warmup * state.steps)
+        share = min(1.0, (state.step + 1) / warmup if warmup else 1.0)
+        weight = self.kl_weight * math.ceil(share * LEVELS) / LEVELS
+        if self.kl_batches == "blundell":
+            m, i = state.period, state.step % state.period
+            weight *= m * 2.0 ** -(i + 1) / (1 - 2.0**-m)
+        return weight
+
+    def _complexity(self, target: Target, state: VariationalState, live: Params, generator: torch.Generator) -> Tensor | None:
+        """Add the gradient of the divergence, and of the prior of what the likelihood learns; its value in nats, now and then."""
+        weight, n = self._weight(state), target.n_data
+        points = {name: leaf for name, leaf in live.items() if ":" in name}
+        with torch.enable_grad():
+            prior = target.model.likelihood.log_prior(own(points))
+            if prior.requires_grad:
+                torch.autograd.backward(prior, torch.full_like(prior, -1 / n), inputs=list(own(points).values()))
+        if self.path_only:
+            return None  # all of the rest was scored with the likelihood
+        if isinstance(target.model.prior, Normal) and type(self.q) is MeanField and not self.learn_prior:
+            return self._closed(target, live, weight / n, report=state.step % REPORTED == 0)
+        with torch.enable_grad():
+            if state.joint:
+                entropy = self.q.entropy({name: leaf for name, leaf in live.items() if ":" not in name})
+                assert entropy is not None
+                value = -target.temperature * entropy
+            else:
+                value = self._divergence(target, live, generator)
+        torch.autograd.backward(value, torch.full_like(value, weight / n), inputs=list(live.values()))
+        return None if state.joint else value.detach()
+
+    def _closed(self, target: Target, live: Params, factor: float, *, report: bool) -> Tensor | None:
+        """`_divergence` of independent Gaussians from one another and `factor` times its gradient, in few passes over the memory."""
+        prior, temperature, total = target.model.prior, target.temperature, []
+        assert isinstance(prior, Normal)
+        for name, mean in kind(live, "mean").items():
+            scale = live[f"scale/{name}"]
+            mu, sigma, s = mean.detach(), scale.detach(), prior.scale_of(name)
+            for leaf in (mean, scale):
+                leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            assert mean.grad is not None
+            assert scale.grad is not None
+            mean.grad.add_(mu, alpha=factor / s**2)
+            for slope, part in pieces(scale.grad, sigma):
+                slope.add_(part, alpha=factor / s**2).sub_(part.reciprocal(), alpha=factor * temperature)
+            if not report:
+                continue
+            squares = torch.linalg.vector_norm(mu).square() + torch.linalg.vector_norm(sigma).square()
+            constant = mu.numel() * (math.log(s) + 0.5 * (1 - temperature) * math.log(2 * math.pi) - 0.5 * temperature)
+            total.append(0.5 * squares / s**2 - temperature * sigma.log().sum() + constant)
+        return torch.stack(total).sum() if report else None
+
+    def _divergence(self, target: Target, live: Params, generator: torch.Generator) -> Tensor:
+        """T E[log q] - E[log p] in nats, exact or by one draw."""
+        q, prior = self.q, target.model.prior
+        hyper = {name: leaf for name, leaf in live.items() if name.startswith("prior:")}
+        leaves = {name: leaf for name, leaf in live.items() if ":" not in name}
+        noise = q.noise(leaves, generator)
+        if (given := q.divergence(leaves, noise, prior, hyper)) is not None:
+            if target.temperature != 1:
+                raise ValueError(
+                    f"the divergence of {type(q).__name__} from its prior is a whole, of which a temperature could not divide a part: "
+                    "fit at temperature=1, or with another family"
+                )
+            return given
+        moments, entropy = q.moments(leaves), q.entropy(leaves)
+        if self.learn_prior and moments is not None and entropy is not None:
+            return -target.temperature * entropy - _profiled(*moments)
+        expected = self._expected(target, leaves, hyper)
+        drawn = q.draw(leaves, noise) if expected is None or entropy is None else {}
+        if entropy is None:
+            density = q.log_prob(leaves, drawn)
+            if density is None:
+                raise ValueError(f"{type(q).__name__} gives neither an entropy nor a density: one of them is needed")
+            entropy = -density
+        if expected is None:
+            expected = prior.log_prob({**drawn, **hyper})
+        return -target.temperature * entropy - expected
+
+    def _expected(self, target: Target, leaves: Params, hyper: Params) -> Tensor | None:
+        """E[log p] under q, where it has a closed form."""
+        if (moments := self.q.moments(leaves)) is None:
+            return None
+        return target.model.prior.expected_log_prob(
+            {**moments[0], **hyper}, moments[1], independent=isinstance(self.q, MeanField)
+        )
+
+    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        q, model = self.q, target.model
+        points = {name: leaf for name, leaf in state.params.items() if ":" in name}
+        leaves = {name: leaf for name, leaf in state.params.items() if ":" not in name}
+        if self.learn_prior:
+            mean, variance = q.moments(leaves) or ({}, {})
+            scales = {f"^{re.escape(name)}$": _spread(leaf, variance[name]) for name, leaf in mean.items()}
+            model = replace(model, prior=Normal(scale={name: float(scale) for name, scale in scales.items()}))
+        covariance = q.covariance(leaves)
+        if covariance is None:
+            return Drawn(model, q, leaves, points, state.buffers, self.draws)
+        mean = (q.moments(leaves) or ({}, {}))[0]
+        return Gaussian(model, {**mean, **points}, state.buffers, covariance, how="sampled", draws=self.draws)
+
+
+def _spread(mean: Tensor, variance: Tensor) -> Tensor:
+    """The scale of a Gaussian prior about zero under which weights like these are most probable."""
+    return (mean.square() + variance).mean().sqrt()
+
+
+def _profiled(mean: Params, variance: Params) -> Tensor:
+    """E[log p] under N(0, s^2), one s for each leaf, at the s that make it largest."""
+    parts = [
+        -leaf.numel() * (_spread(leaf, variance[name]).log() + 0.5 * (1 + math.log(2 * math.pi))) for name, leaf in mean.items()
+    ]
+    return torch.stack(parts).sum()

@@ -1,0 +1,362 @@
+"""Memory and time, before running.
+
+Sizes of covariances follow from the layout of the network. What a step takes is measured: the method makes one on the batch given, and
+nothing of it remains.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dubito.curvature.collect import Collector
+from dubito.curvature.gather import Gather, Plain, Subnetwork
+from dubito.curvature.memory import Need, alternatives, available, need, refusal, written
+from dubito.inference.fit import Method, Start, _start
+from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
+from dubito.inference.methods.swag import _norms, _places
+from dubito.model import Model, Target
+from dubito.model.priors import Normal
+from dubito.network.examples import batch_size
+from dubito.tensors import store, tree
+from dubito.tensors.randomness import forked, generator
+
+GIGABYTE = 10**9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fit will need. Bytes come on top of the network and the data, which are there already."""
+
+    method: str
+    parameters: int  # the Bayesian ones
+    posterior: int | None  # bytes; None for samplers, whose draws are not counted
+    peak: int  # bytes, the most that are needed at once while fitting
+    state: int  # bytes that are held between steps
+    prediction: int  # bytes for each input of a batch
+    step: float | None = None  # seconds; None where it would not fit and was not tried
+    steps: int | None = None  # of the whole fit, if n_data is given
+    total: float | None = None  # seconds of all steps; decompositions at the end come on top
+    free: int | None = None  # bytes, as given or as found; None where nothing tells
+    advice: str = ""  # what would fit
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.peak <= self.free
+
+    def check(self) -> None:
+        """Raise `MemoryError`, with advice, if it does not fit."""
+        if not self.fits:
+            raise MemoryError(self.advice)
+
+    def __str__(self) -> str:
+        rows = {"parameters": f"{self.parameters:,}"}
+        rows["posterior"] = "grows with the draws" if self.posterior is None else written(self.posterior)
+        rows["peak of the fit"] = written(self.peak) + ("" if self.free is None else f", of {written(self.free)} that are free")
+        rows["prediction"] = f"{written(self.prediction)} an input"
+        if self.step is not None:
+            rows["step"] = _duration(self.step)
+        if self.total is not None:
+            rows["all steps"] = f"{_duration(self.total)}, {self.steps:,} steps"
+        width = max(map(len, rows))
+        lines = [self.method, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+        return "\n".join(lines if self.fits else [*lines, self.advice])
+
+
+def plan(model: Model, method: Method, batch: Any, *, n_data: int | None = None, memory: float | None = None) -> Plan:
+    """What `fit(model, method, data)` will need in memory and time, for data that come in batches like `batch`.
+
+    With `n_data`, the size of the data, the time of all steps is told, too. `memory` is what there is, in gigabytes; None takes what is
+    free where the network is. A plan that does not fit says so and what would: `plan(...).check()` raises.
+
+    >>> import dubito
+    >>> model = dubito.Model(torch.nn.Linear(100, 10), dubito.Categorical())
+    >>> found = plan(model, dubito.Laplace("dense"), (torch.randn(8, 100), torch.arange(8)), n_data=60_000)
+    >>> found.parameters, found.posterior                      # the weights, and a matrix of 1010 x 1010 numbers
+    (1010, 4084440)
+    >>> found.fits, found.steps
+    (True, 7500)
+    """
+    batch = tree.move(tree.tensors(batch, next(model.network.parameters()).dtype), model.device)
+    size = batch_size(model.split(batch)[1])
+    free = available(model.device)
+    limit = free if memory is None else int(memory * GIGABYTE)
+    batches = math.ceil((n_data or size) / size)
+    with forked():
+        found = _plan(_Case(model, method, batch, batches, limit, free))
+    return found if n_data is not None else replace(found, steps=None, total=None)
+
+
+class _Case(NamedTuple):
+    model: Model
+    method: Method
+    batch: Any
+    batches: int  # in a pass over the data
+    limit: int | None
+    free: int | None
+
+    @property
+    def x(self) -> Any:
+        return self.model.split(self.batch)[0]
+
+    def start(self) -> Start:
+        # a noise that would have to be given is of no account for sizes
+        return _start(self.model, None, self.model.split(self.batch)[1])._replace(unset=())
+
+
+def _plan(case: _Case) -> Plan:
+    if isinstance(case.method, Ensemble):
+        return _ensemble(case, case.method)
+    method, start = case.method, case.start()
+    point, at = _bytes(start), _collector(case, start)
+    wanted, end = None, 0
+    if at is not None:
+        wanted = need(_gather(method), at, case.x, by=getattr(method, "prior_groups", "layer"))
+        end = point + wanted.least + (wanted.evidence if _fits_prior(case) else 0)
+    elif isinstance(method, SWAG):  # columns are scaled, whitened and made orthonormal while the state is there
+        end = _bytes(start.params) * (7 + 4 * method.rank)
+    known = [size for size in (case.limit, case.free) if size is not None]
+    if wanted is not None and known and wanted.least > min(known):
+        measured = _Measured(end, point + wanted.sums)  # what cannot fit is not tried
+    else:
+        measured = _measure(case)
+    steps = method.steps(case.batches)
+    found = Plan(
+        type(method).__name__, tree.size({name: leaf for name, leaf in start.params.items() if ":" not in name}),
+        _posterior(case, start, wanted, measured), max(measured.peak, end), measured.state, _prediction(case, at, start),
+        measured.step, steps, measured.total(method, case.batches, steps), case.limit,
+    )  # fmt: skip
+    return found if found.fits else replace(found, advice=_advice(case, at, found, point))
+
+
+def _advice(case: _Case, at: Collector | None, found: Plan, point: int) -> str:
+    assert found.free is not None
+    if at is None:
+        way = "smaller batches, with accumulate=..., hold fewer activations"
+        way = "take a smaller rank, or smaller batches with accumulate=..." if isinstance(case.method, SWAG) else way
+        return refusal(f"{found.method} of {found.parameters:,} weights", found.peak, found.free, {}, otherwise=way)
+    over = sum(shape.numel() for shape in at.shapes.values())
+    what = f"structure={getattr(case.method, 'structure', '')!r} over {over:,} weights"
+    others = {name: point + size for name, size in alternatives(at, case.x).items()}
+    return refusal(what, found.peak, found.free, others)
+
+
+def _ensemble(case: _Case, method: Ensemble) -> Plan:
+    """So many members, all held at once and trained one after another; in one batched pass they may be faster."""
+    stages = [_plan(case._replace(method=stage)) for stage in method.methods]
+    last, n = stages[-1], method.size
+    state = n * max(stage.state for stage in stages)
+    peak = max(stage.peak - stage.state for stage in stages) + state
+    step = [stage.step for stage in stages if stage.step is not None]
+    total = [stage.total for stage in stages if stage.total is not None]
+    tried = len(step) == len(stages)
+    found = Plan(
+        f"{n} x {' and '.join(stage.method for stage in stages)}", last.parameters,
+        None if last.posterior is None else n * last.posterior, peak, state,
+        last.prediction * (1 if isinstance(method.method, Laplace | OnlineLaplace) else n),
+        n * max(step) if tried else None, method.steps(case.batches), n * sum(total) if tried else None, case.limit,
+    )  # fmt: skip
+    if found.fits:
+        return found
+    assert found.free is not None
+    advice = next((stage.advice for stage in stages if stage.advice), "")
+    return replace(found, advice=advice or refusal(found.method, peak, found.free, {}, otherwise="take fewer members"))
+
+
+# -- sizes
+
+
+def _collector(case: _Case, start: Start) -> Collector | None:
+    """Over what a method gathers curvature, if it does."""
+    target, method = Target(case.model, 1), case.method
+    if isinstance(method, Laplace):
+        return method._at(target, start.params, start.buffers, method._names(target, start, case.batch))
+    return method._at(target, start.params, start.buffers) if isinstance(method, OnlineLaplace) else None
+
+
+def _gather(method: Method) -> Gather:
+    return method.gather if isinstance(method, Laplace) else Plain()
+
+
+def _fits_prior(case: _Case) -> bool:
+    """Whether the evidence is looked at in the end."""
+    prior, method = case.model.prior, case.method
+    if isinstance(method, Laplace):
+        return method.optimize_evidence and (method.optimize_noise or (isinstance(prior, Normal) and prior.scale is None))
+    return True
+
+
+def _posterior(case: _Case, start: Start, wanted: Need | None, measured: _Measured) -> int | None:
+    """Bytes of the posterior."""
+    method, weights = case.method, _bytes(start.params)
+    if wanted is not None:
+        return _bytes(start) + wanted.covariance
+    if not isinstance(method, SWAG):
+        return measured.posterior
+    norms = _norms(case.model.network)
+    if norms:  # draws, with statistics of their own
+        own = sum(_bytes(start.buffers[name]) for prefix in norms for name in _places(prefix))
+        return method.draws * (weights + own) + _bytes(start.buffers) - own
+    held = min(method.rank, method.epochs - int(method.collect_after * method.epochs))
+    return _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
+
+
+def _prediction(case: _Case, at: Collector | None, start: Start) -> int:
+    """Bytes for an input: linearised, a gradient of every output for each layer's outputs; else a pass for each draw."""
+    peak = _peak(case.model.device)
+    with peak, torch.no_grad():
+        case.model.forward(start.params, case.x, tree.clone(start.buffers))
+    forward = math.ceil(peak.peak / batch_size(case.model.split(case.batch)[1]))
+    if at is not None:
+        found = at.layout(case.x)
+        return forward + found.taps * (found.outputs + 2) * at.dtype.itemsize
+    return forward * (case.method.draws if isinstance(case.method, SWAG | MCDropout) else 1)
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of all tensors in a nested value, each storage once; single numbers are not counted."""
+    found = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in _tensors(value) if leaf.numel() > 1}
+    return sum(found.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type | Model):
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name))
+
+
+# -- what is measured
+
+
+class _Measured(NamedTuple):
+    peak: int
+    state: int  # bytes that stay between steps
+    posterior: int | None = None
+    step: float | None = None
+    curvature: float | None = None  # seconds of a step that gathers curvature, of a method with both kinds
+
+    def total(self, method: Method, batches: int, steps: int) -> float | None:
+        if self.step is None:
+            return None
+        if isinstance(method, OnlineLaplace) and self.curvature is not None:
+            return batches * (method.epochs * self.step + (method.passes - method.epochs) * self.curvature)
+        return steps * self.step * (batches if method.data == "full" else 1)
+
+
+def _measure(case: _Case) -> _Measured:
+    """Make a step, and another one for the time, which the first one spends on warming up."""
+    model, method = case.model, case.method
+    target = Target(model, case.batches * batch_size(model.split(case.batch)[1]))
+    source, peak = generator(model.device, "plan"), _peak(model.device)
+
+    def step(state: Any) -> tuple[Any, float]:
+        with peak:
+            state, _ = method.step(target, state, [case.batch], source)
+        return state, _seconds(model.device, lambda: method.step(target, state, [case.batch], source))
+
+    with peak:
+        state = method.init(target, case.start(), case.batch, source, steps=method.steps(case.batches))
+    state, seconds = step(state)
+    held, posterior, curvature = peak.now, None, None
+    if isinstance(method, OnlineLaplace):
+        state.made = method.first * state.period
+        state, curvature = step(state)
+    elif isinstance(method, Laplace) and isinstance(method.gather, Subnetwork) and method.gather.passes == 2:
+        state.step = state.steps // 2  # the second pass is the dense one
+        state, second = step(state)
+        seconds = (seconds + second) / 2
+    elif not isinstance(method, Laplace | SWAG):
+        with suppress(ValueError):  # of samplers, which have no draws yet
+            posterior = _bytes(method.posterior(target, state, store.Draws()))
+    return _Measured(peak.peak, held, posterior, seconds, curvature)
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    begin = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - begin
+
+
+class _Tracked(TorchDispatchMode):
+    """Counts the bytes of tensors that are made, and forgets those that are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for leaf in tree_leaves(out):
+            if not isinstance(leaf, Tensor):
+                continue
+            memory = leaf.untyped_storage()
+            key = memory._cdata
+            if key in self.live:
+                continue
+            if given is None:  # a view of what was there before, or that itself, changed in place, takes nothing
+                found = tree_leaves((args, kwargs))
+                given = {item.untyped_storage()._cdata for item in found if isinstance(item, Tensor)}
+            if key not in given:
+                self.live[key] = memory.nbytes()
+                self.now += self.live[key]
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(memory, self._gone, key)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+
+class _Allocated:
+    """The same on a GPU, whose allocator knows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.peak = device, 0
+        self.before = torch.cuda.memory_allocated(device)
+
+    def __enter__(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def now(self) -> int:
+        return torch.cuda.memory_allocated(self.device) - self.before
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device) - self.before)
+
+
+def _peak(device: torch.device) -> _Tracked | _Allocated:
+    return _Allocated(device) if device.type == "cuda" else _Tracked()
+
+
+def _duration(seconds: float) -> str:
+    """A time, to be read."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    for size, unit in ((3600 * 24, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

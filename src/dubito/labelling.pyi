@@ -1,0 +1,1 @@
+from dubito.web.labelling import *

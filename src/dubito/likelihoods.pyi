@@ -1,0 +1,1 @@
+from dubito.model.likelihoods import *

@@ -1,0 +1,287 @@
+"""The protocol of likelihoods, the split of uncertainty, and what all likelihoods share."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from dubito.tensors.randomness import forked
+from dubito.tensors.tree import Params
+
+PREFIX = "likelihood:"
+NOISE = PREFIX + "log_scale"  # of a likelihood with a learned noise
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """How uncertain a prediction is, and why: `total = aleatoric + epistemic`, each at least 0.
+
+    Classification: entropies in nats, `[B, *D]`; epistemic is the mutual information of label and weights.
+    Regression: variances, `[B, *D, C]`; total is the variance of the predictive, noise included.
+    """
+
+    total: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+
+    @staticmethod
+    def of(total: Tensor, aleatoric: Tensor) -> Uncertainty:
+        """Rounding must not make ignorance negative, and the parts must still add up."""
+        aleatoric = torch.minimum(aleatoric, total)
+        return Uncertainty(total, aleatoric, total - aleatoric)
+
+
+def entropy(probs: Tensor) -> Tensor:
+    r"""Shannon entropy :math:`-\sum_c p_c \ln p_c` in nats over the last axis, with 0 ln 0 = 0.
+
+    >>> entropy(torch.tensor([0.5, 0.5]))
+    tensor(0.6931)
+    """
+    return torch.special.entr(probs).sum(-1).clamp_min(0)  # a mean of probabilities may round to more than 1
+
+
+@lru_cache(maxsize=32)
+def _unit_nodes(n: int, width: int) -> Tensor:
+    if n < 2 or n % 2:
+        raise ValueError(f"the nodes come in pairs: their number is even and at least 2; got {n}")
+    # They outlive this call, so they are made in a thread of their own: torch.func transforms, inference mode and the like,
+    # which may surround the first call, do not reach there.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_make_nodes, n, width).result()
+
+
+def _make_nodes(n: int, width: int) -> Tensor:
+    half = torch.quasirandom.SobolEngine(width, scramble=True, seed=0).draw(n // 2, dtype=torch.float64)
+    nodes = math.sqrt(2) * torch.erfinv(2 * half.clamp(1e-9, 1 - 1e-9) - 1)
+    nodes = torch.cat([nodes, -nodes])  # antithetic: all odd moments vanish
+    if n // 2 > width:  # enough nodes to make the second moments exact as well
+        factor = torch.linalg.cholesky(nodes.mT @ nodes / n)
+        nodes = torch.linalg.solve_triangular(factor, nodes.mT, upper=False).mT
+    return nodes
+
+
+def nodes(n: int, like: Tensor) -> Tensor:
+    """n equally weighted points [n, C] whose mean is 0 and covariance I (exactly, for n > 2 C): a deterministic N(0, I)."""
+    return _unit_nodes(n, like.shape[-1]).to(like)
+
+
+@lru_cache(maxsize=8)
+def _line(n: int) -> tuple[list[float], list[float]]:
+    """Plain numbers: tensors that are kept would keep torch.func transforms and the like that surround the first call."""
+    reach, finest = 8.5, 0.5
+    us = [(2 * i / (n - 1) - 1) * math.asinh(reach / finest) for i in range(n)]
+    z = [finest * math.sinh(u) for u in us]
+    weights = [math.exp(-0.5 * x * x) * math.cosh(u) for x, u in zip(z, us, strict=True)]
+    return z, [w / sum(weights) for w in weights]
+
+
+def quadrature(n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    r"""n points [n, C] and their weights [n]: a deterministic N(0, I), which is `nodes` with equal weights.
+
+    In one dimension, with points to spare, they reach far into the tails, where equal weights could not: the trapezoidal rule in u for
+    :math:`z = \sinh(u) / 2`, close together near 0, where the integrand may be a step, and up to 8.5 standard deviations out.
+
+    >>> z, w = quadrature(128, torch.empty(1, dtype=torch.float64))
+    >>> w @ z[:, 0] ** 2, w @ z[:, 0] ** 4
+    (tensor(1.0000, dtype=torch.float64), tensor(3.0000, dtype=torch.float64))
+    """
+    kind = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+    if like.shape[-1] == 1 and n >= 32:
+        z, weights = _line(n)
+        return torch.tensor(z, dtype=like.dtype, device=like.device).unsqueeze(-1), torch.tensor(weights, **kind)
+    return nodes(n, like), torch.full((n,), 1 / n, **kind)
+
+
+def align(params: Params, f: Tensor) -> Params:
+    """Stacked leaves [S, K] made to broadcast against f [S, ..., C]; unstacked ones [K] already do."""
+    return {
+        name: leaf.reshape(leaf.shape[0], *[1] * (f.ndim - 2), leaf.shape[1]) if leaf.ndim == 2 else leaf
+        for name, leaf in params.items()
+    }
+
+
+def own(params: Params) -> Params:
+    """The leaves that belong to the likelihood."""
+    return {name: leaf for name, leaf in params.items() if name.startswith(PREFIX)}
+
+
+def average(values: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean over the leading axis of draws."""
+    return torch.tensordot(weights.to(values), values, dims=1)
+
+
+def tempered(f: Tensor, scale: float | None, params: Params) -> Tensor:
+    """Logits at a noise level: f / scale^2, where None stands for a learned one."""
+    if scale is None:
+        return f * (-2 * params[PREFIX + "log_scale"]).exp()
+    return f if scale == 1.0 else f / scale**2
+
+
+def positive(scale: float | tuple[float, ...] | None) -> None:
+    """Raise, in words, for a noise scale that is none."""
+    for value in scale if isinstance(scale, tuple) else [1.0 if scale is None else scale]:
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"a noise scale is a positive standard deviation; got {scale}")
+
+
+@dataclass(frozen=True)
+class Likelihood(ABC):
+    """The base of all likelihoods; see the module's text for the axes."""
+
+    dim: int = field(default=-1, kw_only=True)
+
+    @property
+    def discrete(self) -> bool:
+        """Classes or labels rather than numbers: uncertainty is an entropy rather than a variance."""
+        return False
+
+    @abstractmethod
+    def __call__(self, f: Tensor, params: Params) -> Distribution:
+        """p(y | f), batch shape `[...]` and event shape as one target has it."""
+
+    def parameters(self, y: Tensor | None = None) -> Params:
+        """What is learned beside the weights, at its start; `y` (a batch of targets) may set the scale."""
+        return {}
+
+    def log_prior(self, params: Params) -> Tensor:
+        """Log prior density of the learned parameters, in the coordinates in which they are learned."""
+        return torch.zeros(())
+
+    def resample(
+        self,
+        outputs: Iterable[tuple[Tensor, Tensor]],
+        params: Params,
+        share: float,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> Params:
+        """A draw of what is learned given the network's outputs, (f, y) of every batch with f [C, B, ..., K] for C chains, where that
+        conditional has a closed form; leaves [C, ...]. `share` is how many examples each of these stands for. Otherwise nothing."""
+        return {}
+
+    def least_noise(self, params: Params) -> Tensor | float:
+        """The standard deviation of the output with the least noise, for regression: f is to be found as finely. Where it is learned,
+        of leaves [K], [], or of stacked ones [S, K], [S]. 1 for all that has no noise of this kind."""
+        return 1.0
+
+    def width(self, f: Tensor) -> int:
+        """How many numbers a target has at a position, or how many classes there are."""
+        return f.shape[-1]
+
+    def target(self, y: Tensor, f: Tensor) -> Tensor:
+        """The targets in the layout of f, [..., C] (classes: [...]); a mismatch is an error, never a broadcast."""
+        width = self.width(f)
+        if y.ndim == f.ndim and self.dim != -1:
+            y = y.movedim(self.dim, -1)
+        if y.ndim == f.ndim - 1 and width == 1:
+            y = y.unsqueeze(-1)
+        if y.shape != (*f.shape[:-1], width):
+            raise ValueError(
+                f"targets of shape {list(y.shape)} do not fit {type(self).__name__}, which expects {[*f.shape[:-1], width]} "
+                f"for this network (its output, with the channel axis last, is {list(f.shape)})"
+            )
+        return y.to(f.dtype)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Raise early, in words, for targets that can only be a mistake. Called once, on the first batch."""
+        if not torch.isfinite(self.target(y, f)).all():
+            raise ValueError("the targets hold NaN or infinite values: remove those rows, or fill them in")
+
+    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """log p(y | f) for every position, [...]; y is in the layout that `target` returns."""
+        return self(f, params).log_prob(y)
+
+    def mean(self, f: Tensor, params: Params) -> Tensor:
+        """E[y | f], [..., C]; for classes their probabilities."""
+        return self(f, params).mean
+
+    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        r"""Expected Hessian of -log p(y | f) in f, :math:`E_y[\nabla \log p \, \nabla \log p^T]`, [..., C, C].
+
+        Positive semi-definite by construction, unlike the Hessian at the observed y. This default is a Monte Carlo estimate.
+        """
+        copies = f.detach().expand(draws, *f.shape).clone().requires_grad_()  # one for each draw: one backward pass for all
+        with torch.enable_grad(), forked(0):
+            y = self(f.detach(), params).sample((draws,))
+            (g,) = torch.autograd.grad(self.log_prob(copies, y, params).sum(), copies)
+        return torch.einsum("n...c,n...d->...cd", g, g) / draws
+
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        r"""Cotangents :math:`s_k` with :math:`\sum_k s_k s_k^T` = `fisher`, [K, ..., C]."""
+        values, vectors = torch.linalg.eigh(self.fisher(f, params))
+        return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).movedim(-1, 0)
+
+    def random_slope(self, f: Tensor, params: Params, generator: torch.Generator | None = None) -> Tensor:
+        """The gradient of log p(y | f) in f for a y drawn from p(y | f), [..., C]: its covariance is `fisher`."""
+        device = "cpu" if generator is None else generator.device
+        with forked(int(torch.randint(2**62, (1,), generator=generator, device=device))):
+            y = self(f.detach(), params).sample()
+        return self.slope(f, y, params)
+
+    def slope(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The gradient of log p(y | f) in f."""
+        leaf = f.detach().requires_grad_()
+        with torch.enable_grad():
+            value = self.log_prob(leaf, y, {name: p.detach() for name, p in own(params).items()}).sum()
+        return torch.autograd.grad(value, leaf)[0]
+
+    def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        """The diagonal of `fisher`, [..., C]."""
+        return self.fisher(f, params).diagonal(dim1=-2, dim2=-1)
+
+    def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
+        """`fisher` summed over all positions, [C, C]."""
+        return self.fisher(f, params).reshape(-1, f.shape[-1], f.shape[-1]).sum(0)
+
+    def noise_groups(self, width: int) -> Tensor | None:
+        """Where `fisher` is 1 / noise^2 with learned noises `likelihood:log_scale`: which of them each output has, [C]; else None."""
+        return None
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        """Which positions of targets (in the layout of `target`) are there at all, [...]; None if all are. Where a position may be
+        there for some of its outputs only (several tasks), [..., C]."""
+        return None
+
+    def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
+        """Draws of f [S, ..., C] with weights [S] to an `Uncertainty`: here the law of total variance."""
+        distribution = self(f, params)
+        aleatoric = average(distribution.variance, weights)
+        mean = average(distribution.mean, weights)
+        return Uncertainty.of(aleatoric + average((distribution.mean - mean) ** 2, weights), aleatoric)
+
+    def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
+        """E[Var(y | f)] for f ~ N(f_mean, f_var) where it has a closed form, else None; of every number of the target, [..., C]. The
+        first outputs are then the means of these numbers."""
+        return None
+
+    def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
+        """p(y) for f ~ N(f_mean, f_cov) where it has a closed form, else None; f_cov is [..., C] or [..., C, C]."""
+        return None
+
+    def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
+        """Outputs f with which the likelihood `plain` has the class probabilities of Gaussian logits, by a closed approximation."""
+        raise ValueError(f"{type(self).__name__} has no {link!r} approximation: use link='nodes'")
+
+    @property
+    def plain(self) -> Likelihood:
+        """The likelihood of this kind whose outputs are log probabilities, or the log odds of labels; needed beside `linked`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} gives `linked` but not `plain`, the likelihood of the outputs it returns"
+        )
+
+    def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
+        """The same likelihood of shift + scale * y, each [C]: (likelihood, a, b, params) of which a + b f, each [C], is the f."""
+        raise ValueError(f"{type(self).__name__} has classes, which have no units")
+
+    def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
+        """Each Gaussian over f [S, ...] as n Gaussians [S, n, ...] of equal weight for which `convolve` has a closed form, or None
+        where there is nothing better than nodes without spread."""
+        return None

@@ -1,0 +1,122 @@
+"""Different priors for different parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dubito.model.priors.prior import PREFIX, Prior, weights
+from dubito.tensors.randomness import fresh
+from dubito.tensors.tree import Params
+
+
+@dataclass(frozen=True)
+class ByName(Prior):
+    """The first pattern found (`re.search`) in a parameter's name gives its prior; `""` matches every name and serves as the rest.
+
+    The leaves of one pattern are one prior's, together: `{"^0.": prior}` is a joint prior over a layer. Hyperparameters carry the
+    pattern they come from in their names, "prior:<pattern>:...".
+
+    >>> import dubito
+    >>> prior = ByName({"weight": dubito.priors.Laplace(0.1), "": dubito.priors.Normal(scale=1.0)})
+    >>> prior.sample({"0.weight": torch.zeros(2, 2), "0.bias": torch.zeros(2)})["0.bias"].shape
+    torch.Size([2])
+    """
+
+    priors: Mapping[str, Prior]
+
+    def __post_init__(self):
+        wrong = [pattern for pattern, prior in self.priors.items() if not isinstance(prior, Prior)]
+        if wrong or not self.priors:
+            raise TypeError(
+                f"ByName maps patterns to priors, such as {{'weight': Laplace(0.1), '': Normal()}}; got {self.priors!r}"
+            )
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(self.priors) + tuple(pattern for prior in self.priors.values() for pattern in prior.patterns)
+
+    @property
+    def stacks(self) -> bool:
+        return all(prior.stacks for prior in self.priors.values())
+
+    def pattern_of(self, name: str) -> str:
+        """The pattern that counts for a parameter."""
+        for pattern in self.priors:
+            if re.search(pattern, name):
+                return pattern
+        raise ValueError(
+            f"no pattern of the prior, {list(self.priors)}, matches the parameter {name!r}: add one, or '' for the rest"
+        )
+
+    def parameters(self, weights: Params) -> Params:
+        found = ((pattern, prior.parameters(own)) for pattern, prior, own in self._parts(weights))
+        return {self._outside(pattern, name): leaf for pattern, leaves in found for name, leaf in leaves.items()}
+
+    def log_prob(self, params: Params) -> Tensor:
+        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        for _, prior, own in self._parts(params):
+            total = total + prior.log_prob(own)
+        return total
+
+    def log_hyper(self, params: Params) -> Tensor | float:
+        return sum((prior.log_hyper(own) for _, prior, own in self._parts(params)), 0.0)
+
+    @property
+    def improper(self) -> bool:
+        return any(prior.improper for prior in self.priors.values())
+
+    def gradient(self, params: Params) -> Params:
+        if not self.stacks:  # then it may be mapped over leaves, which a slope in closed form need not bear
+            return super().gradient(params)
+        return self._gathered(params, {pattern: prior.gradient(own) for pattern, prior, own in self._parts(params)})
+
+    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        spread = {pattern: own for pattern, _, own in self._parts(variance)}
+        total = torch.zeros((), device=next(iter(mean.values())).device)
+        for pattern, prior, own in self._parts(mean):
+            part = prior.expected_log_prob(own, spread[pattern], independent=independent)
+            if part is None:
+                return None
+            total = total + part
+        return total
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        return self._gathered(like, {pattern: prior.sample(own, source) for pattern, prior, own in self._parts(like)})
+
+    def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:
+        found = ((pattern, prior.resample(own, temperature, generator)) for pattern, prior, own in self._parts(params))
+        return {self._outside(pattern, name): leaf for pattern, leaves in found for name, leaf in leaves.items()}
+
+    def units(self, params: Params) -> Params:
+        return self._gathered(params, {pattern: prior.units(own) for pattern, prior, own in self._parts(params)})
+
+    # ---- names
+
+    @staticmethod
+    def _prefix(pattern: str) -> str:
+        return f"{PREFIX}{pattern or '*'}:"
+
+    def _outside(self, pattern: str, name: str) -> str:
+        return self._prefix(pattern) + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
+
+    def _parts(self, params: Params) -> Iterator[tuple[str, Prior, Params]]:
+        """Every prior that has leaves here, and these, as it knows them."""
+        given: dict[str, Params] = {}
+        for name, leaf in weights(params).items():
+            given.setdefault(self.pattern_of(name), {})[name] = leaf
+        for pattern, prior in self.priors.items():
+            if pattern in given:
+                prefix = self._prefix(pattern)
+                free = {PREFIX + name.removeprefix(prefix): leaf for name, leaf in params.items() if name.startswith(prefix)}
+                yield pattern, prior, {**given[pattern], **free}
+
+    def _gathered(self, params: Params, parts: Mapping[str, Params]) -> Params:
+        """The leaves of all priors under their names outside, in the order of `params`."""
+        found = {self._outside(pattern, name): leaf for pattern, leaves in parts.items() for name, leaf in leaves.items()}
+        return {name: found[name] for name in params}

@@ -1,0 +1,67 @@
+"""What priors share under which every weight is independent of the others, and all are alike."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from dubito.model.priors.prior import Prior
+from dubito.tensors.randomness import fresh
+from dubito.tensors.tree import Params
+
+
+class Factorised(Prior):
+    """A density for one weight, which is that of each. One gives `density` and `draw`; `slope` and `expected` where they are known."""
+
+    @property
+    def stacks(self) -> bool:
+        return True
+
+    @abstractmethod
+    def density(self, leaf: Tensor) -> Tensor:
+        """Log density of every weight."""
+
+    @abstractmethod
+    def draw(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
+        """A draw for every weight."""
+
+    def slope(self, leaf: Tensor) -> Tensor:
+        """Slope of the log density at every weight."""
+        with torch.enable_grad():
+            live = leaf.detach().requires_grad_()
+            return torch.autograd.grad(self.density(live).sum(), live)[0]
+
+    def expected(self, mean: Tensor, variance: Tensor) -> Tensor | None:
+        """E of the log density of every weight over N(mean, variance), where it has a closed form."""
+        return None
+
+    def typical(self) -> float:
+        """How far a weight may go."""
+        return 1.0
+
+    def log_prob(self, params: Params) -> Tensor:
+        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        for leaf in params.values():
+            total = total + self.density(leaf.float() if leaf.dtype.itemsize < 4 else leaf).sum()
+        return total
+
+    def gradient(self, params: Params) -> Params:
+        return {name: self.slope(leaf.detach()) for name, leaf in params.items()}
+
+    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        total = torch.zeros((), device=next(iter(mean.values())).device) if mean else torch.zeros(())
+        for name, leaf in mean.items():
+            part = self.expected(leaf, variance[name])
+            if part is None:
+                return None
+            total = total + part.sum()
+        return total
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        return {name: self.draw(leaf, source) for name, leaf in like.items()}
+
+    def units(self, params: Params) -> Params:
+        return {name: torch.full_like(leaf, self.typical()) for name, leaf in params.items()}

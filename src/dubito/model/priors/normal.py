@@ -1,0 +1,128 @@
+"""Independent Gaussian priors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dubito.model.priors.prior import Prior
+from dubito.model.priors.scales import plain
+from dubito.tensors.randomness import fresh
+from dubito.tensors.tree import Params
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Normal(Prior):
+    r"""Every weight on its own: :math:`\theta_i \sim N(0, \mathrm{scale}_i^2)`.
+
+    `Normal(scale=0.5)`: one standard deviation for all weights. `Normal(scale={"weight": 0.1, "bias": 1.0})`: the first pattern found
+    (`re.search`) in a parameter's name counts; `""` matches every name and serves as the rest. Without `scale` it starts at 1 and
+    is left to methods that learn it from the evidence; methods that cannot, such as MAP, leave it at 1.
+
+    Weight decay follows: with n data and a loss averaged over them, the gradient of the prior is theta / (n scale^2).
+
+    >>> Normal(scale=2.0).log_prob({"w": torch.zeros(1)})
+    tensor(-1.6121)
+    """
+
+    scale: float | Mapping[str, float] | None = None
+
+    @property
+    def stacks(self) -> bool:
+        return True
+
+    def __post_init__(self):
+        given = self.scale
+        scale = {name: plain(one) for name, one in given.items()} if isinstance(given, Mapping) else plain(given)
+        scales = scale.values() if isinstance(scale, Mapping) else [1.0 if scale is None else scale]
+        if not scales or not all(isinstance(s, int | float) and s > 0 and math.isfinite(s) for s in scales):
+            raise ValueError(f"a prior scale is a positive standard deviation; got {given!r}")
+        object.__setattr__(self, "scale", scale)
+
+    @staticmethod
+    def fan_in(network: nn.Module, scale: float = 1.0, *, bias: float | None = None) -> Normal:
+        r"""The prior :math:`w \sim N(0, \mathrm{scale}^2 / n)` of weights with n inputs, under which functions keep their size however
+        wide the network is, and approach a Gaussian process as it widens (`dubito.priors.NNGP`).
+
+        n is how many products one output sums: all axes of a weight but the first; of an embedding 1; of a transposed convolution all
+        but the second. Leaves with one axis (biases) and those of layer norms get N(0, `bias`^2), by default `scale`. It is an ordinary
+        `Normal` with a scale for every name, so every method can use it.
+
+        >>> Normal.fan_in(nn.Linear(4, 2)).scale
+        {'^weight$': 0.5, '^bias$': 1.0}
+        """
+        flat, scales = scale if bias is None else bias, {}
+        for prefix, module in network.named_modules():
+            for key, p in module.named_parameters(recurse=False):
+                fan = math.prod(p.shape[1:])
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    fan = 1
+                elif isinstance(module, TRANSPOSED):
+                    fan = p.shape[0] * math.prod(p.shape[2:]) // module.groups
+                name = f"{prefix}.{key}" if prefix else key
+                sums = p.ndim > 1 and not isinstance(module, nn.LayerNorm | nn.RMSNorm)  # these multiply each number by its own
+                scales[f"^{re.escape(name)}$"] = scale / math.sqrt(fan) if sums else flat
+        return Normal(scale=scales)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(self.scale) if isinstance(self.scale, Mapping) else ()
+
+    def scale_of(self, name: str) -> float:
+        """The standard deviation of one parameter's weights."""
+        if self.scale is None:
+            return 1.0
+        if not isinstance(self.scale, Mapping):
+            return float(self.scale)
+        for pattern, scale in self.scale.items():
+            if re.search(pattern, name):
+                return float(scale)
+        raise ValueError(
+            f"no pattern of the prior, {list(self.scale)}, matches the parameter {name!r}: add one, or '' for the rest"
+        )
+
+    def precision(self, params: Params) -> Params:
+        """1 / scale^2 for every weight, in the shapes of `params`."""
+        return {name: torch.full_like(leaf, self.scale_of(name) ** -2) for name, leaf in params.items()}
+
+    def log_prob(self, params: Params) -> Tensor:
+        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        for name, leaf in params.items():
+            scale = self.scale_of(name)
+            total = total - 0.5 * (leaf.float() if leaf.dtype.itemsize < 4 else leaf).pow(2).sum() / scale**2
+            total = total - leaf.numel() * (math.log(scale) + 0.5 * math.log(2 * math.pi))
+        return total
+
+    def gradient(self, params: Params) -> Params:
+        if not params:
+            return {}
+        slopes = [-(self.scale_of(name) ** -2) for name in params]
+        return dict(zip(params, torch._foreach_mul([leaf.detach() for leaf in params.values()], slopes), strict=True))
+
+    def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        scales = {name: self.scale_of(name) for name in params}
+        for scale in set(scales.values()):  # in one pass over the memory, which is what a step of a wide network waits for
+            names = [name for name in params if scales[name] == scale]
+            leaves = [params[name].detach() for name in names]
+            torch._foreach_add_([gradient[name] for name in names], leaves, alpha=-factor * scale**-2)
+
+    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        r""":math:`E_q[w^2] = \mu^2 + \sigma^2` in the place of :math:`w^2`."""
+        total = self.log_prob(mean)
+        for name, leaf in variance.items():
+            total = total - 0.5 * (leaf.float() if leaf.dtype.itemsize < 4 else leaf).sum() / self.scale_of(name) ** 2
+        return total
+
+    def units(self, params: Params) -> Params:
+        return {name: torch.full_like(leaf, self.scale_of(name)) for name, leaf in params.items()}
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        return {name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=source) for name, leaf in like.items()}

@@ -1,0 +1,91 @@
+"""The protocol of priors p(theta) over the network's weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from dubito.tensors.tree import Params
+
+PREFIX = "prior:"
+
+
+def concerned(params: Params) -> Params:
+    """What a prior has a say in: the weights, and its own hyperparameters; not what a likelihood learns."""
+    return {name: leaf for name, leaf in params.items() if ":" not in name or name.startswith(PREFIX)}
+
+
+def weights(params: Params) -> Params:
+    """The network's weights alone."""
+    return {name: leaf for name, leaf in params.items() if ":" not in name}
+
+
+class Prior(ABC):
+    """A prior over the Bayesian weights of a network. One must give `log_prob`; a prior with a density one can draw from
+    gives `sample`, and one with a known slope gives `gradient`, which the methods use instead of autograd.
+
+    A prior may have hyperparameters that are inferred along with the weights, such as a scale. They are leaves of their own, named
+    "prior:..." and free of constraints (a log scale); `log_prob` then has the density of weights and hyperparameters together, in
+    these coordinates. All methods treat them as they treat weights.
+    """
+
+    @property
+    def stacks(self) -> bool:
+        """Whether `gradient` takes stacked leaves [S, ...]; where not, it is mapped over them by `torch.func.vmap`, and bears it."""
+        return False
+
+    @abstractmethod
+    def log_prob(self, params: Params) -> Tensor:
+        """Log density of all weights (and hyperparameters) together, a scalar."""
+
+    @abstractmethod
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """One draw in the shapes of `like`; of the hyperparameters too, where `like` holds them."""
+
+    def parameters(self, weights: Params) -> Params:
+        """The hyperparameters that are inferred along with these weights, at their start, named "prior:..."."""
+        return {}
+
+    def log_hyper(self, params: Params) -> Tensor | float:
+        """The part of `log_prob` that is the density of the hyperparameters alone: without it, that of the weights given them."""
+        return 0.0
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of parameter names that it is given by, where it is; each of them must be found in some name."""
+        return ()
+
+    @property
+    def improper(self) -> bool:
+        """Whether the density of the weights is known up to a constant only; given the hyperparameters, where there are some."""
+        return False
+
+    def gradient(self, params: Params) -> Params:
+        """Gradient of `log_prob`. Where `stacks` says so, leaves may be stacked [S, ...]."""
+        slopes = torch.func.grad(self.log_prob)({name: leaf.detach() for name, leaf in params.items()})
+        return {name: slope.detach() for name, slope in slopes.items()}
+
+    def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        """Add `factor` times the gradient of `log_prob` to `gradient`, in place."""
+        if slopes := self.gradient(params):
+            torch._foreach_add_([gradient[name] for name in slopes], list(slopes.values()), alpha=factor)
+
+    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        r""":math:`E_q[\log p(\theta)]` for a Gaussian q with these means and marginal variances, differentiable in both, where it has a
+        closed form; else None. Hyperparameters of which `variance` says nothing are points.
+
+        `independent` says that under q all leaves' entries are independent. A prior that ties weights together, or that has
+        hyperparameters (they are Gaussian in their free coordinates), has a closed form for such a q only.
+        """
+        return None
+
+    def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:
+        """A draw of the hyperparameters given the weights (and each other), for C chains with leaves [C, ...], from the conditional
+        of the density raised to 1 / temperature, where that has a closed form. Otherwise nothing."""
+        return {}
+
+    def units(self, params: Params) -> Params:
+        """How far the prior lets each coordinate go, in the shapes of `params`: the lengths in which samplers measure steps."""
+        return {name: torch.ones_like(leaf) for name, leaf in params.items()}

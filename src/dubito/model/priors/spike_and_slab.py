@@ -1,0 +1,123 @@
+"""Weights that are either there or not (Mitchell & Beauchamp 1988, George & McCulloch 1993)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dubito.model.priors.prior import PREFIX, Prior, weights
+from dubito.model.priors.scales import keep_positive, plain, positive
+from dubito.tensors.randomness import fresh
+from dubito.tensors.tree import Params
+
+LOGIT = PREFIX + "logit_share"
+
+
+@dataclass(frozen=True)
+class SpikeAndSlab(Prior):
+    r"""A weight is in the slab :math:`N(0, \mathrm{scale}^2)` with probability :math:`\pi`, and else in the spike
+    :math:`N(0, \mathrm{spike}^2)`.
+
+    `share` is :math:`\pi`, or (a, b) for one that is inferred, :math:`\pi \sim \mathrm{Beta}(a, b)`, as the hyperparameter
+    "prior:logit_share". With `spike=0` the weights of the spike are exactly 0: one can draw from it, but it has no density, so no
+    method that follows a gradient can use it.
+
+    >>> prior = SpikeAndSlab(0.5, spike=0.01)
+    >>> prior.inclusion({"w": torch.tensor([0.0, 1.0])})["w"]
+    tensor([0.0099, 1.0000])
+    """
+
+    share: float | tuple[float, float] = 0.5
+    scale: float = field(default=1.0, kw_only=True)
+    spike: float = field(default=0.01, kw_only=True)
+
+    def __post_init__(self):
+        keep_positive(self, "scale")
+        object.__setattr__(self, "spike", plain(self.spike))
+        if not 0 <= self.spike < self.scale:
+            raise ValueError(f"the spike is narrower than the slab: 0 <= spike < {self.scale}; got {self.spike}")
+        if isinstance(self.share, tuple):
+            a, b = self.share
+            object.__setattr__(self, "share", (positive("a", a), positive("b", b)))
+        elif not 0 < self.share < 1:
+            raise ValueError(f"share is a probability between 0 and 1, or (a, b) of its Beta prior; got {self.share}")
+
+    @property
+    def stacks(self) -> bool:
+        return not isinstance(self.share, tuple)
+
+    def parameters(self, weights: Params) -> Params:
+        if not isinstance(self.share, tuple) or not weights:
+            return {}
+        start = math.log(self.share[0] / self.share[1])
+        return {LOGIT: torch.full((1,), start, device=next(iter(weights.values())).device)}
+
+    def log_prob(self, params: Params) -> Tensor:
+        if self.spike == 0:
+            raise ValueError(
+                "a spike that is exactly 0 has no density: one can draw from this prior, but not score weights or follow a gradient. "
+                "Give it a width, as SpikeAndSlab(spike=0.01)"
+            )
+        logit = self._logit(params)
+        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        for leaf in weights(params).values():
+            slab, spike = self._both(leaf.float() if leaf.dtype.itemsize < 4 else leaf, logit)
+            total = total + torch.logaddexp(slab, spike).sum()
+        return total + self.log_hyper(params)
+
+    def log_hyper(self, params: Params) -> Tensor | float:
+        """Beta(a, b), and with the slope of the logistic function pi^a (1 - pi)^b."""
+        if not isinstance(self.share, tuple):
+            return 0.0
+        (a, b), logit, log = self.share, self._logit(params), torch.nn.functional.logsigmoid
+        return (a * log(logit) + b * log(-logit)).sum() + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+
+    def inclusion(self, params: Params) -> Params:
+        """The probability of every weight to be in the slab, given its value."""
+        logit, found = self._logit(params), {}
+        for name, leaf in weights(params).items():
+            if self.spike == 0:
+                found[name] = (leaf != 0).to(leaf)
+            else:
+                slab, spike = self._both(leaf, logit)
+                found[name] = torch.sigmoid(slab - spike)
+        return found
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        drawn: Params = {}
+        share = self.share
+        if isinstance(share, tuple):
+            first = next(iter(like.values()))
+            both = torch.tensor(share, dtype=torch.float64, device=first.device)
+            odds = torch._standard_gamma(both, generator=source).log()
+            logit = odds[0] - odds[1]
+            drawn[LOGIT], share = logit.reshape(1), float(logit.sigmoid())
+        for name, leaf in weights(like).items():
+            there = torch.rand(leaf.shape, device=leaf.device, generator=source) < share
+            drawn[name] = torch.empty_like(leaf).normal_(generator=source) * torch.where(
+                there, leaf.new_tensor(self.scale), leaf.new_tensor(self.spike)
+            )
+        return {name: drawn[name].to(leaf) for name, leaf in like.items()}
+
+    def units(self, params: Params) -> Params:
+        return {name: torch.full_like(leaf, 1.0 if ":" in name else self.scale) for name, leaf in params.items()}
+
+    def _logit(self, params: Params) -> Tensor:
+        if not isinstance(self.share, tuple):
+            return torch.tensor(math.log(self.share) - math.log1p(-self.share))
+        if LOGIT not in params:
+            raise ValueError(f"SpikeAndSlab infers [{LOGIT!r}] along with the weights: add `prior.parameters(weights)`")
+        return params[LOGIT]
+
+    def _both(self, leaf: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+        """Log densities of slab and spike with their shares."""
+        log, logit = torch.nn.functional.logsigmoid, logit.to(leaf)
+        constant = -0.5 * math.log(2 * math.pi)
+        return (
+            log(logit) + constant - math.log(self.scale) - 0.5 * (leaf / self.scale).square(),
+            log(-logit) + constant - math.log(self.spike) - 0.5 * (leaf / self.spike).square(),
+        )

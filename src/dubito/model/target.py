@@ -1,0 +1,155 @@
+r"""The target of inference: the (tempered) posterior that a model and its data define, up to a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from dubito.model.likelihoods import own
+from dubito.model.model import Model
+from dubito.model.priors import concerned
+from dubito.network.examples import batch_size
+from dubito.network.weights import mode
+from dubito.tensors.tree import Buffers, Params
+
+
+class Evaluation(NamedTuple):
+    """The gradient of the log joint at some weights, and what came along."""
+
+    gradient: Params
+    buffers: Buffers
+    log_likelihood: Tensor  # [] or [S]: mean per example
+
+
+@dataclass(frozen=True)
+class Target:
+    r"""What a method samples, maximises or approximates: :math:`(p(D \mid \theta)\, p(\theta))^{1/T}`.
+
+    The scaling of a batch to the whole data, N / B, and the temperature live here and nowhere else. `data` is an iterable of
+    batches: one for a mini-batch step, several to accumulate, all of them for a full-batch method, for which N / B is 1.
+
+    The other fields are for combinators, which change how a method sees the data without its knowing. `members`: leaves are stacked
+    [S, ...] and all S are evaluated in one batched pass. `around`: a context for every forward pass, given its weights. `weights`:
+    how often each example of each batch counts, [B] or [S, B]. `adversary`: a step for every input element; each example is
+    averaged with its adversarial neighbour x + step sign(d loss / dx) (fast gradient sign).
+    """
+
+    model: Model
+    n_data: int
+    temperature: float = 1.0
+    precision: torch.dtype | None = None
+    members: int | None = None
+    around: Callable[[Params], AbstractContextManager] | None = None
+    weights: tuple[Tensor, ...] | None = None
+    adversary: Tensor | None = None
+
+    def __post_init__(self):
+        if self.n_data < 1 or not self.temperature > 0:
+            raise ValueError(f"n_data must be at least 1 and the temperature positive; got {self.n_data} and {self.temperature}")
+
+    def log_prior(self, params: Params) -> Tensor:
+        """log p(theta), the prior of the weights, of its own hyperparameters and of what the likelihood learns; [S] if stacked."""
+
+        def one(params: Params) -> Tensor:
+            noise = self.model.likelihood.log_prior(own(params)).to(self.model.device)
+            return self.model.prior.log_prob(concerned(params)) + noise
+
+        return one(params) if self.members is None else vmap(one)(params)
+
+    def log_joint(self, params: Params, data: Iterable[Any], buffers: Buffers | None = None) -> Tensor:
+        """(N/B sum log p(y | x, theta) + log p(theta)) / T, without gradients; [] or [S], in float64."""
+        buffers = self.model.buffers() if buffers is None else buffers
+        total, seen = torch.zeros((), dtype=torch.float64, device=self.model.device), 0
+        with torch.no_grad():
+            for i, batch in enumerate(data):
+                value, _ = self._summed(params, i, batch, buffers, train=False)
+                total, seen = total + value.double(), seen + self._size(batch)
+            return (self.n_data / seen * total + self.log_prior(params)) / self.temperature
+
+    def gradient(
+        self, params: Params, data: Iterable[Any], buffers: Buffers, *, train: bool = False, factor: float = 1.0
+    ) -> Evaluation:
+        """Gradient of `factor` times the log joint. The prior's gradient is analytic; autograd sees the likelihood only."""
+        live = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+        leaves, factor = list(live.values()), factor / self.temperature
+        total, seen, first = None, 0, 1
+        for i, batch in enumerate(data):
+            size = self._size(batch)
+            first = size if total is None else first
+            with torch.enable_grad():
+                value, buffers = self._summed(live, i, batch, buffers, train=train)
+            # The scale enters at the top of the backward pass, where it costs nothing, as if the first batch were all the data. The
+            # sum builds up in `leaf.grad`, of which torch makes sure that nothing else shares it: it may be changed in place.
+            torch.autograd.backward(value, torch.full_like(value, factor * self.n_data / first), inputs=leaves)
+            total, seen = value.detach() if total is None else total + value.detach(), seen + size
+        if total is None:
+            raise ValueError("there is no data: the loader gave no batch")
+        gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
+        with torch.no_grad():
+            if seen != first:
+                torch._foreach_mul_(list(gradient.values()), first / seen)
+            self._add_prior(gradient, params, factor)
+        buffers = {name: leaf.detach() for name, leaf in buffers.items()}
+        return Evaluation(gradient, buffers, total / seen)
+
+    def _size(self, batch: Any) -> int:
+        return batch_size(self.model.split(batch)[1])
+
+    def _add_prior(self, gradient: Params, params: Params, factor: float) -> None:
+        """Add the gradient of `factor` times the log prior: of weights, hyperparameters, and what the likelihood learns."""
+        prior, believed = self.model.prior, concerned(params)
+        if self.members is None or prior.stacks:
+            prior.add_gradient(gradient, believed, factor)
+        else:
+            for name, slope in vmap(prior.gradient)(believed).items():
+                gradient[name].add_(slope, alpha=factor)
+        learned = {name: leaf.detach().requires_grad_() for name, leaf in own(params).items()}
+        if learned:
+            with torch.enable_grad():
+                value = self.model.likelihood.log_prior(learned)
+                if value.requires_grad:
+                    for name, slope in zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True):
+                        gradient[name].add_(slope, alpha=factor)
+
+    def _summed(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
+        """Sum of log likelihoods over a batch, [] or [S], and the buffers after it."""
+        x, y = self.model.split(batch)
+        weights = None if self.weights is None else self.weights[index]
+
+        def score(params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+            with nullcontext() if self.around is None else self.around({**buffers, **params}):
+                f, buffers = self.model.call(params, x, buffers)
+            return self.model.score(f, y, params), buffers
+
+        def one(params: Params, buffers: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+            scores, after = score(params, x, buffers)
+            if self.adversary is not None:
+                # running statistics follow the real examples only
+                frozen = {name: leaf.detach() for name, leaf in params.items()}
+                slope = grad(lambda x: -score(frozen, x, {n: b.clone() for n, b in after.items()})[0].sum())(x)
+                near = x + self.adversary * slope.sign()
+                scores = 0.5 * (scores + score(params, near, {n: b.clone() for n, b in after.items()})[0])
+            return (scores if weights is None else scores * weights).sum(), after
+
+        kind = self.model.device.type
+        with mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
+            if self.members is None:
+                return one(params, buffers, weights)
+            # Parameters that are not Bayesian are the same for all members: they are neither stacked nor returned.
+            fixed = {name: leaf for name, leaf in self.model.network.named_parameters() if name in buffers}
+            shared = {name: leaf for name, leaf in buffers.items() if name in fixed}
+            stacked = {name: leaf for name, leaf in buffers.items() if name not in fixed}
+
+            def member(params: Params, stacked: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+                value, after = one(params, {**shared, **stacked}, weights)
+                return value, {name: after[name] for name in stacked}
+
+            in_dims = (0, 0, None if weights is None else 0)
+            value, after = vmap(member, in_dims=in_dims, randomness="different")(params, stacked, weights)
+            return value, {**shared, **after}

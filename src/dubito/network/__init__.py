@@ -1,0 +1,13 @@
+"""The user's `nn.Module`, run with other weights and left as it was.
+
+Read in this order:
+
+- `weights`: put other weights in place, switch the mode, lock the network for one thread, copy it
+- `examples`: read a batch as (inputs, targets), and what a network returns as one tensor
+- `inspect`: looks at a network before a fit
+- `reinitialize`: fresh weights for members and chains
+- `recurrent`: `nn.LSTM`, `nn.GRU` and `nn.RNN` step by step
+- `cuda_graphs`: training steps that a GPU replays
+
+May import `tensors`.
+"""

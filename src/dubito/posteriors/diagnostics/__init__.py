@@ -1,0 +1,23 @@
+"""Whether draws can be trusted: R-hat, effective sample sizes, energies, and predictives compared with each other.
+
+Draws are [chains, n, ...]: every quantity on the trailing axes is judged on its own, all of them at once.
+"""
+
+from dubito.posteriors.diagnostics.arviz import to_arviz as to_arviz
+from dubito.posteriors.diagnostics.energy import bfmi as bfmi
+from dubito.posteriors.diagnostics.energy import energy_error_per_dimension as energy_error_per_dimension
+from dubito.posteriors.diagnostics.ess import ess_bulk as ess_bulk
+from dubito.posteriors.diagnostics.ess import ess_mean as ess_mean
+from dubito.posteriors.diagnostics.ess import ess_tail as ess_tail
+from dubito.posteriors.diagnostics.ess import mcse_mean as mcse_mean
+from dubito.posteriors.diagnostics.predictions import agreement as agreement
+from dubito.posteriors.diagnostics.predictions import log_scores as log_scores
+from dubito.posteriors.diagnostics.predictions import running_log_score as running_log_score
+from dubito.posteriors.diagnostics.predictions import total_variation as total_variation
+from dubito.posteriors.diagnostics.rhat import nested_rhat as nested_rhat
+from dubito.posteriors.diagnostics.rhat import rhat as rhat
+from dubito.posteriors.diagnostics.rhat import rhat_classic as rhat_classic
+from dubito.posteriors.diagnostics.summary import Spread as Spread
+from dubito.posteriors.diagnostics.summary import Summary as Summary
+from dubito.posteriors.diagnostics.summary import convergence as convergence
+from dubito.posteriors.diagnostics.summary import summarize as summarize

@@ -1,0 +1,183 @@
+r"""Prediction by sampling: the network is run with S draws of its weights, or with S draws of its dropout masks.
+
+All draws run in one batched pass (`torch.func.vmap`), where only what depends on a draw is computed S times: layers before the first
+random one run once. When the draws do not fit in memory they run in chunks, and the common part is remembered between the chunks.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
+from torch.func import vmap
+from torch.overrides import TorchFunctionMode
+
+from dubito.model import Model
+from dubito.model.likelihoods import own
+from dubito.network.recurrent import RECURRENT, unrolled
+from dubito.network.weights import mode
+from dubito.posteriors.predict.dropout import Dropout, Folding, Masks
+from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors import tree
+from dubito.tensors.randomness import derive, forked
+from dubito.tensors.tree import Buffers, Params
+
+GIGABYTE = 2**30
+IN_PLACE = re.compile(r"[^_]_$|^__i(?!n)\w+__$|^__setitem__$")  # relu_, __iadd__, __setitem__
+
+
+def _batched(value: Any) -> bool:
+    """Whether a tensor anywhere in a call's arguments differs between draws."""
+    if isinstance(value, Tensor):
+        return is_batchedtensor(value)
+    if isinstance(value, list | tuple):
+        return any(_batched(item) for item in value)
+    if isinstance(value, dict):
+        return any(_batched(item) for item in value.values())
+    return False
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() if is_batchedtensor(value) else 0
+    return sum(_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+@dataclass
+class Known:
+    """What earlier predictions of the same kind have shown of a network."""
+
+    folding: Folding
+    peak: int = 0  # bytes that one draw needs
+
+
+# by network, then by the shapes of the inputs and what is random
+_KNOWN: WeakKeyDictionary[nn.Module, dict[tuple, Known]] = WeakKeyDictionary()
+
+
+class Common(TorchFunctionMode):
+    """Remembers, call by call, what a pass computed that is the same for all draws, and gives it back in the next pass.
+
+    Also measures the memory that one draw needs, and unrolls recurrent layers, for which torch has no batching rule.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[Callable, Any]] = []
+        self.replay = self.diverged = self.seen = False
+        self.position = self.peak = 0
+
+    def again(self) -> Common:
+        self.replay, self.position, self.seen = bool(self.calls) and not self.diverged, 0, False
+        return self
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if _batched(args) or _batched(kwargs):
+            self.seen = True
+            result = unrolled(RECURRENT[func], args) if func in RECURRENT else func(*args, **kwargs)
+            if not self.replay:
+                self.peak = max(self.peak, _bytes(args) + _bytes(result))
+            return result
+        if self.replay and self.position < len(self.calls) and self.calls[self.position][0] == func:
+            self.position += 1
+            return self.calls[self.position - 1][1]
+        result = func(*args, **kwargs)
+        if self.seen and IN_PLACE.search(getattr(func, "__name__", "")):
+            self.diverged = True  # it may change what an earlier, random call has read: nothing is reused
+        if not any(True for _ in tree.leaves(result)) or _batched(result):
+            return result
+        if self.replay:  # the pass took another way than the first one: from here on nothing is reused
+            self.replay, self.diverged = False, True
+            return result
+        self.calls.append((func, result))
+        return result
+
+
+def sampled(
+    model: Model,
+    x: Any,
+    *,
+    shared: Buffers,
+    stacked: Params | None = None,
+    dropout: Dropout | None = None,
+    seeds: Tensor | None = None,
+    consistent: bool = True,
+    weights: Tensor | None = None,
+    memory: float = 1.0,
+) -> LatentMixture:
+    """The predictive of S draws.
+
+    `stacked` holds the leaves that differ between draws, [S, ...]; `shared` all others. With `dropout`, `seeds` [S] stand for the
+    draws of masks. `memory` bounds what the draws may take at a time, in gigabytes.
+    """
+    stacked, x = stacked or {}, tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    varying = {**stacked} if seeds is None else {**stacked, "dropout:seed": seeds}
+    draws = tree.count(varying) if varying else 1
+    kind = (*((leaf.shape, leaf.dtype) for leaf in tree.leaves(x)), consistent, frozenset(stacked), dropout is None)
+    known = _KNOWN.setdefault(model.network, {}).setdefault(kind, Known(Folding.of(model.network)))
+
+    def once(varying: Params, common: Common | None) -> Tensor:
+        params = {name: leaf for name, leaf in varying.items() if name != "dropout:seed"}
+        # `shared` may hold learned quantities too ("dropout:..."), which are not the network's
+        buffers = {name: leaf for name, leaf in shared.items() if ":" not in name}
+        if dropout is None:
+            with common or nullcontext():
+                return model.call(params, x, buffers)[0]
+        masks = Masks(dropout, {**shared, **params}, seed=varying["dropout:seed"] if consistent else None, folding=known.folding)
+        with common or nullcontext(), masks:
+            f = model.call(params, x, buffers)[0]
+        if not masks.close():  # the network took another way than before, and a mask has no place: again, without folding
+            known.folding = Folding()
+            return once(varying, common and common.again())
+        return f
+
+    seed = derive(*seeds.tolist()) if seeds is not None else 0
+    with torch.no_grad(), mode(model.network, False), forked(seed) if dropout is not None else nullcontext():
+        if draws == 1:
+            f = once({name: leaf[0] for name, leaf in varying.items()}, None).unsqueeze(0)
+        else:
+            f = _all_draws(once, varying, draws, x, memory * GIGABYTE, known)
+    learned = own({**shared, **stacked})
+    f = f.float() if f.dtype.itemsize < 4 else f  # probabilities and variances need more than half precision
+    return LatentMixture(model.likelihood, f, weights=weights, params=learned)
+
+
+def _all_draws(once: Callable, varying: Params, draws: int, x: Any, budget: float, known: Known) -> Tensor:
+    inputs = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(x))
+    sizes = sum(leaf.numel() * leaf.element_size() for leaf in varying.values())
+    common = Common()
+
+    def chunk(start: int, size: int) -> Tensor:
+        part = tree.select(varying, slice(start, start + size))
+        return vmap(lambda one: once(one, common.again()), randomness="different")(part)
+
+    # A pass with one draw measures what a draw costs and fills the common part; cheap networks do without.
+    first = draws if draws * inputs + sizes < budget / 64 or (2 * known.peak * draws < budget and known.peak) else 1
+    try:
+        with warnings.catch_warnings():
+            # an operator without a batching rule is looped over by vmap itself, which costs less than looping over the network
+            warnings.filterwarnings(
+                "ignore", message=".*performance drop because we have not yet implemented the batching rule.*"
+            )
+            done = [chunk(0, first)]
+            known.peak = max(known.peak, common.peak)
+            size = max(1, int(budget / max(1, 2 * known.peak)))
+            if first < draws <= size:  # all at once after all: doing one draw again costs less than putting the parts together
+                return chunk(0, draws)
+            done += [chunk(start, min(size, draws - start)) for start in range(first, draws, size)]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # A network that vmap cannot run (Python control flow on values, operators without a rule): one draw after another.
+        # An error of the network itself comes back here, with its own message.
+        done = [once(tree.select(varying, i), None).unsqueeze(0) for i in range(draws)]
+    return torch.cat(done)

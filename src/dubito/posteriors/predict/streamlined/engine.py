@@ -1,0 +1,212 @@
+r"""One pass through the network with means and variances in the place of numbers.
+
+The network is traced once (`trace`), its operations are replaced by rules (`program`), and from then on a prediction costs two or three
+matrix products where the plain network has one. `forward` carries variances only, or covariances as well: `rank` directions
+in which units move together, or all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dubito.curvature.capture import example_count
+from dubito.model import Model
+from dubito.model.likelihoods import own
+from dubito.posteriors.predict.dropout import Dropout
+from dubito.posteriors.predict.streamlined.commute import commuted
+from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, mean_of
+from dubito.posteriors.predict.streamlined.noise import noise_of, shift_of
+from dubito.posteriors.predict.streamlined.program import WIDE, lower
+from dubito.posteriors.predict.streamlined.prune import pruned
+from dubito.posteriors.predict.streamlined.trace import Ref, Trace, refs, trace
+from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors import tree
+from dubito.tensors.covariances import Blocks, Covariance, Diagonal, Kronecker
+from dubito.tensors.tree import Buffers, Params
+
+NARROW = 512  # units of a network, all operations together, up to which all directions are carried
+
+
+class Streamlined:
+    """The streamlined network of a posterior: its traces and programs, and what of the weights is needed again and again."""
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        buffers: Buffers,
+        covariance: Covariance | None = None,
+        *,
+        dropout: Dropout | None = None,
+    ):
+        covariance = Blocks(()) if covariance is None else covariance
+        self.model, self.params, self.buffers, self.covariance = model, params, buffers, covariance
+        self.dropout = dropout
+        self.traces: dict[tuple, Trace] = {}
+        self.programs: dict[tuple, fx.GraphModule] = {}
+        self.squares: dict[str, Tensor] = {}
+        self.chains: dict[int, Any] = {}  # of `predict.chain`, by trace
+        self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        self.correlated = {name for block in self.blocks if not isinstance(block, Diagonal) for name in block.shapes}
+        kernels = {
+            block.weight: noise_of(block, block.weight, block.bias) for block in self.blocks if isinstance(block, Kronecker)
+        }
+        fixed = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
+        variances = {name: leaf for name, leaf in covariance.variance().items() if ":" not in name}
+        self.random = tuple(variances)
+        self.weights: dict[str, Tensor | Weight] = {**fixed}
+        for name, var in variances.items():
+            self.weights[name] = Weight.of(fixed[name], var.to(fixed[name].dtype), kernels.get(name))
+
+    def prepared(self, x: Any) -> Any:
+        like = next(self.model.network.parameters())
+        return tree.move(tree.tensors(x, like.dtype), like.device)
+
+    def trace(self, x: Any) -> Trace:
+        """Of the network for inputs like x; found once."""
+        leaves = list(tree.leaves(x))
+        kind = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+        count = example_count(x)
+        for key in (kind, (count, kind)):
+            if key in self.traces:
+                return self.traces[key]
+        with torch.inference_mode(False):
+            plain = {name: w.mean if isinstance(w, Weight) else w for name, w in self.weights.items()}
+            params = {name: plain[name] for name in self.params if ":" not in name}
+            found = trace(self.model, params, x, {name: plain[name] for name in self.buffers}, self.dropout)
+            found = commuted(pruned(found))
+        self.traces[kind if found.dynamic else (count, kind)] = found
+        self._paired(found)
+        return found
+
+    def _paired(self, found: Trace) -> None:
+        """Give matrices the noise that they make together with their bias."""
+        for step in found.steps:
+            if step.name != "linear":
+                continue
+            layer: list[Any] = [*step.args[1:], step.kwargs.get("weight"), step.kwargs.get("bias")]
+            layer = [part for part in layer if isinstance(part, Ref)][:2]
+            name, bias = (*(found.weights.get(ref.slot) for ref in layer), None, None)[:2]
+            weight = self.weights[name] if name in self.random else None
+            if isinstance(weight, Weight) and weight.block is None:
+                assert name is not None
+                block = next(block for block in self.blocks if name in block.shapes)
+                weight = weight._replace(block=noise_of(block, name, bias if bias in block.shapes else None))
+                self.weights[name] = weight
+            alone = self.weights[bias] if bias in self.correlated else None
+            inside = isinstance(weight, Weight) and weight.block is not None and weight.block.biased
+            if bias is not None and isinstance(alone, Weight) and not inside and alone.mean.ndim == 1:
+                block = next(block for block in self.blocks if bias in block.shapes)
+                self.weights[bias] = alone._replace(block=shift_of(block, bias))
+
+    def _apart(self, found: Trace) -> list[str]:
+        """What depends on each other and is carried as if it did not, in words; `adjoint` knows better."""
+        uses = Counter(found.weights.get(ref.slot) for step in found.steps for ref in refs((step.args, step.kwargs)))
+        again = any(uses[name] > 1 for name in self.random)
+        wide = (block for block in self.blocks if not isinstance(block, Diagonal))
+        across = any(len({name.rpartition(".")[0] for name in block.shapes}) > 1 for block in wide)
+        return ["uses of a weight apart"] * again + ["layers apart"] * across
+
+    def prefix(self, found: Trace, slot: int, x: Any) -> Tensor:
+        """The value of a slot that nothing random comes before."""
+        leaves = list(tree.leaves(x))
+        if slot in found.inputs:
+            return leaves[found.inputs.index(slot)]
+        key = (id(found), slot)
+        if key not in self.programs:
+            self.programs[key] = lower(replace(found, output=slot), ())
+        return self.programs[key](*leaves, *(mean_of(self.weights[name]) for name in found.weights.values()))
+
+    def independent(self, name: str) -> bool:
+        """Whether the weights of a leaf are certain, or independent of each other and of all others."""
+        return name not in self.correlated
+
+    def square(self, name: str) -> Tensor:
+        """The squared mean of a weight, formed once."""
+        if name not in self.squares:
+            self.squares[name] = mean_of(self.weights[name]).square()
+        return self.squares[name]
+
+    def program(
+        self, x: Any, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False, fallback: int = 0
+    ) -> fx.GraphModule:
+        """The program for inputs like x; made once. Operations without a rule are drawn `fallback` times, if that is not 0."""
+        found = self.trace(x)
+        key = (id(found), adjoint, rank, noisy, taylor, fallback)
+        if key not in self.programs:
+            self.programs[key] = lower(
+                found,
+                self.random,
+                adjoint=adjoint,
+                rank=rank,
+                noisy=noisy,
+                fallback=fallback,
+                taylor=taylor,
+                fixed=self.weights,
+            )
+        return self.programs[key]
+
+    def moments(
+        self,
+        x: Any,
+        *,
+        rank: int = 0,
+        x_var: Tensor | None = None,
+        taylor: bool = False,
+        fallback: int = 0,
+        weights: Mapping[str, Tensor | Weight] | None = None,
+    ) -> Moments | Output:
+        """Mean [B, *D, C] of f with its variances or, after an output layer, covariances; `x_var` are variances of the input.
+
+        `weights`, such as `Weight.of(mean, var)` with gradients, stand in the places of the engine's own: to train through it.
+        """
+        program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor, fallback=fallback)
+        found = self.trace(x)
+        leaves: list[Any] = list(tree.leaves(x))
+        if x_var is not None:
+            leaves[0] = Moments(leaves[0], x_var)
+        known = self.weights if weights is None else {**self.weights, **weights}
+        f = program(*leaves, *(known[name] for name in found.weights.values()))
+        return Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
+
+    def rank(self, x: Any) -> int:
+        """All directions where the network is narrow, none where it is wide."""
+        found = self.trace(x)
+        units = sum(math.prod(found.shapes[step.out.slot][1:]) for step in found.steps if isinstance(step.out, Ref))
+        return -1 if units <= NARROW else 0
+
+    def predict(
+        self, x: Any, *, rank: int | None = None, x_var: Tensor | None = None, taylor: bool = False, fallback: int = 0
+    ) -> LatentMixture:
+        """The predictive at x."""
+        x = self.prepared(x)
+        with torch.no_grad():
+            rank = self.rank(x) if rank is None else rank
+            if x_var is not None:
+                x_var = x_var.to(x).expand_as(x)
+            f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor, fallback=fallback)
+            how = {0: "streamlined, variances only", -1: "streamlined, full covariance"}.get(
+                rank, f"streamlined, {rank} directions"
+            )
+            how = ", ".join([how, *self._apart(self.trace(x))])
+            mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
+            mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in (mean, cov))
+            return LatentMixture(self.model.likelihood, mean, cov, params=own(self.params), how=how)
+
+
+def covariance_of(f: Moments | Output) -> Tensor:
+    """[B, *D, C], or [B, *D, C, C] where outputs move together."""
+    if isinstance(f, Output):
+        return f.cov
+    if f.factor is None or f.mean.shape[-1] > WIDE:
+        return f.var
+    together = torch.einsum("r...c,r...d->...cd", f.factor, f.factor)
+    own = (f.var - together.diagonal(dim1=-2, dim2=-1)).clamp_min(0)
+    return together + torch.diag_embed(own)

@@ -1,0 +1,1 @@
+from dubito.model.priors import *

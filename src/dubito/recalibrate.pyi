@@ -1,0 +1,1 @@
+from dubito.evaluation.recalibrate import *

@@ -1,0 +1,152 @@
+"""All weights together, or some picked ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dubito.tensors import tree
+from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike, expanded, normal
+from dubito.tensors.covariances.diagonal import flat
+from dubito.tensors.tree import Params
+
+
+@dataclass(frozen=True)
+class Dense(Covariance):
+    """The full matrix over some leaves; with `index`, over picked weights of them only, and the others do not move.
+
+    `leaves` gives names and shapes in order; `index` [k] are positions in the vector of all of them.
+    """
+
+    leaves: dict[str, list[int]]
+    curvature: Tensor  # [K, P, P]
+    prior: Params  # leaves [] or [*shape]
+    scale: Tensor  # [K]
+    temperature: float = 1.0
+    index: Tensor | None = field(default=None)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for name, shape in self.leaves.items()}
+
+    @property
+    def moving(self) -> int:
+        return self.size if self.index is None else len(self.index)
+
+    @cached_property
+    def _like(self) -> Params:
+        return {name: torch.empty(shape, device="meta") for name, shape in self.leaves.items()}
+
+    def _pick(self, v: Params) -> Tensor:
+        rows = flat(v, self.leaves)
+        return rows if self.index is None else rows[:, self.index]
+
+    def _place(self, rows: Tensor) -> Params:
+        if self.index is not None:
+            rows = rows.new_zeros(len(rows), self.size).index_copy_(1, self.index, rows)
+        return tree.unflatten(rows, self._like)
+
+    def _prior(self, prior: Mapping[str, Tensor]) -> Tensor:
+        whole = expanded(prior, self.shapes)
+        return whole if self.index is None else whole[self.index]
+
+    @cached_property
+    def _cholesky(self) -> Tensor:
+        """Of the precision, lower; in double precision, which costs a factor of two and saves refusals."""
+        matrix = torch.tensordot(self.scale.double(), self.curvature.double(), 1)
+        matrix.diagonal().add_(self._prior(self.prior).double().to(matrix.device))
+        factor, failed = torch.linalg.cholesky_ex(matrix if self.temperature == 1 else matrix / self.temperature)
+        if failed:
+            factor = self._repaired(matrix)
+        return factor.to(self.curvature.dtype)
+
+    def _repaired(self, matrix: Tensor) -> Tensor:
+        """The Cholesky factor where nothing but the rounding of sums in single precision makes a precision indefinite."""
+        shift = self._prior(self.prior).double().to(matrix.device)
+        values, vectors = torch.linalg.eigh(matrix - torch.diag(shift))
+        if float(values[0]) < -self._rounding * float(values.abs().max()):
+            whole = torch.linalg.eigvalsh(matrix)
+            raise Indefinite(float(whole[0]), float(whole[-1]), int((whole <= 0).sum()), len(whole))
+        mended = (vectors * values.clamp_min(0)) @ vectors.mT + torch.diag(shift)
+        return torch.linalg.cholesky(mended / self.temperature)
+
+    @cached_property
+    def _values(self) -> Tensor:
+        """Eigenvalues of a single curvature."""
+        values = torch.linalg.eigvalsh(self.curvature[0].double())
+        return torch.where(values.abs() < self._rounding * values.abs().max(), values.clamp_min(0), values)
+
+    @property
+    def _rounding(self) -> float:
+        """How far below zero, relative to the largest, an eigenvalue of a sum of squares may come by rounding alone."""
+        return 100 * torch.finfo(self.curvature.dtype).eps
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        unit = normal((n, self.curvature.shape[-1]), self.curvature, generator)
+        return self._place(torch.linalg.solve_triangular(self._cholesky.mT, unit.mT, upper=True).mT)
+
+    def product(self, v: Params) -> Params:
+        return self._place(torch.cholesky_solve(self._pick(v).mT, self._cholesky).mT)
+
+    def solve(self, v: Params) -> Params:
+        return self._place(self._pick(v) @ self._cholesky @ self._cholesky.mT)
+
+    def logdet(self) -> Tensor:
+        return -2 * self._cholesky.diagonal().double().log().sum()
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """The covariance of the (picked) weights, [P, P]."""
+        return torch.cholesky_inverse(self._cholesky)
+
+    def variance(self) -> Params:
+        return {name: leaf[0] for name, leaf in self._place(self.inverse.diagonal().unsqueeze(0)).items()}
+
+    def whiten(self, rows: Tensor) -> Tensor:
+        """Rows [..., P] times a root of the covariance: their inner products are then those under the covariance."""
+        picked = rows if self.index is None else rows[..., self.index]
+        flat = picked.reshape(-1, picked.shape[-1])
+        return torch.linalg.solve_triangular(self._cholesky, flat.mT, upper=False).mT.reshape(picked.shape)
+
+    def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        shift = self._prior(prior).double()
+        if len(self.curvature) == 1 and alike(prior[name] for name in self.leaves):
+            return (scale.double()[0] * self._values + shift).log().sum()  # one precision for all: eigenvalues are enough
+        matrix = torch.tensordot(scale.double(), self.curvature.double(), 1) + torch.diag(shift)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if failed:
+            jitter = self._rounding * float(matrix.detach().diagonal().max())
+            factor = torch.linalg.cholesky(matrix + jitter * torch.eye(len(shift), dtype=matrix.dtype, device=matrix.device))
+        return 2 * factor.diagonal().log().sum()
+
+    def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Dense:
+        scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
+        return replace(self, prior={name: prior[name] for name in self.leaves}, scale=scale, temperature=temperature)
+
+    def times(self, factor: float) -> Dense:
+        return replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        r"""Values l [P] and a basis W [P, P] that no multiple of the prior changes: the covariance of `times(k)` is
+        :math:`T\, W \mathrm{diag}(1 / (l + k)) W^T`."""
+        root = self._prior(self.prior).double().to(self.curvature.device).rsqrt()
+        matrix = torch.tensordot(self.scale.double(), self.curvature.double(), 1) * root * root.unsqueeze(1)
+        values, vectors = torch.linalg.eigh(matrix)
+        if float(values[0]) < -self._rounding * float(values.abs().max()):
+            raise Indefinite(float(values[0]), float(values[-1]), int((values < 0).sum()), len(values))
+        return values.clamp_min(0).to(self.curvature.dtype), (root.unsqueeze(1) * vectors).to(self.curvature.dtype)
+
+    def with_temperature(self, temperature: float) -> Dense:
+        return replace(self, temperature=temperature)
+
+    def plus(self, other: Covariance) -> Covariance:
+        same = isinstance(other, Dense) and other.leaves == self.leaves and (other.index is None) == (self.index is None)
+        if not isinstance(other, Dense) or not same or (self.index is not None and not torch.equal(self.index, other.index)):  # pyright: ignore[reportArgumentType]
+            return super().plus(other)
+        both, scale = torch.cat([self.curvature, other.curvature]), torch.cat([self.scale, other.scale.to(self.scale)])
+        return replace(self, curvature=both, scale=scale, prior=other.prior)

@@ -1,0 +1,99 @@
+"""Every weight on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dubito.tensors import tree
+from dubito.tensors.covariances.covariance import Covariance, Indefinite, normal
+from dubito.tensors.tree import Params
+
+
+@dataclass(frozen=True)
+class Diagonal(Covariance):
+    """Independent weights.
+
+    >>> cov = Diagonal.of({"w": torch.tensor([4.0, 1.0])})
+    >>> cov.solve({"w": torch.ones(1, 2)})
+    {'w': tensor([[0.2500, 1.0000]])}
+    """
+
+    curvature: Params  # leaves [K, *shape]
+    prior: Params  # leaves [] or [*shape]
+    scale: Tensor  # [K]
+    temperature: float = 1.0
+
+    @staticmethod
+    def of(variance: Params) -> Diagonal:
+        """From variances alone."""
+        first = next(iter(variance.values()))
+        nothing = {name: leaf.new_zeros(1, *leaf.shape) for name, leaf in variance.items()}
+        return Diagonal(nothing, {name: 1 / leaf for name, leaf in variance.items()}, torch.ones(1).to(first))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(leaf.shape[1:]) for name, leaf in self.curvature.items()}
+
+    @cached_property
+    def precision(self) -> Params:
+        full = {}
+        for name, leaf in self.curvature.items():
+            full[name] = (torch.tensordot(self.scale.to(leaf), leaf, 1) + self.prior[name].to(leaf)) / self.temperature
+            if not bool((full[name] > 0).all()):
+                bad = full[name]
+                raise Indefinite(float(bad.min()), float(bad.max()), int((~(bad > 0)).sum()), bad.numel())
+        return full
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        return {name: normal((n, *p.shape), p, generator) * p.rsqrt() for name, p in self.precision.items()}
+
+    def product(self, v: Params) -> Params:
+        return {name: v[name] / p for name, p in self.precision.items()}
+
+    def solve(self, v: Params) -> Params:
+        return {name: v[name] * p for name, p in self.precision.items()}
+
+    def logdet(self) -> Tensor:
+        return -torch.stack([p.double().log().sum() for p in self.precision.values()]).sum()
+
+    def variance(self) -> Params:
+        return {name: p.reciprocal() for name, p in self.precision.items()}
+
+    def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        parts = [
+            (torch.tensordot(scale.double(), leaf.double(), 1) + prior[name].double()).log().sum()
+            for name, leaf in self.curvature.items()
+        ]
+        return torch.stack(parts).sum()
+
+    def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Diagonal:
+        scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
+        return replace(self, prior={name: prior[name] for name in self.curvature}, scale=scale, temperature=temperature)
+
+    def over(self, names: Iterable[str]) -> Diagonal:
+        """Of some leaves alone."""
+        kept = list(names)
+        return replace(self, curvature={n: self.curvature[n] for n in kept}, prior={n: self.prior[n] for n in kept})
+
+    def times(self, factor: float) -> Diagonal:
+        return self if factor == 1 else replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
+
+    def with_temperature(self, temperature: float) -> Diagonal:
+        return replace(self, temperature=temperature)
+
+    def plus(self, other: Covariance) -> Covariance:
+        if not isinstance(other, Diagonal):
+            return super().plus(other)
+        both = {name: torch.cat([leaf, other.curvature[name].to(leaf)]) for name, leaf in self.curvature.items()}
+        prior = {name: other.prior[name] for name in both}
+        return replace(self, curvature=both, scale=torch.cat([self.scale, other.scale.to(self.scale)]), prior=prior)
+
+
+def flat(v: Params, names: Mapping[str, object]) -> Tensor:
+    """Stacked leaves as rows [n, P], in the order of `names`."""
+    return tree.flatten({name: v[name] for name in names}, stacked=True)

@@ -1,0 +1,493 @@
+"""The grid: cells that are made once, kept whole, taken up again, and counted right."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dubito.methods.mc_dropout import dropout_precision
+from rich.console import Console
+from scipy.stats import pearsonr, spearmanr, ttest_rel
+
+from dubito import data, fit, metrics
+from dubito.apps import failure, ood
+from dubito.cli.compare.judging import judged, people, ranks
+from dubito.cli.compare.result import Key
+from dubito.cli.compare.spec import places, typed
+from dubito.cli.compare.stacked import Task, _inner, _train, fits, suits
+from dubito.cli.compare.summary import Mean, described, scores, table, told_apart, words
+from dubito.compare import Cell, Entry, Grid, Part, entry, judging, of_table, problem
+from dubito.compare import grid as grid_module
+from dubito.evaluation.problems import Problem, perceptron, resized
+from dubito.likelihoods import PREFIX
+from dubito.methods import IVON, MAP, Ensemble, Laplace, MCDropout
+from dubito.posteriors import Point
+from dubito.report import Column, Report, Section, Table
+
+
+@pytest.fixture(scope="module")
+def digits() -> Problem:
+    given = problem("digits").limited(120, 80)
+    return replace(given, training=given.training._replace(epochs=3), build=perceptron((16, 16)), hidden=(16, 16))
+
+
+def small(given: Problem, folder: Path, *specs: str, seeds: tuple[int, ...] = (0, 1)) -> Grid:
+    return Grid(given, tuple(entry(spec, given) for spec in specs), seeds, folder)
+
+
+# Entries
+
+
+def test_options_reach_the_method_what_it_wraps_and_what_comes_before(digits):
+    made = entry("ensemble:mc_dropout,size=3,rate=0.3", digits)
+    assert isinstance(made.method, Ensemble)
+    assert isinstance(made.method.method, MCDropout)
+    assert (made.method.size, made.method.method.rate, made.method.method.epochs) == (3, 0.3, 3)
+    assert made.label == "Ensemble of 3 MC dropout (size=3, rate=0.3)"
+    after = entry("laplace,structure=diagonal,start.epochs=7", digits)
+    assert isinstance(after.method, Laplace)
+    assert isinstance(after.start, MAP)
+    assert (after.method.structure, after.start.epochs) == ("diagonal", 7)
+    wrapped = entry("ensemble:laplace", digits)
+    assert wrapped.start is None
+    assert isinstance(wrapped.method, Ensemble)
+    assert isinstance(wrapped.method.start, MAP)
+    assert isinstance(entry("ivon,epochs=4", digits).method, IVON)
+    both = entry("mc_dropout,weight_decay=1e-6,length_scale=0.01", digits).method  # refused one without the other
+    assert isinstance(both, MCDropout)
+    assert both.weight_decay == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("dropout", "did you mean 'mc_dropout'"),
+        ("map,epoch=3", "did you mean 'epochs'"),
+        ("map,epochs=many", "'many' is no int"),
+        ("map,epochs", "name=value"),
+        ("map,learning_rate=-1", "learning_rate > 0"),
+        ("laplace:map", "only ensemble wraps"),
+        ("neural_linear", "not for classification"),
+        ("map,noise=shared", "of a regression"),
+        ("map,start.epochs=3", "nothing is trained before"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_words(digits, spec, words):
+    with pytest.raises(ValueError, match=words):
+        entry(spec, digits)
+
+
+def test_values_have_the_types_of_their_fields():
+    assert typed("0.5", float | None) == 0.5
+    assert typed("5", int) == 5
+    assert typed("False", bool) is False
+    with pytest.raises(ValueError, match="is no int"):
+        typed("0.5", int)
+
+
+def test_dropout_goes_where_the_network_has_it_or_before_all_layers_but_the_first(digits):
+    assert places(digits) == "^(hidden2|output)$"
+    own = replace(digits, build=lambda shape, outputs: torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(64, outputs)))
+    assert places(own) is None
+
+
+# Cells and the grid
+
+
+def test_cells_are_made_once_and_only_what_changed_is_made_anew(digits, tmp_path, monkeypatch):
+    made = []
+    real = grid_module.fit
+    monkeypatch.setattr(grid_module, "fit", lambda model, method, *a, **k: made.append(method) or real(model, method, *a, **k))
+    before = torch.get_rng_state()
+    first = small(digits, tmp_path, "map", "laplace").run(progress=False)
+    assert torch.equal(before, torch.get_rng_state())
+    assert [(c.key.label, c.key.seed) for c in first.cells] == [("MAP", 0), ("MAP", 1), ("Laplace", 0), ("Laplace", 1)]
+    made.clear()
+    said: list[str] = []
+    again = small(digits, tmp_path, "map", "laplace").run(progress=False, say=said.append)
+    assert made == []
+    assert said == ["4 of 4 cells are there already"]
+    for one, two in zip(first.cells, again.cells, strict=True):
+        assert one.scores == pytest.approx(two.scores)
+        assert torch.equal(one.arrays["probs"], two.arrays["probs"])
+    more = small(digits, tmp_path, "map,epochs=2", "laplace", seeds=(0, 1, 2)).run(progress=False)
+    assert len(more.cells) == 6
+    wanted = [method for method in made if not (isinstance(method, MAP) and method.epochs == 1)]  # without the warm-up
+    assert [type(m).__name__ for m in wanted] == ["MAP", "MAP", "MAP", "MAP", "Laplace"]  # seed 2 has a start for Laplace, too
+    other = replace(digits, part=lambda seed: digits.part(seed)._replace(x_test=1 - digits.part(seed).x_test))
+    assert small(other, tmp_path, "map")._key(entry("map", other), 0, other.part(0), other.part(0).checksum).digest not in {
+        cell.key.digest for cell in first.cells
+    }
+
+
+def test_a_method_that_fails_is_noted_and_tried_again(digits, tmp_path, monkeypatch):
+    real = grid_module.fit
+
+    def fail(model, method, *args, seed=0, **more):
+        if isinstance(method, MCDropout) and seed == 1:
+            raise FloatingPointError("the steps are\ntoo large")
+        return real(model, method, *args, seed=seed, **more)
+
+    monkeypatch.setattr(grid_module, "fit", fail)
+    outcome = small(digits, tmp_path, "mc_dropout", "map").run(progress=False)
+    bad = [cell for cell in outcome.cells if cell.error]
+    assert [(cell.key.label, cell.key.seed) for cell in bad] == [("MC dropout", 1)]
+    assert bad[0].error.startswith("FloatingPointError: the steps are too large (test_compare.py")
+    assert json.loads(bad[0].key.path(tmp_path).read_text())["error"] == bad[0].error
+    assert len(outcome.cells) == 4
+    monkeypatch.setattr(grid_module, "fit", real)
+    assert not any(cell.error for cell in small(digits, tmp_path, "mc_dropout", "map").run(progress=False).cells)
+
+
+def test_an_interrupt_keeps_what_was_done_and_the_run_goes_on(digits, tmp_path, monkeypatch):
+    real, calls = grid_module.fit, []
+
+    def interrupted(*args, **more):
+        calls.append(1)
+        if len(calls) == 4:  # the warm-up comes first
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    monkeypatch.setattr(grid_module, "fit", interrupted)
+    outcome = small(digits, tmp_path, "map", "mc_dropout").run(progress=False)
+    assert outcome.interrupted
+    assert [(c.key.label, c.key.seed) for c in outcome.cells] == [("MAP", 0), ("MC dropout", 0)]  # all methods of a seed first
+    monkeypatch.setattr(grid_module, "fit", real)
+    said: list[str] = []
+    rest = small(digits, tmp_path, "map", "mc_dropout").run(progress=False, say=said.append)
+    assert said[0] == "2 of 4 cells are there already"
+    assert (len(rest.cells), rest.interrupted, len(said)) == (4, False, 3)
+
+
+def test_damaged_and_foreign_cells_are_made_again(tmp_path):
+    key = Key("a", 0, {"x": 1})
+    Cell(key, {"nll": 1.0, "ece": math.nan}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
+    read = Cell.read(tmp_path, key)
+    assert read is not None
+    assert read.scores["nll"] == 1.0
+    assert math.isnan(read.scores["ece"])
+    assert Cell.read(tmp_path, Key("a", 0, {"x": 2})) is None
+    path = key.path(tmp_path)
+    path.write_text(path.read_text()[:-20])
+    assert Cell.read(tmp_path, key) is None
+    Cell(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
+    path.write_text(path.read_text().replace('"nll": 1.0', '"nll": {}'))
+    assert Cell.read(tmp_path, key) is None
+    path.write_text(json.dumps({**json.loads(path.read_text()), "scores": None}))
+    assert Cell.read(tmp_path, key) is None
+    Cell(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
+    path.with_suffix(".safetensors").unlink()
+    assert Cell.read(tmp_path, key) is None
+
+
+def test_a_grid_that_makes_no_sense_is_refused(digits, tmp_path):
+    with pytest.raises(ValueError, match="MAP is named twice"):
+        small(digits, tmp_path, "map", "map")
+    with pytest.raises(ValueError, match="nothing to compare"):
+        small(digits, tmp_path)
+    with pytest.raises(ValueError, match="counts once"):
+        small(digits, tmp_path, "map", seeds=(0, 0))
+    with pytest.raises(ValueError, match="did you mean 'energy'"):
+        replace(small(digits, tmp_path, "map"), detectors=("enrgy",))
+    with pytest.raises(ValueError, match="2 splits"):
+        small(replace(digits, splits=2), tmp_path, "map", seeds=(0, 1, 2))
+
+
+# Scores
+
+
+def test_scores_are_those_of_the_metrics(digits):
+    part = digits.part(0)
+    noise = torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    part = part._replace(unfamiliar={"noise": noise})
+    made: Entry = entry("mc_dropout,draws=5", digits)
+    posterior = fit(made.model(digits, (1, 8, 8)), made.method, (part.x_train, part.y_train), progress=False)
+    found = judged(posterior, digits, part, seed=0, corruptions=("contrast",), severities=(5,))
+    p = posterior.predict(part.x_test)
+    assert found.scores["nll"] == pytest.approx(float(metrics.nll(p, part.y_test)))
+    wrong = p.mean.argmax(-1) != part.y_test
+    assert found.scores["errors aurc"] == pytest.approx(float(metrics.aurc(p, wrong)))
+    both = torch.cat([p.uncertainty.total, posterior.predict(noise).uncertainty.total])
+    assert found.scores["noise auroc total"] == pytest.approx(float(metrics.auroc(both, torch.arange(110) >= 80)), abs=1e-6)
+    assert set(found.shift["contrast"]) == {"0", "5"}
+    assert found.shift["contrast"]["0"]["nll"] == pytest.approx(found.scores["nll"])
+    assert found.scores["shifted nll"] == found.shift["contrast"]["5"]["nll"]
+    torch.testing.assert_close(found.arrays["total"], found.arrays["aleatoric"] + found.arrays["epistemic"])
+
+
+def test_detectors_and_confidence_learn_from_the_training_part_alone(digits, monkeypatch):
+    monkeypatch.setattr(judging, "ConfidNet", partial(failure.ConfidNet, (8,), epochs=2, tune_epochs=0))
+    part = digits.part(0)._replace(unfamiliar={"noise": torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))})
+    asked = {"detectors": ("mahalanobis", "msp"), "confidence": ("entropy", "confidnet")}
+    train = (part.x_train, part.y_train)
+    point, several = (
+        fit((made := entry(spec, digits)).model(digits, (1, 8, 8)), made.method, train, progress=False)
+        for spec in ("map", "ensemble,size=2,epochs=1")
+    )
+    found = judged(point, digits, part, seed=0, **asked).scores
+    score = ood.Mahalanobis().fit(point, train)
+    expected = ood.detection(score(part.x_test), score(part.unfamiliar["noise"]))
+    assert found["noise auroc mahalanobis"] == pytest.approx(expected.auroc)
+    assert found["noise fpr95 mahalanobis"] == pytest.approx(expected.fpr95)
+    p = point.predict(part.x_test)
+    assert found["errors auroc by entropy"] == pytest.approx(failure.failures(p, part.y_test, names=["entropy"])["entropy"].auroc)
+    learned = failure.ConfidNet((8,), epochs=2, tune_epochs=0).fit(point, train, seed=0, progress=False)
+    wrong = failure.errors(p, part.y_test)
+    assert found["errors aurc by confidnet"] == pytest.approx(failure.failure(learned(part.x_test), wrong).aurc)
+    assert math.isnan(judged(several, digits, part, seed=0, confidence=("confidnet",)).scores["errors auroc by confidnet"])
+    main = [score.key for score in scores([Cell(Key("a", 0, {}), found)], "classification")[0]]
+    assert {"noise auroc mahalanobis", "errors auroc by confidnet"} <= set(main)
+    assert "noise auroc epistemic" not in main
+
+
+def test_what_is_not_finite_is_a_failure_and_no_better_mean(digits):
+    model = entry("map", digits).model(digits, (1, 8, 8))
+    lost = Point(model, {name: leaf * math.nan for name, leaf in model.parameters().items()}, {})
+    with pytest.raises(FloatingPointError, match="not finite"):
+        judged(lost, digits, digits.part(0), seed=0)
+
+
+def test_nothing_of_a_table_is_cut_off_on_a_narrow_terminal():
+    given = [cell("Ensemble of 5 MC dropout", seed, 0.9 + 0.01 * seed) for seed in range(2)]
+    more = {f"{name} auroc total": 0.123456 for name in ("fashion-mnist", "kmnist", "notmnist", "cifar10")}
+    given = [replace(one, scores={**one.scores, **more}) for one in given]
+    why = Table("What failed", (Column("method"), Column("reason")), (("MAP", "the reason is so long that it is wrapped " * 3),))
+    for cells in (given, given[:1]):
+        main, _ = scores(cells, "classification")
+        file = io.StringIO()
+        Report("t", (Section("s", tables=(table("t", cells, main, seeds=len(cells)), why)),)).print(Console(file=file, width=60))
+        assert "…" not in file.getvalue()
+        assert file.getvalue().count("0.1235") == 4
+        assert file.getvalue().count("wrapped") == 3
+
+
+def test_correlation_with_people_is_that_of_scipy():
+    a = torch.tensor([0.3, 0.1, 0.1, 0.9, 0.4, 0.0])
+    b = torch.tensor([0.0, 0.0, 0.2, 0.5, 0.5, 0.1])
+    found = people(a, b)
+    assert found["human spearman"] == pytest.approx(spearmanr(a, b).statistic)
+    assert found["human pearson"] == pytest.approx(pearsonr(a, b).statistic, abs=1e-6)
+    assert math.isnan(people(torch.zeros(3), torch.rand(3))["human spearman"])
+    assert ranks(a).tolist() == [3.0, 1.5, 1.5, 5.0, 4.0, 0.0]
+
+
+def test_a_difference_is_told_apart_as_by_a_paired_t_test():
+    g = np.random.default_rng(0)
+    for shift in (0.0, 0.3, 0.6, 1.0):
+        a, b = g.normal(size=6), g.normal(size=6) * 0.5
+        b = a + shift + 0.4 * b
+        expected = bool(ttest_rel(a, b).pvalue < 0.05)
+        assert told_apart(dict(enumerate(a)), dict(enumerate(b))) is expected
+    assert told_apart({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}) is False
+    assert told_apart({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}) is True  # the same difference each time
+    assert told_apart({0: 1.0}, {1: 2.0}) is None
+
+
+def cell(label: str, seed: int, value: float | None) -> Cell:
+    error = None if value is not None else "ValueError: no"
+    return Cell(Key(label, seed, {}), {} if value is None else {"accuracy": value, "nll": 1 - value}, 1.0, error=error)
+
+
+def test_the_table_has_means_errors_the_best_and_what_is_like_it():
+    given = {"a": (0.90, 0.92, 0.91), "b": (0.91, 0.90, 0.925), "c": (0.5, 0.52, 0.51), "d": (0.9, None, None), "e": (None,) * 3}
+    cells = [cell(label, seed, value) for label, row in given.items() for seed, value in enumerate(row)]
+    main, more = scores(cells, "classification")
+    assert [score.key for score in main] == ["accuracy", "nll", "seconds"]
+    assert more == []
+    made = table("t", cells, main, seeds=3)
+    assert made.rows[0][1] == pytest.approx(0.91)
+    assert made.errors[0][1] == pytest.approx(np.std([0.90, 0.92, 0.91], ddof=1) / 3**0.5)
+    assert {place for place in made.best if place[1] < 3} == {(1, 1), (1, 2)}
+    assert made.alike == {(0, 1), (0, 2), (3, 1), (3, 2)}  # c is worse; of d too little is known to tell, and of e nothing
+    assert "d (1 of 3), e (0 of 3)" in words(cells, 3, splits=False)
+    assert "Not all" not in words(cells[:9], 3, splits=False)
+    assert [made.text(4, j) for j in range(3)] == ["e", "–", "–"]
+    assert "±" not in made.text(3, 1)
+    assert table("t", cells[::3], main, seeds=1).errors == ()
+
+
+def test_means_leave_out_what_is_not_known():
+    assert Mean.of([1.0, math.nan, 3.0]) == Mean(2.0, 1.0, 2)
+    assert Mean.of([]).n == 0
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "accuracy",
+        "errors fpr95",
+        "errors aurc by confidnet",
+        "human pearson",
+        "shifted nll",
+        "kmnist auroc total",
+        "kmnist auroc relative_mahalanobis",
+        "kmnist fpr95",
+        "kmnist fpr95 energy",
+        "errors auroc total",  # of a file that is called errors, and so on
+        "shifted auroc total",
+        "human fpr95",
+        "seconds",
+    ],
+)
+def test_every_score_has_a_name_a_direction_and_a_meaning(key):
+    found = described(key)
+    assert found.name
+    assert found.better in ("higher", "lower")
+    assert found.meaning
+
+
+# Problems
+
+
+def test_tables_are_standardised_by_their_training_rows_and_judged_in_their_own_units():
+    g = torch.Generator().manual_seed(0)
+    x, y = 5 + 3 * torch.randn(50, 3, generator=g), 100 + 20 * torch.randn(50, 1, generator=g)
+    strange = 9 + torch.randn(4, 3, generator=g)
+    given = of_table("t.csv", data.Table(x, y, ("a", "b", "c"), ("price",), ()), unfamiliar={"far": strange})
+    one, other = given.part(0), given.part(1)
+    assert one.x_train.shape == (40, 3)
+    torch.testing.assert_close(one.x_train.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    assert one.scale is not None
+    torch.testing.assert_close(one.y_train.std(0, correction=0), torch.ones(1))
+    assert float(one.y_test.mean()) > 50
+    assert one.unfamiliar["far"].abs().max() < 10
+    assert one.checksum == given.part(0).checksum != other.checksum
+    assert given.outputs == ("price",)
+    with pytest.raises(ValueError, match="leaves some on both sides"):
+        of_table("t.csv", data.Table(x, y, (), ("y",), ()), held_out=1.0)
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_a_table_keeps_its_digits_until_it_is_standardised(tmp_path, kind):
+    path = tmp_path / "t.csv"
+    path.write_text("t,y\n" + "".join(f"{1_700_000_000 + i},{10**9 + i % 2}\n" for i in range(50)))
+    part = of_table("t.csv", data.table(path, kind=kind, dtype=torch.float64)).part(0)
+    assert part.x_train.dtype == part.x_test.dtype == torch.float32
+    assert len(part.x_train.unique()) == 40
+    if kind == "classification":
+        return
+    assert part.y_train.dtype == torch.float32
+    assert len(part.y_train.unique()) == len(part.y_test.unique()) == 2
+    assert part.shift is not None
+    assert float(part.shift) == pytest.approx(1e9 + 0.5, abs=0.5)
+
+
+def test_limits_and_sizes(digits):
+    part = digits.part(3)
+    assert (len(part.x_train), len(part.x_test)) == (120, 80)
+    assert digits.part(3).checksum == part.checksum
+    # rows come sorted by their class in many a file
+    ordered = of_table("t.csv", data.Table(torch.randn(90, 2), torch.arange(90) // 30, ("a", "b"), ("y",), ("0", "1", "2")))
+    few = replace(ordered, people=torch.arange(18.0)).limited(None, 9)
+    assert len(few.part(0).y_test.unique()) == 3
+    assert torch.equal(few.people, torch.arange(18.0)[(ordered.part(0).x_test[:, None] == few.part(0).x_test).all(-1).any(1)])
+    with pytest.raises(ValueError, match="is a table, and kmnist is none"):
+        problem("uci:yacht", unfamiliar=("kmnist",))
+    assert resized(torch.rand(2, 1, 28, 28), (3, 32, 32)).shape == (2, 3, 32, 32)
+    with pytest.raises(ValueError, match="no data set is called 'mnits'"):
+        problem("mnits")
+    with pytest.raises(ValueError, match="no image set"):
+        problem("digits", unfamiliar=("letters",)).part(0)
+
+
+# Fits in one stack
+
+
+@pytest.fixture(scope="module")
+def splits() -> Problem:
+    """A table with three published splits, so to say."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2, generator=g)
+    y = 3 + 2 * (x[:, :1] - x[:, 1:].sin()) + 0.3 * torch.randn(60, 1, generator=g)
+    made = of_table("uci:yacht", data.Table(x, y, ("a", "b"), ("y",), ()))
+    return replace(made, splits=3, hidden=(64, 64), training=made.training._replace(epochs=4))
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_stack_makes_what_fit_makes(splits, clip):
+    made = entry("map,epochs=6", splits)
+    model = made.model(splits, (2,))
+    parts = [splits.part(seed) for seed in range(2)]
+    method = replace(made.method, clip=clip)
+    tasks = [Task(part.x_train, part.y_train, seed) for seed, part in enumerate(parts)]
+    # one batch is all of the data, so that the order of the rows does not matter
+    start = _train(model, tasks, method, epochs=0, batch_size=1000, tell=lambda share: None)
+    found = _train(model, tasks, method, epochs=6, batch_size=1000, tell=lambda share: None)
+    for i, part in enumerate(parts):
+        own = {name: leaf[i] for name, leaf in start.items()}
+        alone = fit(model, method, (part.x_train, part.y_train), start=own, batch_size=1000, progress=False)
+        for name, leaf in alone.params.items():
+            torch.testing.assert_close(found[name][i], leaf, atol=2e-5, rtol=1e-4)
+
+
+def test_a_stack_of_dropout_has_the_noise_and_the_prior_of_the_paper(splits):
+    made = entry("mc_dropout", splits)
+    model, part = made.model(splits, (2,)), splits.part(0)
+    n, decay = len(part.x_train), 1e-3
+    method = replace(made.method, epochs=5, rate=0.0, length_scale=0.5, weight_decay=decay)
+    precision = dropout_precision(length_scale=0.5, keep=1.0, n_data=n, weight_decay=decay)
+    task = Task(part.x_train, part.y_train, 0, precision=precision, prior=2.0, biases=2.0)
+    start = _train(model, [task], method, epochs=0, batch_size=1000, tell=lambda share: None)
+    found = _train(model, [task], method, epochs=5, batch_size=1000, tell=lambda share: None)
+    own = {name: leaf[0] for name, leaf in start.items()}
+    alone = fit(model, method, (part.x_train, part.y_train), start=own, batch_size=1000, progress=False)
+    for name, leaf in alone.params.items():
+        torch.testing.assert_close(found[name][0], leaf, atol=2e-5, rtol=1e-4)
+    assert float(found[PREFIX + "log_scale"][0]) == pytest.approx(-0.5 * math.log(precision))
+
+
+def test_splits_and_grid_points_are_fitted_together_and_the_test_part_chooses_nothing(splits):
+    parts = {seed: splits.part(seed) for seed in range(3)}
+    for spec, size in (("mc_dropout,draws=20", 12), ("ensemble,size=2", 6), ("map", 3)):
+        made = entry(spec, splits)
+        assert suits(made, splits)
+        assert len(made.grid) == size
+    assert not suits(entry("laplace", splits), splits)
+    assert not suits(entry("ensemble,size=2,bagging=yes", splits), splits)
+    shares: list[float] = []
+    made = entry("ensemble,size=2", splits)
+    found = fits(made, splits, parts, tell=shares.append)
+    assert shares == sorted(shares)
+    assert set(found) == {0, 1, 2}
+    for seed in parts:
+        wide = 2 if found[seed].choice["heteroscedastic"] else 1
+        assert found[seed].posterior.predict(parts[seed].x_test).means.shape == (2, 12, wide)
+    assert entry("ensemble,noise=heteroscedastic,epochs=3", splits).noise == "heteroscedastic"
+    blind = {seed: part._replace(x_test=part.x_test * math.nan, y_test=part.y_test * math.nan) for seed, part in parts.items()}
+    again = fits(made, splits, blind)
+    for seed in parts:
+        assert again[seed].choice == found[seed].choice
+        torch.testing.assert_close(again[seed].posterior.params, found[seed].posterior.params)
+    inner = _inner(parts[0], 0)
+    assert (len(inner.x_train), len(inner.x_test)) == (39, 9)
+
+
+def test_a_split_that_runs_away_takes_no_other_along(splits, tmp_path):
+    """And a point of the grid that does is not chosen."""
+
+    def part(seed: int) -> Part:
+        own = splits.part(seed)
+        return own._replace(y_train=own.y_train * math.inf) if seed == 1 else own
+
+    lost = replace(splits, part=part)
+    made = entry("map", lost)
+    grid = Grid(lost, (made,), (0, 1, 2), tmp_path)
+    outcome = grid.run(progress=False)
+    assert [cell.error is None for cell in outcome.cells] == [True, False, True]
+    assert "no longer finite" in outcome.cells[1].error
+
+
+def test_the_grid_of_a_uci_set_is_filled_by_stacks(data_root, tmp_path):
+    yacht = problem("uci:yacht")
+    assert (yacht.splits, yacht.hidden, yacht.part(1).x_train.shape) == (20, (50,), (277, 6))
+    yacht = replace(yacht, training=yacht.training._replace(epochs=2))
+    grid = Grid(yacht, (entry("mc_dropout,draws=10", yacht), entry("map", yacht)), (0, 1), tmp_path)
+    outcome = grid.run(progress=False)
+    assert [cell.error for cell in outcome.cells] == [None] * 4
+    assert set(outcome.cells[0].choice) == {"rate", "precision"}
+    assert outcome.cells[0].scores["rmse"] > 1  # in metres a second, not standardised
