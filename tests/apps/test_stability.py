@@ -13,7 +13,6 @@ from torch.func import jacrev, vmap
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import dubito
-from contract.test_contract import assert_same, snapshot
 from dubito import MAP, Bernoulli, Categorical, Ensemble, Gaussian, MCDropout, Model
 from dubito.apps.stability import lipschitz_bound, local_slopes, operator_norm, spectrally_normalised, stability
 from dubito.apps.stability.bound import SLOPES
@@ -21,6 +20,7 @@ from dubito.posteriors import Point
 from dubito.report import stability as drawing
 from dubito.report.report import Report
 from dubito.shift import pgd
+from dubito.testing import check_same, snapshot
 
 
 def seeded(build, seed: int = 0):
@@ -267,7 +267,7 @@ def test_slopes_of_a_posterior_are_those_of_its_mean_prediction():
     seen = ((ahead - behind).norm(dim=2) / 2e-3).amax(0)
     assert (seen <= found * 1.02 + 1e-3).all()
     assert (seen >= 0.9 * found - 1e-3).double().mean() > 0.7
-    assert_same(before, snapshot(model))
+    check_same(before, snapshot(model))
 
 
 def test_layers_are_held_to_a_norm_and_the_users_network_is_not_touched():
@@ -277,7 +277,7 @@ def test_layers_are_held_to_a_norm_and_the_users_network_is_not_touched():
     x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     y = torch.arange(32) % 3
     held = spectrally_normalised(net, x[:2], norm=0.8, iterations=2)
-    assert_same(before, snapshot(model))
+    check_same(before, snapshot(model))
     kept = copy.deepcopy(held.state_dict())
     p = dubito.fit(Model(held, Categorical()), MAP(epochs=100, learning_rate=0.02), (x, y))
     assert all(torch.equal(a, b) for a, b in zip(kept.values(), held.state_dict().values(), strict=True))

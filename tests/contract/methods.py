@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import dubito
 from dubito import (
@@ -104,14 +103,3 @@ QUICK: dict[str, Any] = {
 DETERMINISTIC = {"laplace", "laplace/diagonal", "laplace/dense", "laplace/corrected", "laplace/last layer", "neural_linear"}
 REGRESSION_ONLY = {"neural_linear"}  # exact for Gaussian noise; classes are refused
 assert {name.split("/")[0] for name in QUICK} == {*METHODS, "third party"}, "every registered method is under contract"
-
-
-def network(outputs: int = 1) -> nn.Module:
-    """Small, with BatchNorm, so that buffers and modes matter."""
-    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs))
-
-
-def data(n: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 3, generator=generator)
-    return x, x[:, :1] - 0.5 * x[:, 1:2] + 0.1 * torch.randn(n, 1, generator=generator)

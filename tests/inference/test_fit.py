@@ -109,7 +109,8 @@ KILLS = textwrap.dedent("""
     import json, os, random, signal, sys, time, traceback
     sys.path.insert(0, sys.argv[2])
     import torch, dubito
-    from contract.methods import ULA, data, network
+    from contract.methods import ULA
+    from dubito.testing import small_data as data, small_network as network
     torch.set_num_threads(1)
     dubito.tensors.store.SHARD = 4_000  # 17 draws: shards are closed between checkpoints, too
     dice, kills, lengths = random.Random(int(sys.argv[4])), int(sys.argv[3]), []

@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dubito
-from contract.test_contract import tensors
 from dubito import MAP, Categorical, Ensemble, Laplace, MCDropout, MeanTeacher, Model, OnlineLaplace, PiModel
 from dubito import TemporalEnsembling as Temporal
 from dubito.augment import Noise
 from dubito.inference.semi_supervised import Consistent, Stream, ramp, squared
 from dubito.priors import Normal
+from dubito.testing import tensors
 
 METHODS = (PiModel, Temporal, MeanTeacher)
 

@@ -11,12 +11,12 @@ from torch import nn
 
 import dubito
 from contract.methods import ULA
-from contract.test_contract import tensors
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
 from dubito.model import Target
 from dubito.posteriors import Mixture, Samples
 from dubito.tensors import tree
 from dubito.tensors.randomness import hashed
+from dubito.testing import tensors
 
 
 def net(outputs: int = 1) -> nn.Sequential:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.func import functional_call, jacrev, vmap
 
 import dubito
-from contract.test_contract import tensors
 from dubito import IVON, Categorical, Ensemble, Gaussian, Model, posteriors
 from dubito.inference.fit import Start
 from dubito.methods import ivon
@@ -21,6 +20,7 @@ from dubito.posteriors import Mixture
 from dubito.priors import MultivariateNormal, Normal
 from dubito.tensors import tree
 from dubito.tensors.covariances import Diagonal
+from dubito.testing import tensors
 
 NOISE, SCALE, ROWS = 0.5, 0.8, 200
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dubito
-from contract.test_contract import assert_same, snapshot
 from curvature.networks import DOUBLE, Net, build, ggn, gradients, hessian, numbers, targets
 from curvature.test_evidence import STRUCTURES, Linear, every, fitted, problem
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Laplace, Model
 from dubito.priors import Normal, Prior
 from dubito.tensors import tree
 from dubito.tensors.covariances import Kronecker
+from dubito.testing import check_same, snapshot
 
 
 def perceptron(outputs: int = 3, prior=None, n: int = 12) -> tuple[Model, tuple[torch.Tensor, torch.Tensor]]:
@@ -427,7 +427,7 @@ def test_nothing_of_the_users_changes_also_when_the_network_raises(name):
     posterior.predict(data[0])
     posterior.joint(data[0])
     posterior.functions(data[0], 2)
-    assert_same(before, snapshot(model))
+    check_same(before, snapshot(model))
     for calls in (0, 1, 2, 4, 6):
         model.network.left = calls
         with pytest.raises(ArithmeticError, match="enough"):
@@ -436,7 +436,7 @@ def test_nothing_of_the_users_changes_also_when_the_network_raises(name):
             model.network.left = 0
             with pytest.raises(ArithmeticError, match="enough"):
                 call(others[calls])
-        assert_same(before, snapshot(model))
+        check_same(before, snapshot(model))
 
 
 @every

@@ -11,11 +11,11 @@ from dubito.methods.online_laplace import OnlineLaplace, Precisions
 from torch import nn
 
 import dubito
-from contract.test_contract import assert_same, snapshot, tensors
 from dubito import Categorical, Ensemble, Gaussian, Model, posteriors
 from dubito.methods import MAP, MCDropout
 from dubito.posteriors import Mixture, Point
 from dubito.priors import Normal
+from dubito.testing import check_same, snapshot, tensors
 
 NOISE = "likelihood:log_scale"
 
@@ -265,11 +265,11 @@ def test_the_same_seed_gives_the_same_bits_and_nothing_of_the_users_changes():
     model = normed()
     before = snapshot(model)
     a, b = (everything(dubito.fit(model, SHORT, (x, y), seed=3, batch_size=20)) for _ in range(2))
-    assert_same(before, snapshot(model))
+    check_same(before, snapshot(model))
     assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
     with pytest.raises(RuntimeError, match="stop here"):
         dubito.fit(model, SHORT, (x, y), batch_size=20, callbacks=[_fail])
-    assert_same(before, snapshot(model))
+    check_same(before, snapshot(model))
 
 
 def _fail(event):

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import dubito
-from contract.test_contract import assert_same, snapshot, tensors
 from dubito import Ensemble, Gaussian, Model, posteriors
 from dubito.methods import SWAG
 from dubito.posteriors import Mixture, Point, Samples
 from dubito.priors import Normal
 from dubito.tensors import tree
+from dubito.testing import check_same, snapshot, tensors
 
 
 def data(n: int = 48):
@@ -156,7 +156,7 @@ def test_batchnorm_statistics_are_each_draws_own(momentum, accumulate):
     batches = [(x[:10], y[:10]), (x[10:30], y[10:30]), (x[30:], y[30:])]
     before = snapshot(model)
     posterior = dubito.fit(model, SWAG(epochs=5, draws=3), batches, accumulate=accumulate)
-    assert_same(before, snapshot(model))
+    check_same(before, snapshot(model))
     assert isinstance(posterior, Samples)
     assert list(posterior.own_buffers) == ["1.running_mean", "1.running_var"]
     for i in range(3):
