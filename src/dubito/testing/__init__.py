@@ -8,6 +8,7 @@ says what is wrong. Read `regression` first (the problem whose posterior is know
 from dubito.testing.known import KNOWN as KNOWN
 from dubito.testing.known import TEMPERATURES as TEMPERATURES
 from dubito.testing.known import Case as Case
+from dubito.testing.likelihoods import check_likelihood as check_likelihood
 from dubito.testing.methods import check_counts as check_counts
 from dubito.testing.methods import check_frozen as check_frozen
 from dubito.testing.methods import check_method as check_method
@@ -25,6 +26,7 @@ from dubito.testing.moments import check_draws as check_draws
 from dubito.testing.moments import check_functions as check_functions
 from dubito.testing.moments import check_law as check_law
 from dubito.testing.moments import require as require
+from dubito.testing.priors import check_prior as check_prior
 from dubito.testing.regression import Law as Law
 from dubito.testing.regression import Regression as Regression
 from dubito.testing.regression import langevin_law as langevin_law

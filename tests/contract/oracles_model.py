@@ -1,0 +1,309 @@
+"""An independent answer for every likelihood, prior, density of scales, and kernel of the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, Model, MultiTask, priors
+from dubito.tensors.covariances import Diagonal
+from dubito.testing import check_likelihood, check_prior, require
+
+DOUBLE = torch.float64
+Oracle = Callable[[], None]
+
+
+def close(found: Tensor, exact: Tensor, tolerance: float = 1e-6) -> None:
+    gap = float((found - exact).abs().max())
+    require(gap <= tolerance * (1 + float(exact.abs().max())), f"off by {gap:.3g}: {found} is not {exact}")
+
+
+# ---- likelihoods
+
+
+def several(*cases: tuple) -> Oracle:
+    def check() -> None:
+        for likelihood, outputs in cases:
+            check_likelihood(likelihood, outputs)
+
+    return check
+
+
+def ignored() -> None:
+    """Targets equal to `ignore_index` count nothing."""
+    likelihood, f = Categorical(ignore_index=7), torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    score = likelihood.log_prob(f, torch.tensor([0, 7, 2]), {})
+    close(score, torch.stack([f.log_softmax(-1)[0, 0], torch.zeros((), dtype=DOUBLE), f.log_softmax(-1)[2, 2]]))
+    missing = HeteroscedasticGaussian(missing=True)
+    y = torch.tensor([[0.3], [math.nan]], dtype=DOUBLE)
+    close(missing.log_prob(torch.zeros(2, 2, dtype=DOUBLE), y, {})[1], torch.zeros((), dtype=DOUBLE))
+
+
+def tasks() -> None:
+    """The log likelihood, mean, Fisher matrix and uncertainty of tasks are theirs side by side; of two numbers it is one density."""
+    parts = {"a": (Gaussian(), 1), "b": (Categorical(), 3), "c": (HeteroscedasticGaussian(), 2)}
+    both, generator = MultiTask(parts), torch.Generator().manual_seed(0)
+    f = torch.randn(4, 6, generator=generator, dtype=DOUBLE)
+    params = {name: leaf.double() - 0.4 for name, leaf in both.parameters().items()}
+    a, b, c = f.split([1, 3, 2], -1)
+    y = {"a": torch.randn(4, 1, dtype=DOUBLE, generator=generator), "b": torch.arange(4) % 3, "c": torch.randn(4, 1).double()}
+    scale = math.exp(-0.4)
+    exact = torch.distributions.Normal(a, scale).log_prob(y["a"]).squeeze(-1)
+    exact = exact + torch.distributions.Categorical(logits=b).log_prob(y["b"])
+    exact = exact + torch.distributions.Normal(c[:, :1], (0.5 * c[:, 1:]).exp()).log_prob(y["c"]).squeeze(-1)
+    close(both.log_prob(f, both.target(y, f), params), exact)
+    close(both.mean(f, params), torch.cat([a, b.softmax(-1), c[:, :1]], -1))
+    inner = {"likelihood:log_scale": params["likelihood:a.log_scale"]}
+    blocks = [
+        torch.full((1, 1), scale**-2, dtype=DOUBLE),
+        Categorical().fisher(b, {})[0],
+        HeteroscedasticGaussian().fisher(c, {})[0],
+    ]
+    close(both.fisher(f, params)[0], torch.block_diag(*blocks))
+    draws = torch.stack([f, f + 0.3])
+    shares = torch.tensor([0.4, 0.6], dtype=DOUBLE)
+    split = both.uncertainty(draws, shares, params)
+    own = Gaussian().uncertainty(draws[..., :1], shares, inner)
+    close(split.total[..., :1], own.total)
+    close(split.aleatoric[..., 1], Categorical().uncertainty(draws[..., 1:4], shares, {}).aleatoric)
+
+
+LIKELIHOODS: dict[str, Oracle] = {
+    "Gaussian": several(
+        (Gaussian(scale=0.3), 1),
+        (Gaussian(scale=(0.3, 0.7)), 2),
+        (Gaussian(), 1),
+        (Gaussian(outputs=2), 2),
+        (Gaussian(prior=torch.distributions.Gamma(*torch.tensor([[2.0], [1.0]], dtype=DOUBLE))), 1),
+    ),
+    "HeteroscedasticGaussian": several((HeteroscedasticGaussian(), 2), (HeteroscedasticGaussian(), 4)),
+    "Categorical": several((Categorical(), 3), (Categorical(scale=1.5), 3), (Categorical(scale=None), 2)),
+    "Bernoulli": several((Bernoulli(), 1), (Bernoulli(scale=1.5), 2), (Bernoulli(scale=None), 2)),
+    "HeteroscedasticCategorical": several((HeteroscedasticCategorical(), 6), (HeteroscedasticCategorical(samples=256), 4)),
+    "MultiTask": tasks,
+}
+FURTHER: dict[str, Oracle] = {"missing targets": ignored}
+
+
+# ---- priors
+
+
+def held(prior: priors.Prior, like: dict[str, Tensor] | None = None, *, bounded: bool = False) -> Oracle:
+    return partial(check_prior, prior, like, bounded=bounded)
+
+
+def both(*oracles: Oracle) -> Oracle:
+    def check() -> None:
+        for oracle in oracles:
+            oracle()
+
+    return check
+
+
+def density(prior: priors.Prior, pdf: Callable[[np.ndarray], np.ndarray]) -> Oracle:
+    """The density of one weight is a known one."""
+
+    def check() -> None:
+        values = np.array([-3.1, -0.6, 0.25, 0.9, 4.0])
+        found = torch.stack([prior.log_prob({"w": torch.tensor(value, dtype=DOUBLE)}) for value in values])
+        with np.errstate(divide="ignore"):
+            exact = torch.from_numpy(np.log(pdf(values)))
+        inside = exact.isfinite()
+        require(torch.equal(inside, found.isfinite()), "the support is another one")
+        close(found[inside], exact[inside])
+
+    return check
+
+
+def refuses(prior: priors.Prior) -> Oracle:
+    """A prior that is no density says so when it is scored."""
+
+    def check() -> None:
+        try:
+            prior.log_prob({"w": torch.ones(2, dtype=DOUBLE)})
+        except ValueError as error:
+            require(len(str(error)) > 30, "the message says nothing")
+        else:
+            raise AssertionError("a prior without a density was scored")
+
+    return check
+
+
+def covariance(prior: priors.Prior, like: dict[str, Tensor], exact: Tensor) -> Oracle:
+    """The density of all weights together is N(0, covariance)."""
+
+    def check() -> None:
+        params = {
+            name: torch.randn(leaf.shape, generator=torch.Generator().manual_seed(2), dtype=DOUBLE) for name, leaf in like.items()
+        }
+        flat = torch.cat([leaf.reshape(-1) for leaf in params.values()])
+        law = torch.distributions.MultivariateNormal(torch.zeros(len(flat), dtype=DOUBLE), exact)
+        close(prior.log_prob(params), law.log_prob(flat))
+
+    return check
+
+
+def mixture(w: np.ndarray) -> np.ndarray:
+    return 0.25 * stats.norm.pdf(w) + 0.75 * stats.norm.pdf(w, scale=0.2)
+
+
+def log_uniform(w: np.ndarray) -> np.ndarray:
+    return stats.loguniform(0.1, 10.0).pdf(abs(w)) / 2
+
+
+def at_distance() -> Tensor:
+    """s^2 exp(-d / length) for the four places of a 2 x 2 kernel."""
+    places = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], dtype=DOUBLE)
+    return 0.49 * (-torch.cdist(places, places) / 1.5).exp()
+
+
+def zeros(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=DOUBLE) for name, shape in shapes.items()}
+
+
+ROWS, COLUMNS = (torch.eye(2, dtype=DOUBLE) + shift for shift in (0.5, 1.0))
+LAYER = {"0.weight": torch.zeros(1, 2, dtype=DOUBLE), "0.bias": torch.zeros(1, dtype=DOUBLE)}
+PRIORS: dict[str, Oracle] = {
+    "Normal": both(
+        held(priors.Normal(scale=0.7)),
+        held(priors.Normal(scale={"weight": 0.3, "bias": 2.0})),
+        density(priors.Normal(scale=0.7), stats.norm(scale=0.7).pdf),
+    ),
+    "Laplace": both(held(priors.Laplace(0.7)), density(priors.Laplace(0.7), stats.laplace(scale=0.7 / math.sqrt(2)).pdf)),
+    "StudentT": both(
+        held(priors.StudentT(0.7, df=3.0)),
+        density(priors.StudentT(0.7, df=3.0), stats.t(3.0, scale=0.7).pdf),
+        density(priors.StudentT(0.7, df=1.0), stats.cauchy(scale=0.7).pdf),
+    ),
+    "ScaleMixture": both(
+        held(priors.ScaleMixture(0.25, scales=(1.0, 0.2))), density(priors.ScaleMixture(0.25, scales=(1.0, 0.2)), mixture)
+    ),
+    "SpikeAndSlab": both(
+        held(priors.SpikeAndSlab((2.0, 5.0), spike=0.2)),
+        density(priors.SpikeAndSlab(0.25, scale=1.0, spike=0.2), mixture),
+        refuses(priors.SpikeAndSlab(0.25, spike=0.0)),
+    ),
+    "LogUniform": both(
+        held(priors.LogUniform(bounds=(0.1, 10.0)), bounded=True),
+        density(priors.LogUniform(bounds=(0.1, 10.0)), log_uniform),
+        refuses(priors.LogUniform()),
+    ),
+    "Bernoulli": both(
+        held(priors.Bernoulli(0.3, values=(-1.0, 1.0), temperature=0.7), bounded=True), refuses(priors.Bernoulli(0.3))
+    ),
+    "Centred": both(
+        held(priors.Centred({"0.weight": torch.ones(1, 2, dtype=DOUBLE)}, priors.Laplace(0.7))),
+        density(priors.Centred({"w": torch.tensor(0.4)}, priors.Laplace(0.7)), stats.laplace(0.4, 0.7 / math.sqrt(2)).pdf),
+    ),
+    "ByName": held(priors.ByName({"bias": priors.StudentT(0.3), "": priors.Laplace(0.1)})),
+    "MatrixNormal": both(
+        held(priors.MatrixNormal(ROWS, columns=COLUMNS), zeros(w=(2, 2))),
+        covariance(priors.MatrixNormal(ROWS, columns=COLUMNS), zeros(w=(2, 2)), torch.kron(ROWS, COLUMNS)),
+    ),
+    "ConvCorrelated": both(
+        held(priors.ConvCorrelated(0.7, length=1.5), zeros(w=(1, 1, 2, 2))),
+        covariance(priors.ConvCorrelated(0.7, length=1.5), zeros(w=(1, 1, 2, 2)), at_distance()),
+    ),
+    "MultivariateNormal": held(
+        priors.MultivariateNormal(
+            {name: leaf + 0.2 for name, leaf in LAYER.items()}, Diagonal.of({name: leaf + 0.3 for name, leaf in LAYER.items()})
+        )
+    ),
+    "Hierarchical": both(
+        held(priors.Hierarchical(priors.HalfCauchy(1.0))),
+        held(priors.Hierarchical(priors.InverseGamma(3.0, 2.0))),
+        held(priors.Hierarchical(priors.Gamma(2.0, 2.0))),
+    ),
+    "Horseshoe": held(priors.Horseshoe(0.5)),
+    "ARD": held(priors.ARD()),
+    "Jeffreys": both(held(priors.Jeffreys(bounds=(0.1, 10.0)), zeros(w=(1,)), bounded=True), refuses(priors.Jeffreys())),
+    "Precisions": lambda: precisions(),
+}
+
+
+def precisions() -> None:
+    """The prior inside `OnlineLaplace`: a Normal with a precision for each leaf."""
+    from dubito.priors.prior import Prior
+
+    (kind,) = (kind for kind in Prior.__subclasses__() if kind.__name__ == "Precisions")
+    prior = kind({"0.weight": 4.0, "0.bias": 0.25})
+    normal = priors.Normal(scale={"weight": 0.5, "bias": 2.0})
+    params = normal.sample(LAYER, torch.Generator().manual_seed(0))
+    close(prior.log_prob(params), normal.log_prob(params))
+    check_prior(prior)
+
+
+# ---- densities of scales: against scipy, in the coordinate log scale
+
+
+def scale_law(scale, law, change: Callable[[np.ndarray], np.ndarray]) -> Oracle:
+    """`log_prob` in the free coordinate s is that of the law at change(s), times |change'(s)|; draws have that law."""
+
+    def check() -> None:
+        s = np.linspace(-2, 2, 9)
+        slope = np.abs((change(s + 1e-6) - change(s - 1e-6)) / 2e-6)
+        close(scale.log_prob(torch.from_numpy(s)), torch.from_numpy(law.logpdf(change(s)) + np.log(slope)), 1e-5)
+        drawn = scale.sample(torch.zeros(4000, dtype=DOUBLE), torch.Generator().manual_seed(0)).numpy()
+        require(stats.kstest(change(drawn), law.cdf).pvalue > 1e-4, "draws do not have the law")
+
+    return check
+
+
+SCALES: dict[str, Oracle] = {
+    "HalfCauchy": scale_law(priors.HalfCauchy(0.7), stats.halfcauchy(scale=0.7), np.exp),
+    "Gamma": scale_law(priors.Gamma(2.0, 3.0), stats.gamma(2.0, scale=1 / 3.0), np.exp),
+    "InverseGamma": scale_law(priors.InverseGamma(2.0, 3.0), stats.invgamma(2.0, scale=3.0), lambda s: np.exp(2 * s)),
+    "Flat": PRIORS["Jeffreys"],
+}
+
+
+# ---- priors over functions
+
+
+def rbf() -> None:
+    x = torch.randn(4, 2, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    close(priors.RBF(0.7, length=1.3)(x), 0.49 * (-0.5 * torch.cdist(x, x).square() / 1.69).exp())
+
+
+def process() -> None:
+    """Moments and evidence of Gaussian process regression by dense linear algebra."""
+    source = torch.Generator().manual_seed(0)
+    x, y, at = (torch.randn(*shape, generator=source, dtype=DOUBLE) for shape in ((6, 2), (6,), (3, 2)))
+    kernel = priors.RBF()
+    found = priors.GaussianProcess(kernel, noise=0.3).given(x, y)
+    noisy = kernel(x) + 0.09 * torch.eye(6, dtype=DOUBLE)
+    mean, cov = found.moments(at)
+    close(mean, kernel(at, x) @ torch.linalg.solve(noisy, y))
+    close(cov, kernel(at) - kernel(at, x) @ torch.linalg.solve(noisy, kernel(x, at)))
+    close(found.log_evidence(), torch.distributions.MultivariateNormal(torch.zeros(6, dtype=DOUBLE), noisy).log_prob(y))
+
+
+def wide() -> None:
+    """One hidden layer of the wide limit: E[phi(u) phi(v)] for Gaussian u, v, by Monte Carlo."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, dtype=DOUBLE, generator=source)
+    for name, phi in {"relu": torch.relu, "erf": torch.erf}.items():
+        root = torch.linalg.cholesky(priors.NNGP(0, name, scale=1.3, bias=0.4)(x))
+        u = torch.randn(200_000, 3, dtype=DOUBLE, generator=source) @ root.mT
+        close(priors.NNGP(1, name, scale=1.3, bias=0.4)(x), 0.16 + 1.69 * phi(u).mT @ phi(u) / len(u), 0.02)
+
+
+def matched() -> None:
+    """The scales found for a one-weight model of a process whose scale is known."""
+    x = torch.linspace(-2, 2, 20).unsqueeze(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Model(nn.Linear(1, 1, bias=False), Gaussian(scale=0.1), priors.Normal(scale=3.0))
+        target = priors.GaussianProcess(lambda a, b=None: 0.25 * a @ (a if b is None else b).mT, noise=0.1)
+        found = priors.matching(model, target, x, steps=100, draws=128, learning_rate=0.1)
+    scale = found.prior.scale_of("weight")
+    require(0.35 < scale < 0.7, f"the scale is {scale}, not 0.5")
+
+
+FUNCTIONS: dict[str, Oracle] = {"RBF": rbf, "GaussianProcess": process, "NNGP": wide, "matching": matched}
