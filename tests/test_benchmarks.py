@@ -57,3 +57,12 @@ def test_readme_has_no_figures_outside_the_generated_table(page):
 def test_result_files_that_pages_name_exist(page):
     known = {path.name for path in RESULTS}
     assert [name for name in re.findall(r"results/(\w+\.json)", page.read_text()) if name not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_that_quote_a_benchmark_name_its_result_file(page):
+    """A page that says which script made its figures links the file that holds them."""
+    text = page.read_text()
+    scripts = set(re.findall(r"benchmarks/(\w+)\.py", text)) - {"page", "networks", "measure"}
+    quoted = {name for name in scripts if f"measure it by `benchmarks/{name}.py" not in text}
+    assert sorted(name for name in quoted if not re.search(rf"results/{name}\w*\.json", text)) == []
