@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dubito._moved import MOVED
 from dubito.inference.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -31,3 +32,8 @@ def test_readme_has_a_row_for_every_method():
     rows = re.findall(r"^\| \[`(\w+)`\]\(docs/methods/(\w+)\.md\)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted((method.__name__, name) for name, method in METHODS.items())
     assert f"**{len(METHODS)} methods" in (ROOT / "README.md").read_text()
+
+
+def test_changelog_lists_every_moved_path():
+    listed = re.findall(r"`([\w.]+)` →\s+`([\w.]+)`", (ROOT / "CHANGELOG.md").read_text())
+    assert set(MOVED.items()) <= set(listed)
