@@ -9,17 +9,17 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 RUN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
-# $(call usable,FOLDER): a shell test. An environment that was moved, or whose Python is gone, has to be made again.
+# $(call usable,FOLDER): a shell test. False for an environment that was moved or whose Python is gone.
 usable = grep -qsF "$(CURDIR)/$(1)" $(1)/bin/activate && \
 	$(1)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
-# $(call if_unusable,FOLDER): FORCE where the stamp in FOLDER is not to be believed.
+# $(call if_unusable,FOLDER): FORCE where the environment in FOLDER has to be created again.
 if_unusable = $(shell { $(call usable,$(1)); } || echo FORCE)
 
-# $(call environment,FOLDER,REQUIREMENT). The constraints are given every time, and the build is not isolated, so that no
-# other torch is ever downloaded.
+# $(call environment,FOLDER,REQUIREMENT): create the environment and install. Constraints are always given and the build is not
+# isolated, so that pip never downloads another torch.
 define environment
 @$(PYTHON) -c 'import sys; sys.exit("dubito needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-@{ $(call usable,$(1)); } || { echo "Making $(1)"; $(PYTHON) -m venv --clear $(1); }
+@{ $(call usable,$(1)); } || { echo "Creating $(1)"; $(PYTHON) -m venv --clear $(1); }
 @echo "Installing $(2) into $(1)"
 @$(1)/bin/python $(PIP_INSTALL) hatchling
 @$(1)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '$(2)'
@@ -33,7 +33,7 @@ $(VENV)/.stamp: pyproject.toml $(CONSTRAINTS) $(call if_unusable,$(VENV))
 	$(call environment,$(VENV),.[dev])
 	@touch $@
 
-# The peers too, in an environment of their own and without their dependencies: benchmarks/requirements.txt says why.
+# The libraries that the benchmarks compare with, in an environment of their own: see benchmarks/requirements.txt.
 $(BENCH)/.stamp: pyproject.toml $(CONSTRAINTS) benchmarks/requirements.txt $(call if_unusable,$(BENCH))
 	$(call environment,$(BENCH),.)
 	@echo "Installing benchmarks/requirements.txt into $(BENCH)"
@@ -68,7 +68,7 @@ test-slow: setup
 test-gpu: setup
 	$(RUN)/python -m pytest -m gpu $(ARGS)
 
-# One at a time: they measure time.
+# One at a time, because they measure time.
 bench: $(BENCH)/.stamp
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BENCH)/bin/python $$file $(ARGS) || exit 1; done
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_result_files_name_their_commit(path):
     result = json.loads(path.read_text())
     assert re.fullmatch(r"(recorded in )?[0-9a-f]{7,40}(-dirty)?|unknown", result["commit"])
     assert {"date", "versions"} <= set(result)
+
+
+@pytest.mark.parametrize("given", ["", "0123456789-dirty"])
+def test_a_benchmark_records_its_commit(given, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("BENCH_RESULTS", str(tmp_path))
+    monkeypatch.setenv("BENCH_COMMIT", given)
+    measure = runpy.run_path(str(ROOT / "benchmarks" / "measure.py"))
+    measure["write"]("trial", settings={}, figures={"a": 1.0}, headline={"a": [1.0, ""]}, seconds=1.0)
+    recorded = json.loads((tmp_path / "trial.json").read_text())["commit"]
+    assert recorded == given if given else re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?|unknown", recorded)
 
 
 def test_readme_has_no_figures_outside_the_generated_table(page):
