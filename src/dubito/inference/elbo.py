@@ -18,6 +18,7 @@ from dubito.posteriors.families import Grouped
 from dubito.tensors import tree
 from dubito.tensors.covariances import Diagonal
 from dubito.tensors.randomness import forked, generator, lent
+from dubito.tensors.text import TextTable
 from dubito.tensors.tree import Params
 
 NOTHING, POINT = 0.01, 1e-3  # bits a weight below which q is the prior; sigma beside |mu| below which it is a point
@@ -46,9 +47,9 @@ class Elbo:
 
     def __str__(self) -> str:
         parts = f"error {self.error:.1f} ± {self.error_of:.1f} bits, complexity {self.complexity:.1f} bits"
-        lines = [f"{parts}, log p(D) >= {self.nats:.2f}" if self.bounds else f"{parts} up to a constant: no bound of log p(D)"]
-        lines += [f"  {name}: {bits:.3f} bits a weight" for name, bits in self.layers.items()]
-        return "\n".join(lines + self.notes)
+        title = f"{parts}, log p(D) >= {self.nats:.2f}" if self.bounds else f"{parts} up to a constant: no bound of log p(D)"
+        rows = [(name, f"{bits:.3f}", "bits a weight") for name, bits in self.layers.items()]
+        return "\n".join([str(TextTable(rows, title=title, right=[1])), *self.notes])
 
 
 @torch.no_grad()

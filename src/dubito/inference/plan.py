@@ -30,6 +30,7 @@ from dubito.model.priors import Normal
 from dubito.network.examples import batch_size
 from dubito.tensors import store, tree
 from dubito.tensors.randomness import forked, generator
+from dubito.tensors.text import TextTable
 
 GIGABYTE = 10**9
 
@@ -68,9 +69,8 @@ class Plan:
             rows["step"] = _duration(self.step)
         if self.total is not None:
             rows["all steps"] = f"{_duration(self.total)}, {self.steps:,} steps"
-        width = max(map(len, rows))
-        lines = [self.method, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
-        return "\n".join(lines if self.fits else [*lines, self.advice])
+        table = str(TextTable(list(rows.items()), title=self.method))
+        return table if self.fits else f"{table}\n{self.advice}"
 
 
 def plan(model: Model, method: Method, batch: Any, *, n_data: int | None = None, memory: float | None = None) -> Plan:

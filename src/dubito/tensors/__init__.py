@@ -5,6 +5,7 @@ Read in this order:
 - `tree`: arithmetic on `dict[str, Tensor]`, the form in which all weights travel
 - `randomness`: seeds and generators
 - `checks`: checks of arguments
+- `text`: tables of text, for everything that is printed
 - `store`: tensors on disk, never a pickle
 - `covariances`: covariance matrices over named weights, one structure a file
 

@@ -23,6 +23,7 @@ from dubito.model.likelihoods import Likelihood
 from dubito.network.weights import mode
 from dubito.posteriors import Point
 from dubito.tensors import tree
+from dubito.tensors.text import TextTable, rich_text
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -89,19 +90,8 @@ class Report:
         return found
 
     def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("", "before", "after", "ratio"):
-            table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        console = Console(width=100, no_color=True)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+        table = TextTable(self.rows, ("", "before", "after", "ratio"), right=(1, 2, 3), overflow="ellipsis")
+        return rich_text(table, width=100).strip("\n")
 
 
 def _bytes(n: float) -> str:

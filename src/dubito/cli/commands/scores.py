@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from dubito.evaluation.metrics import METRICS
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.text import TextTable, number
 
 MEANINGS = {name: metric.meaning for name, metric in METRICS.items()}
 
@@ -27,10 +26,6 @@ def finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def show(values: dict[str, float], title: str) -> None:
-    shown = Table(title=Text(title), title_justify="left", title_style="bold")
-    shown.add_column("metric")
-    shown.add_column("value", justify="right")
-    shown.add_column("meaning", style="dim")
-    for name, value in values.items():
-        shown.add_row(name, f"{value:.4g}", MEANINGS.get(name, ""))
-    Console().print(shown)
+    """Print a table of metric, value and meaning."""
+    rows = [(name, number(value), MEANINGS.get(name, "")) for name, value in values.items()]
+    Console().print(TextTable(rows, ("metric", "value", "meaning"), title=title, right=[1], styles={2: "dim"}))

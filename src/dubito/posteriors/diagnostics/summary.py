@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from dubito.posteriors.diagnostics.energy import bfmi, energy_error_per_dimensio
 from dubito.posteriors.diagnostics.ess import effective, tails
 from dubito.posteriors.diagnostics.quantities import each, halves
 from dubito.posteriors.diagnostics.rhat import ranked
+from dubito.tensors.text import TextTable, rich_text
 from dubito.tensors.tree import Params
 
 GOOD, BAD = 1.01, 1.05  # R-hat: of a quantity that has converged; of the worst of many, above which it is not chance any more
@@ -276,25 +276,15 @@ class Summary:
         return tuple(rows)
 
     def __rich__(self) -> Any:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
         colour = {True: "bold green", False: "bold red", None: "bold yellow"}[self.trusted]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name, style in (("", ""), ("found", "bold"), ("good", "dim")):
-            table.add_column(name, style=style, overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(Text, row))
+        table = TextTable(self.rows, ("", "found", "good"), styles={1: "bold", 2: "dim"})
         return Group(Text(self.verdict, style=colour), table, *(Text(f"• {remark}") for remark in self.remarks))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        out = io.StringIO()
-        Console(file=out, width=110, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return rich_text(self)
 
 
 def summarize(
