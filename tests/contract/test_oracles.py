@@ -10,11 +10,16 @@ import torch
 from torch.distributions import Independent, Poisson
 
 import dubito
-from contract import oracles_model
-from dubito import Gaussian, priors
+from contract import oracles_evaluation, oracles_model, oracles_posteriors, oracles_rules
+from dubito import Gaussian, measures, metrics, priors
+from dubito.families import Family
 from dubito.likelihoods import Likelihood
 from dubito.model.priors.scales import Scale
+from dubito.posteriors import Posterior
+from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predictive import LINKS
 from dubito.priors import Prior
+from dubito.tensors.covariances import Covariance
 from dubito.testing import check_likelihood, check_prior
 
 TABLES = {
@@ -23,6 +28,16 @@ TABLES = {
     "prior": oracles_model.PRIORS,
     "scale": oracles_model.SCALES,
     "prior over functions": oracles_model.FUNCTIONS,
+    "covariance": oracles_posteriors.COVARIANCES,
+    "family": oracles_posteriors.FAMILIES,
+    "form": oracles_posteriors.FORMS,
+    "link": oracles_posteriors.LINKS,
+    "rule": oracles_rules.ONE_PASS,
+    "random weights": oracles_rules.FURTHER,
+    "measure": oracles_evaluation.MEASURES,
+    "metric": oracles_evaluation.METRICS,
+    "decision": oracles_evaluation.DECISIONS,
+    "function of metrics": oracles_evaluation.FUNCTIONS,
 }
 
 
@@ -56,6 +71,31 @@ def test_every_prior_has_an_oracle():
     assert concrete(Scale) == set(oracles_model.SCALES)
     known = {*oracles_model.PRIORS, *oracles_model.SCALES, *oracles_model.FUNCTIONS}
     assert exported(priors, but={"Prior", "Groups", "concerned"}) <= known
+
+
+def test_every_part_of_a_posterior_has_an_oracle():
+    assert concrete(Covariance) == set(oracles_posteriors.COVARIANCES)
+    assert concrete(Family) == set(oracles_posteriors.FAMILIES)
+    assert concrete(Posterior) == set(oracles_posteriors.FORMS)
+    assert set(LINKS) == set(oracles_posteriors.LINKS)
+
+
+def test_every_one_pass_rule_has_an_oracle():
+    ours = {name for name, rule in RULES.items() if rule.__module__.split(".")[0] == "dubito"}  # not those that a test adds
+    assert ours == set(oracles_rules.ONE_PASS)
+
+
+def test_every_measure_and_metric_has_an_oracle():
+    assert set(measures.MEASURES) == set(oracles_evaluation.MEASURES)
+    assert set(metrics.METRICS) == set(oracles_evaluation.METRICS)
+    assert set(metrics.DECISIONS) == set(oracles_evaluation.DECISIONS)
+    known = {*oracles_evaluation.METRICS, *oracles_evaluation.DECISIONS, *oracles_evaluation.FUNCTIONS}
+    results = {"Decomposition", "Metric", "QuantileCalibration", "Reliability", "Threshold"}
+    assert exported(metrics, but=results) <= {*known, "Callable", "Literal", "NamedTuple", "Tensor", "partial"}
+    defined = {
+        name for name, value in vars(measures).items() if inspect.isfunction(value) and value.__module__ == measures.__name__
+    }
+    assert {name for name in defined if not name.startswith("_")} == set(oracles_evaluation.MEASURES)
 
 
 # ---- third parties, right and wrong
