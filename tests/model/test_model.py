@@ -316,10 +316,50 @@ class Noisy(nn.Module):
 def test_networks_that_are_random_in_eval_mode_are_told():
     model = Model(Noisy(), Gaussian(scale=0.1))
     for method in (MAP(epochs=1), Ensemble(MAP(epochs=1), 2)):
-        with pytest.warns(UserWarning, match="another output every time"):
+        with pytest.warns(UserWarning, match="random in eval mode"):
             dubito.fit(model, method, (X, Y))
     for method in (MCDropout(epochs=1), Ensemble(MCDropout(epochs=1), 2)):  # for which it is what is wanted
         dubito.fit(model, method, (X, Y))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(2, 8), nn.Linear(8, 1)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        return self.outputs(self.layer(self.inputs(x).unsqueeze(1)).squeeze(1))
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)),
+        nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1)),
+        Attention(),
+    ],
+)
+def test_the_network_runs_at_most_twice_before_the_first_step(network):
+    calls, first = [], []
+    network.register_forward_hook(lambda *_: calls.append(1))
+
+    class Watched(MAP):
+        def init(self, *args, **kwargs):
+            first.append(len(calls))
+            return super().init(*args, **kwargs)
+
+    dubito.fit(Model(network, Gaussian(scale=0.1)), Watched(epochs=1), (X, Y))
+    assert first == [2]
+
+
+def test_rare_noise_in_eval_mode_is_noticed():
+    class Rare(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + (torch.rand(len(x), 1) < 0.2)
+
+    with pytest.warns(UserWarning, match="random in eval mode"):
+        dubito.fit(Model(Rare(2, 1), Gaussian(scale=0.1)), MAP(epochs=1), (X, Y))
 
 
 class Words(nn.Module):
@@ -423,7 +463,7 @@ class Graph(nn.Module):
 def test_examples_along_a_second_axis_are_told():
     adjacency = (torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) < 0.1).float()
     model = Model(Graph(), Gaussian(scale=0.1))
-    with pytest.warns(UserWarning, match=r"give all of them as one batch, a list \[\(x, y\)\]"):
+    with pytest.warns(UserWarning, match=r"Pass everything as one batch: \[\(x, y\)\]"):
         dubito.fit(model, MAP(epochs=1), ((X, adjacency), Y))
     dubito.fit(model, MAP(epochs=1), [((X, adjacency), Y)])
 

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,14 +21,12 @@ from torch import Tensor
 from dubito.inference.batches import Arrays, Batches, batches, reseed
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target
-from dubito.model.likelihoods import Gaussian, HeteroscedasticGaussian
+from dubito.model.inspect import warn_if_padding_is_random, warn_if_random, warn_if_targets_are_far
 from dubito.network.weights import copied
 from dubito.posteriors import Posterior, Stored
 from dubito.posteriors.identity import belonging, differences
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.tree import Buffers, Params
-
-FAR = 100.0  # times the network's outputs: targets that training would not reach
 
 State = TypeVar("State")
 Info = Mapping[str, Any]  # what a diagnostic or a person wants to see of a step; tensors may stay on their device
@@ -165,12 +162,12 @@ def fit(
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
         begin = _start(model, start, model.split(first)[1], many=getattr(method, "many_starts", False))
-        model.check(begin.params, first, begin.buffers)
+        inspection = model.check(begin.params, first, begin.buffers)
         if method.data == "batches" and not _says(method, "keeps_dropout"):
-            _warn_of_noise(model, begin, first, cut=isinstance(source.source, Arrays))
+            warn_if_random(model, begin.params, begin.buffers, first, inspection, rows=isinstance(source.source, Arrays))
         if _says(method, "draws_weights"):
-            _warn_of_padding(model)
-        _warn_of_units(model, begin, first)
+            warn_if_padding_is_random(model)
+        warn_if_targets_are_far(model, begin.params, first, inspection)
         per_epoch = math.ceil(source.n_batches / accumulate) if method.data == "batches" else 1
         steps = method.steps(per_epoch)
         generator = randomness.generator(model.device, seed, "method")
@@ -191,7 +188,7 @@ def fit(
             buffers=begin.buffers,
             about=None if checkpoint is None else _about(model, method),
         )
-        del first, begin
+        del first, begin, inspection
         loop = _Loop(target, method, source, held_out, accumulate, patience, seed, generators, callbacks, keeper)
         with store.locked(keeper.folder), draws:
             if keeper.folder is not None:
@@ -468,71 +465,6 @@ def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool
 def _says(method: Any, what: str) -> bool:
     """Whether that is so of a method, or of the one inside it."""
     return getattr(method, what, False) or (hasattr(method, "method") and _says(method.method, what))
-
-
-def _warn_of_padding(model: Model) -> None:
-    """Of rows of embeddings that torch gives no gradient, which says nothing of what they are in a draw of the weights."""
-    bayesian = model.parameters()
-    padded = [name for name in model.padding() if name in bayesian]
-    if padded:
-        warnings.warn(
-            f"the padding row of {padded[0]} is a weight like any other to a method that draws weights, and draws of it enter the "
-            "network wherever there is padding, since torch only holds its gradient at zero: multiply the embeddings by "
-            "(x != padding).unsqueeze(-1) in forward, or leave them out by only=...",
-            stacklevel=3,
-        )
-
-
-def _warn_of_noise(model: Model, start: Start, batch: Any, *, cut: bool) -> None:
-    """Of functions that are other ones every time, also in eval mode; and, where we `cut` data into batches by their rows, of inputs
-    that have the examples along another axis too."""
-    x, _ = model.split(batch)
-
-    def run(x: Any) -> Tensor:
-        return model.forward(start.params, x, tree.clone(start.buffers))[0]
-
-    def alike(a: Tensor, b: Tensor) -> bool:
-        return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(b.detach().abs().nan_to_num(0.0).max()), equal_nan=True)
-
-    with torch.no_grad(), randomness.forked():
-        one, two = run(x), run(x)
-        turned = (
-            run(tree.apply_leaves(lambda leaf: leaf.flip(0) if leaf.shape[:1] == one.shape[:1] else leaf, x)).flip(0)
-            if cut
-            else two
-        )
-    if not alike(one, two):
-        warnings.warn(
-            "the network gives another output every time it is called, also in eval mode, so that what is fitted is no one function: "
-            "is there dropout or noise that does not look at self.training, as F.dropout(x) without training=self.training?",
-            stacklevel=3,
-        )
-    elif not alike(turned, two):
-        warnings.warn(
-            "the outputs do not turn round with the rows of the inputs: the examples stand along another axis too (as nodes in an "
-            "adjacency matrix, [N, N]), or in another order. Shuffled batches are then other data: give all of them as one batch, a "
-            "list [(x, y)]",
-            stacklevel=3,
-        )
-
-
-def _warn_of_units(model: Model, start: Start, batch: Any) -> None:
-    """Targets of 300,000 are out of reach of weights that begin near 1 and are held there by their prior; a learned noise hides it."""
-    x, y = model.split(batch)
-    if not isinstance(model.likelihood, Gaussian | HeteroscedasticGaussian) or not isinstance(y, Tensor):
-        return
-    size = float(y.detach().double().square().nanmean().sqrt())
-    if size <= FAR:
-        return
-    with torch.no_grad():
-        f = model.forward(start.params, x, tree.clone(start.buffers))[0]
-    reached = float(model.likelihood.mean(f, start.params).double().square().mean().sqrt())
-    if size > FAR * max(reached, 1.0):  # a network that was trained on them is where they are
-        warnings.warn(
-            f"the targets are about {size:.2g} in size, and the network's outputs {reached:.2g}: steps and priors of the usual size do "
-            "not reach them. Standardise the targets, fit (y - mean) / std, and go back by posterior.predict(x).rescaled(mean, std)",
-            stacklevel=3,
-        )
 
 
 def _several(start: Params | Posterior, params: Params) -> tuple[Params, Buffers] | None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +14,19 @@ from torch import Tensor, nn
 from dubito.model.likelihoods import Likelihood, own
 from dubito.model.priors import Normal, Prior
 from dubito.network.examples import batch_size, is_one_example, outputs_last, pick_output, split_batch
-from dubito.network.inspect import Strangers
+from dubito.network.inspect import check_embeddings, close, run_batch, run_two_examples, warn_of_gradient_hooks
 from dubito.network.weights import alone, mode, swapped
-from dubito.tensors import tree
-from dubito.tensors.randomness import forked
+from dubito.tensors import randomness, tree
 from dubito.tensors.tree import Buffers, Params
+
+
+class Inspection(NamedTuple):
+    """What `Model.check` found out about a network that passed."""
+
+    output: Tensor  # for the batch, in eval mode, [B, *D, C]
+    doubtful: (
+        bool  # two examples alone may have other outputs than in the batch: the network is random, mixes examples, or took no two
+    )
 
 
 @dataclass(frozen=True)
@@ -139,86 +145,24 @@ class Model:
         score = self.likelihood.log_prob(f, self.likelihood.target(y, f), own(params))  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score
 
-    def check(self, params: Params, batch: Any, buffers: Buffers) -> None:
-        """A pass over one batch that fails early and in words where the network, the likelihood and the data do not fit."""
-        with alone(self.network):  # whose own weights are compared with those that enter
-            self._check(params, batch, buffers)
-
-    def _check(self, params: Params, batch: Any, buffers: Buffers) -> None:
+    def check(self, params: Params, batch: Any, buffers: Buffers) -> Inspection:
+        """Run the network on a batch, and forwards and backwards on two of its examples; raise an error that says what to change where
+        network, likelihood and data do not fit together."""
         x, y = self.split(batch)
-        x = tree.apply_leaves(torch.clone, x)
-        versions = [leaf._version for leaf in tree.leaves(x)]
-        try:
-            with torch.no_grad():
-                f, _ = self.forward(params, x, tree.clone(buffers))
-        except RuntimeError as error:
-            whole = [leaf.dtype for leaf in tree.leaves(x) if not leaf.is_floating_point()]
-            if "type" not in str(error) or not whole:  # whole numbers may well be words or classes, which networks look up
-                raise
-            kind = str(whole[0]).removeprefix("torch.")
-            raise TypeError(
-                f"the inputs are {kind}, which the network does not take ({error}): give numbers with fractions, as x.float(), or of "
-                "images x.float() / 255"
-            ) from error
-        if versions != [leaf._version for leaf in tree.leaves(x)]:
-            raise ValueError(
-                "the network changes its input in place, so a second pass over the same batch would see another input: write "
-                "x = x - mean instead of x -= mean, and no inplace=True on the first layer"
-            )
-        if f.shape[0] != batch_size(y):
-            raise ValueError(
-                f"the network gives {f.shape[0]} outputs for {batch_size(y)} targets: the first axis must be the batch"
-            )
-        if f.isnan().any() and any(leaf.is_floating_point() and not leaf.isfinite().all() for leaf in tree.leaves(x)):
-            raise ValueError(
-                "the inputs hold NaN or infinity, and the network makes NaN of them: fill such values in, x.nan_to_num(0.0), or leave "
-                "those rows out"
-            )
-        self.likelihood.check(f, y)
-        inferred = {id(p) for name, p in self.network.named_parameters() if name in params}
-        for name, module in self.network.named_modules():
-            own = isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in inferred
-            if own and (module.max_norm is not None or module.scale_grad_by_freq):
-                raise ValueError(
-                    f"the embedding {name!r} has max_norm or scale_grad_by_freq, with which its gradient is not that of any posterior: "
-                    "leave them out (a prior holds weights near zero)"
-                )
-        self._inspect(params, x, buffers)
 
-    def _inspect(self, params: Params, x: Any, buffers: Buffers) -> None:
-        """A pass there and back, of two examples at most, that finds what would make wrong gradients without a word."""
-        if any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for m in self.network.modules()):
-            return  # compiled: other sizes would compile it again, and nothing can look inside
-        live = {name: leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
-        watch, again = Strangers(self.network, params), set[str]()
-        names = {id(module): name for name, module in self.network.named_modules()}
-        with warnings.catch_warnings(), forked(), torch.enable_grad(), ExitStack() as meanwhile:
-            warnings.simplefilter("ignore")
-            try:
-                few = tree.apply_leaves(lambda leaf: leaf[:2].clone() if leaf.ndim else leaf, x)
-                with watch:
-                    f, _ = self.forward(live, few, tree.clone(buffers), train=True)
-                listen = nn.modules.module.register_module_forward_pre_hook
-                seen = listen(lambda module, _: again.add(names[id(module)]) if id(module) in names else None)
-                meanwhile.callback(seen.remove)
-                torch.autograd.grad(f.float().sum(), [leaf for leaf in live.values() if leaf.requires_grad], allow_unused=True)
-            except Exception as error:  # it may not take so few; the whole batch it has taken
-                again |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()
-        if watch.found:
-            raise ValueError(
-                f"the network reaches {sorted(watch.found)} by another way than the attribute of its module (a list, a closure), where "
-                "no other weights can be put: write self.layer.weight in forward, and keep lists of weights in an nn.ParameterList"
-            )
-        if again:
-            raise ValueError(
-                f"the network computes {', '.join(sorted(again))} again in the backward pass (activation checkpointing), when its "
-                "own weights are back in their places: turn that off, as network.gradient_checkpointing_disable(), and take "
-                "smaller batches, or fit(accumulate=...), to save memory"
-            )
-        hooked = [name for name, p in self.network.named_parameters() if name in params and p._backward_hooks]
-        if hooked:
-            warnings.warn(
-                f"hooks on the gradients of {hooked} will not be called, since other tensors stand in their places: to hold some "
-                "weights fixed, freeze them (requires_grad=False, or only=...) or mask them in forward",
-                stacklevel=4,
-            )
+        def run(params: Params, x: Any) -> Tensor:
+            return self.call(params, x, tree.clone(buffers))[0]
+
+        with alone(self.network):  # its own parameters are compared with those that are used
+            before = randomness.positions()
+            f = run_batch(self.network, run, params, x)
+            drew = before != randomness.positions()
+            if f.shape[0] != batch_size(y):
+                raise ValueError(
+                    f"the network gives {f.shape[0]} outputs for {batch_size(y)} targets: the first axis must be the batch"
+                )
+            self.likelihood.check(f, y)
+            check_embeddings(self.network, params)
+            two = run_two_examples(self.network, run, params, x)
+        warn_of_gradient_hooks(self.network, params)
+        return Inspection(f, doubtful=drew or two is None or not close(two, f[:2].flip(0)))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dubito.tensors import tree
+from dubito.tensors.randomness import positions
 
 TRIED = 3  # ordinary steps of a kind before it is recorded: they allocate, choose algorithms, and are watched
 LOOKED = "synchronizing CUDA operation"  # what torch says of one that makes Python wait for a value
@@ -68,7 +67,7 @@ class Steps:
 
     def _watched(self, work: Callable[[Any], dict[str, Tensor]], batch: Any) -> dict[str, Tensor]:
         torch.cuda.synchronize()
-        before, began, mode = _drawn_on_the_cpu(), time.perf_counter(), torch.cuda.get_sync_debug_mode()
+        before, began, mode = positions(cuda=False), time.perf_counter(), torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -83,7 +82,7 @@ class Steps:
         started = time.perf_counter()
         torch.cuda.synchronize()
         waited = time.perf_counter() - started > 0.5 * (started - began)
-        if looked or before != _drawn_on_the_cpu() or (waited and max(self.tried.values()) == TRIED):
+        if looked or before != positions(cuda=False) or (waited and max(self.tried.values()) == TRIED):
             self.pays = False
         return found
 
@@ -144,9 +143,3 @@ def usable(device: torch.device, *generators: torch.Generator) -> Iterator[None]
         for one, state in zip(drawn, before, strict=True):
             one.graphsafe_set_state(state)
         raise
-
-
-def _drawn_on_the_cpu() -> tuple[Any, ...]:
-    """Where the CPU's global generators are."""
-    name, keys, position, *_ = np.random.get_state()  # noqa: NPY002
-    return bytes(torch.get_rng_state().numpy()), name, bytes(np.asarray(keys)), position, random.getstate()

@@ -1,30 +1,165 @@
-"""Looks at a network that find, before a fit, what would go wrong in it without a word."""
+"""Look at a network before a fit, in two runs of it, and refuse what would go wrong later without an error.
+
+The first run is on a whole batch in eval mode (`run_batch`). The second is forwards and backwards on two of its examples, in reversed
+order (`run_two_examples`): it finds weights that cannot be replaced and layers that are computed again in the backward pass, and its
+outputs tell whether the network is random or mixes the examples of a batch.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from dubito.network.weights import mode
+from dubito.tensors import tree
+from dubito.tensors.randomness import forked
 from dubito.tensors.tree import Params
 
+Run = Callable[[Params, Any], Tensor]  # (weights, inputs) to outputs [B, *D, C], in the mode the network is in
+TOLERANCE = 1e-2  # relative difference between outputs that count as equal
 
-class Strangers(TorchFunctionMode):
-    """Notes which of a network's own parameters, of those that are inferred, enter what has a slope: while others stand in their places
-    none should. Who asks one for its size, type or device may do so."""
+
+def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
+    """The outputs for a whole batch in eval mode, without gradients. Inputs that the network does not take, or changes in place, are
+    an error."""
+    x = tree.apply_leaves(torch.clone, x)
+    versions = [leaf._version for leaf in tree.leaves(x)]
+    try:
+        with torch.no_grad(), mode(network, False):
+            f = run(params, x)
+    except RuntimeError as error:
+        integers = [leaf.dtype for leaf in tree.leaves(x) if not leaf.is_floating_point()]
+        if "type" not in str(error) or not integers:  # integers may well be words or classes, which networks look up
+            raise
+        raise TypeError(
+            f"the inputs are {str(integers[0]).removeprefix('torch.')}, which the network does not take ({error}): pass floating-point "
+            "inputs, x.float(), or x.float() / 255 for images"
+        ) from error
+    if versions != [leaf._version for leaf in tree.leaves(x)]:
+        raise ValueError(
+            "the network changes its input in place, so a second pass over the same batch would see another input: write "
+            "x = x - mean instead of x -= mean, and no inplace=True on the first layer"
+        )
+    if f.isnan().any() and any(leaf.is_floating_point() and not leaf.isfinite().all() for leaf in tree.leaves(x)):
+        raise ValueError(
+            "the inputs hold NaN or infinity, and the network turns them into NaN: replace such values, x.nan_to_num(0.0), or drop "
+            "those rows"
+        )
+    return f
+
+
+def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor | None:
+    """The outputs for the second and the first example of a batch, in this order, after a pass forwards and backwards.
+
+    The network is in train mode, as some use activation checkpointing only there, except for torch's own layers, which are
+    deterministic in eval mode. None if the network does not take so few examples, or is compiled: other sizes would compile it again.
+    """
+    if any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for m in network.modules()):
+        return None
+    live = {name: leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
+    uses, repeated, output = DirectUses(network, params), set[str](), None
+    with warnings.catch_warnings(), forked(), torch.enable_grad(), mode(network, True), _torch_layers_in_eval_mode(network):
+        warnings.simplefilter("ignore")
+        try:
+            with uses:
+                f = run(live, tree.apply_leaves(lambda leaf: leaf[:2].flip(0) if leaf.ndim else leaf, x))
+            with _recording_calls(network, repeated):
+                torch.autograd.grad(f.float().sum(), [leaf for leaf in live.values() if leaf.requires_grad], allow_unused=True)
+            output = f.detach()
+        except Exception as error:  # it may not take so few; the whole batch it has taken
+            repeated |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()
+    if uses.names_used:
+        raise ValueError(
+            f"the network reaches {sorted(uses.names_used)} by another way than the attribute of its module (a list, a closure), where "
+            "no other weights can be put: write self.layer.weight in forward, and keep lists of weights in an nn.ParameterList"
+        )
+    if repeated:
+        raise ValueError(
+            f"the network computes {', '.join(sorted(repeated))} again in the backward pass (activation checkpointing), when its "
+            "original weights are back in place: turn that off, as network.gradient_checkpointing_disable(), and use smaller "
+            "batches, or fit(accumulate=...), to save memory"
+        )
+    return output
+
+
+def check_embeddings(network: nn.Module, params: Params) -> None:
+    """Refuse embeddings among `params` whose gradients are not those of a function: with `max_norm` or `scale_grad_by_freq`."""
+    inferred = {id(p) for name, p in network.named_parameters() if name in params}
+    for name, module in network.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or id(module.weight) not in inferred:
+            continue
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            raise ValueError(
+                f"the embedding {name!r} has max_norm or scale_grad_by_freq, with which its gradient is not that of any posterior: "
+                "leave them out (a prior holds weights near zero)"
+            )
+
+
+def warn_of_gradient_hooks(network: nn.Module, params: Params) -> None:
+    """Warn of hooks on the gradients of `params`, which are never called."""
+    hooked = [name for name, p in network.named_parameters() if name in params and p._backward_hooks]
+    if hooked:
+        warnings.warn(
+            f"hooks on the gradients of {hooked} will not be called, because other tensors take the place of these parameters: to hold "
+            "some weights fixed, freeze them (requires_grad=False, or only=...) or mask them in forward",
+            stacklevel=4,  # of who calls `fit`, which calls `Model.check`
+        )
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs are equal up to 1 % of the value or of the largest value."""
+    if a.shape != b.shape:
+        return False
+    largest = float(b.detach().abs().nan_to_num(0.0).max())
+    return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True)
+
+
+class DirectUses(TorchFunctionMode):
+    """Notes which of a network's own parameters, of those that are inferred, enter a computation with gradients: while other weights
+    are in their place none should. Reading a parameter's size, type or device is fine."""
 
     def __init__(self, network: nn.Module, inferred: Params):
         super().__init__()
         self.names = {id(p): name for name, p in network.named_parameters() if name in inferred}
-        self.found: set[str] = set()
+        self.names_used: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         results = out if isinstance(out, list | tuple) else (out,)
-        if any(isinstance(one, Tensor) and one.requires_grad and id(one) not in self.names for one in results):
-            for one in (*args, *(kwargs or {}).values()):
-                for leaf in one if isinstance(one, list | tuple) else (one,):
+        if any(isinstance(result, Tensor) and result.requires_grad and id(result) not in self.names for result in results):
+            for argument in (*args, *(kwargs or {}).values()):
+                for leaf in argument if isinstance(argument, list | tuple) else (argument,):
                     if id(leaf) in self.names:
-                        self.found.add(self.names[id(leaf)])
+                        self.names_used.add(self.names[id(leaf)])
         return out
+
+
+@contextmanager
+def _torch_layers_in_eval_mode(network: nn.Module) -> Iterator[None]:
+    """Dropout, batch normalization and the like in eval mode, the user's own modules as they are."""
+    layers = [(m, m.training) for m in network.modules() if type(m).__module__.startswith("torch.nn.")]
+    try:
+        for layer, _ in layers:
+            layer.training = False
+        yield
+    finally:
+        for layer, training in layers:
+            layer.training = training
+
+
+@contextmanager
+def _recording_calls(network: nn.Module, names: set[str]) -> Iterator[None]:
+    """Add the name of every module of the network that is called meanwhile."""
+    known = {id(module): name for name, module in network.named_modules()}
+    handle = register_module_forward_pre_hook(lambda module, _: names.add(known[id(module)]) if id(module) in known else None)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -71,6 +71,14 @@ def global_state() -> dict:
     }
 
 
+def positions(*, cuda: bool = True) -> tuple[object, ...]:
+    """Where the global generators stand: equal before and after a call that has drawn nothing from them."""
+    name, keys, position, *_ = np.random.get_state()  # noqa: NPY002
+    gpus = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else []
+    states = [bytes(state.numpy()) for state in (torch.get_rng_state(), *gpus)]
+    return *states, name, bytes(np.asarray(keys)), position, random.getstate()
+
+
 def set_global_state(state: dict) -> None:
     """The inverse of `global_state`."""
     torch.set_rng_state(state["torch"].cpu())
