@@ -9,6 +9,7 @@ No figure on these pages is typed by hand. `tests/test_benchmarks.py` fails when
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -219,7 +220,7 @@ These runs are older than a change of how the noise is learned. From {source("uc
 
 
 def images() -> str:
-    mnist, cifar, maps, online = (figures(name) for name in ("mnist", "cifar10", "recalibration", "online_evidence"))
+    maps, online = figures("recalibration"), figures("online_evidence")
     names = {
         "map": "MAP",
         "laplace, last layer": "Laplace, last layer",
@@ -234,16 +235,21 @@ def images() -> str:
     def value(result: Any) -> float:
         return result[0] if isinstance(result, list) else result
 
-    def cells(rows: dict[str, Any], key: str) -> list[str]:
-        if key not in rows:
+    def published(name: str, key: str) -> str:
+        labels = [label for label in load(name)["headline"] if label.startswith(f"{key}: mean confidence")]
+        found = re.search(r"published: ([^)]*)", labels[0]) if labels else None
+        return f" ({found[1]})" if found else ""
+
+    def cells(name: str, key: str) -> list[str]:
+        if key not in (rows := figures(name)):
             return ["", ""]
         score = [fixed(value(rows[key][name]), places) for name, places in (("nll", 4), ("ece", 3))]
         other = [fixed(100 * value(rows[key][f"others, {name}"]), 1) for name in ("confidence", "predictive_entropy")]
-        return [", ".join(score), ", ".join(other)]
+        return [", ".join(score), ", ".join(other) + published(name, key)]
 
     main = table(
         ["method", "MNIST: NLL, ECE", "other images", "CIFAR-10: NLL, ECE", "other images"],
-        [[name, *cells(mnist, key), *cells(cifar, key)] for key, name in names.items()],
+        [[name, *cells("mnist", key), *cells("cifar10", key)] for key, name in names.items()],
     )
     scaled = table(
         ["network", "held-out images", "NLL before", "NLL with temperature", "ECE before", "ECE with temperature"],
@@ -268,7 +274,8 @@ def images() -> str:
     return f"""## Images
 
 MNIST: LeNet, three seeds. CIFAR-10: one given ResNet-20. "Other images": mean confidence in % (lower is better) and AUROC in % by
-entropy, over Fashion-MNIST, KMNIST and notMNIST. From {source("mnist", "cifar10")}.
+entropy, over Fashion-MNIST, KMNIST and notMNIST; in parentheses the published figures (Daxberger et al. 2021), with other
+networks and partly other images. From {source("mnist", "cifar10")}.
 
 {main}
 
