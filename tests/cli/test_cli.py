@@ -18,13 +18,15 @@ import torch
 from sklearn.datasets import load_diabetes, load_digits, load_iris, load_wine
 
 import dubito
-from dubito.cli.commands.fit import First, assembled, methods, remarks, wrapped
 from dubito.cli.commands.fitted import Reading
 from dubito.cli.commands.flags import headline
+from dubito.cli.commands.notes import notes
+from dubito.cli.commands.options import PlainStartFlags, parse_options
 from dubito.cli.commands.predict import _text
 from dubito.cli.commands.recipe import Scaling, _contrast
 from dubito.cli.program import main
 from dubito.inference.descent import Descent
+from dubito.inference.presets import chain, preset, table_training
 from dubito.inference.registry import METHODS
 from dubito.posteriors import Samples
 from dubito.tensors import store
@@ -127,7 +129,7 @@ def test_regression_round_trip(ok, tables, tmp_path):
     out = ok("fit", "map", data, "--target", "progression", "--out", folder, "--epochs", 40, *QUICK)
     assert "442 rows, 10 inputs" in out
     assert "progression: regression (whole numbers, 214 different ones; otherwise give --kind classification)" in out
-    assert "354 rows to learn from, 88 held out" in out
+    assert "354 training rows, 88 held-out rows" in out
     assert sorted(path.name for path in folder.iterdir()) == ["fit.json", "posterior.safetensors"]
 
     predictions = rows(ok("predict", folder, data))
@@ -208,7 +210,7 @@ def test_digits_tell_lower_from_upper():
 def test_classification_round_trip_with_names_of_classes(ok, tables, tmp_path):
     data, folder, predictions = tables / "iris.csv", tmp_path / "deep" / "out", tmp_path / "p" / "predictions.csv"
     out = ok("fit", "map", data, "--target", "species", "--out", folder, "--epochs", 30, *QUICK)
-    assert "species: classification of 3 classes (text; otherwise give --kind regression)" in out
+    assert "species: classification with 3 classes (text; otherwise give --kind regression)" in out
     assert main(["predict", str(folder), str(data), "--out", str(predictions)]) == 0
     found, truth = rows(predictions.read_text()), [row["species"] for row in rows(data.read_text())]
     assert list(found[0]) == ["class", "p_setosa", "p_versicolor", "p_virginica", "total", "aleatoric", "epistemic"]
@@ -247,7 +249,7 @@ def test_text_and_missing_cells(ok, refused, tmp_path):
         "200",
         *QUICK,
     )
-    assert "5 inputs\nof text and of what is missing: size=?, city=Oslo, city=Rome, city=?\n" in out
+    assert "5 inputs\ncolumns made from text and from missing cells: size=?, city=Oslo, city=Rome, city=?\n" in out
     (tmp_path / "new.csv").write_text("city,size\nOslo,\nRome,3\n,3\n")
     means = column(rows(ok("predict", tmp_path / "f", tmp_path / "new.csv")), "mean")
     assert means == pytest.approx([0, 1e5, 2e5], abs=2e4)
@@ -255,17 +257,17 @@ def test_text_and_missing_cells(ok, refused, tmp_path):
     out = ok(
         "fit", "map", tmp_path / "train.csv", "--target", "price", "--ignore", "city", "--out", tmp_path / "g", "--epochs", "1"
     )
-    assert "2 inputs\nof text and of what is missing: size=?\n" in out
+    assert "2 inputs\ncolumns made from text and from missing cells: size=?\n" in out
     assert "'Paris' is not one of the known texts, Oslo, Rome" in refused("predict", tmp_path / "f", tmp_path / "far.csv")
 
 
 def test_kind_can_be_overridden(ok, tables, tmp_path):
     out = ok("fit", "map", tables / "wine.csv", "--target", "cultivar", "--out", tmp_path / "a", "--epochs", 1)
-    assert "cultivar: classification of 3 classes (whole numbers, 3 different ones;" in out
+    assert "cultivar: classification with 3 classes (whole numbers, 3 different ones;" in out
     args = ("--kind", "regression", "--epochs", 1, "--held-out", 0)
     out = ok("fit", "map", tables / "wine.csv", "--target", "cultivar", "--out", tmp_path / "b", *args)
-    assert "cultivar: regression (as asked)" in out
-    assert "178 rows to learn from, 0 held out" in out
+    assert "cultivar: regression (as given by --kind)" in out
+    assert "178 training rows, 0 held-out rows" in out
     assert json.loads((tmp_path / "b" / "fit.json").read_text())["metrics"] == {}
 
 
@@ -290,6 +292,7 @@ def test_images_from_npz(ok, tables, tmp_path):
 
 NAMES = [*METHODS, "ensemble:mc_dropout", "ensemble:laplace", "ensemble:neural_linear", "ensemble:swag", "mc-dropout"]
 
+POST_HOC = ("laplace", "neural_linear")  # methods that do not train, so that --epochs is of what trains before them
 POINTS = ("map", "pi_model", "temporal_ensembling", "mean_teacher")  # methods that end at one setting of the weights
 
 
@@ -298,18 +301,21 @@ POINTS = ("map", "pi_model", "temporal_ensembling", "mean_teacher")  # methods t
     [(name, kind) for name in NAMES for kind in ("classes", "numbers") if "neural_linear" not in name or kind == "numbers"],
 )
 def test_every_method(ok, tables, tmp_path, name, kind):
-    parts = [type(method) for method in methods(name.replace("-", "_")).values()]
+    inner = preset(name.replace("-", "_").split(":")[-1])
+    parts = [type(method) for method in chain(name.replace("-", "_"), table_training(100)).values()]
+    parts += [dubito.MAP] if name.split(":")[-1] in POST_HOC else []
     known = {field.name for part in parts for field in dataclasses.fields(part)}
     short = {"epochs": 4, "draws": 4, "burn_in": 10, "chains": 2, "max_steps": 5, "max_depth": 3}
     samples = "chains" in known  # of other methods, `draws` is how many predict
     quick = ["--epochs", 4] if "epochs" in known else []
     if samples:
         quick = [part for key, value in short.items() if key in known for part in (f"--{key.replace('_', '-')}", value)]
+    quick += ["--start.epochs", 4] if inner.after_map and name.split(":")[-1] not in POST_HOC else []
     quick += ["--no-check"] if "check" in known else []  # four epochs end far from an optimum
     folder, file, target = tmp_path / "out", *{"classes": ("iris", "species"), "numbers": ("diabetes", "progression")}[kind]
     data = tables / f"{file}.csv"
     out = ok("fit", name, data, "--target", target, "--out", folder, "--dropout", 0.2, "--hidden", 16, *quick)
-    assert ("after map" in out) == (name in ("laplace", "neural_linear"))
+    assert ("after map" in out) == (inner.after_map and not name.startswith("ensemble"))
     assert sorted(path.name for path in folder.iterdir()) == ["fit.json", "posterior.safetensors"]
     found = rows(ok("predict", folder, data, "--draws", 5))
     assert (column(found, "epistemic") > 0).any() == (name not in POINTS)
@@ -361,34 +367,36 @@ def test_a_curvature_that_makes_no_covariance_is_refused(refused, tables, tmp_pa
 def test_early_stopping_ends_the_training_and_the_method_follows(ok, tables, tmp_path):
     args = ("--target", "species", "--out", tmp_path / "out", "--epochs", 200, "--patience", 1, "--learning-rate", 0.1)
     out = ok("fit", "laplace", tables / "iris.csv", *args, "--no-check")
-    assert "These rows also chose when to stop" in out
+    assert "These rows also decided when to stop" in out
     assert (column(rows(ok("predict", tmp_path / "out", tables / "iris.csv")), "epistemic") > 0).any()
 
 
+WORDS = ("data.csv", "--target", "y", "--out", "out")
+
+
 def test_the_wrapped_method_has_its_flags():
-    chain = methods("ensemble:mc_dropout")
-    assert list(chain) == ["ensemble", "mc_dropout"]
-    outer, inner = chain.values()
-    assert assembled([outer, dataclasses.replace(inner, epochs=7)]) == (dubito.Ensemble(dubito.MCDropout(epochs=7)), None)
-    assert wrapped(dubito.MAP) is None
+    training = table_training(100)._replace(dropout_at="hidden")
+    method, start = parse_options("ensemble:mc_dropout", [*WORDS, "--epochs", "7"], about="", training=training).configuration
+    assert method == dubito.Ensemble(dubito.MCDropout(epochs=7, learning_rate=3e-3, at="hidden", rate=0.1, draws=100))
+    assert start is None
 
 
-def test_what_trains_the_network_first_has_its_flags():
-    chain = methods("laplace")
-    assert list(chain) == ["laplace", "map"]
-    assert isinstance(chain["map"], First)
-    first = dataclasses.replace(chain["map"], epochs=7, clip=2.0)
-    assert assembled([chain["laplace"], first]) == (dubito.Laplace(), dubito.MAP(epochs=7, clip=2.0))
-    members = methods("ensemble:laplace")
-    assert list(members) == ["ensemble", "laplace", "map"]
-    made = dubito.Ensemble(dubito.Laplace(), start=dubito.MAP(epochs=7, clip=2.0))
-    assert assembled([members["ensemble"], members["laplace"], first]) == (made, None)
+def test_the_training_before_a_method_has_its_flags():
+    words = [*WORDS, "--epochs", "7", "--clip-gradient", "2"]
+    first = dubito.MAP(epochs=7, learning_rate=3e-3, clip=2.0)
+    assert parse_options("laplace", words, about="").configuration == (dubito.Laplace(), first)
+    assert parse_options("ensemble:laplace", words, about="").configuration == (
+        dubito.Ensemble(dubito.Laplace(), start=first),
+        None,
+    )
+    method, start = parse_options("swag", [*WORDS, "--epochs", "7", "--start.epochs", "3"], about="").configuration
+    assert (method.epochs, start.epochs) == (7, 3)
 
 
 def test_early_stopping(ok, tables, tmp_path):
     args = ("--target", "species", "--out", tmp_path / "out", "--epochs", 200, "--patience", 1, "--learning-rate", 0.1)
     out = ok("fit", "map", tables / "iris.csv", *args)
-    assert "These rows also chose when to stop" in out
+    assert "These rows also decided when to stop" in out
 
 
 def test_same_seed_same_bits(ok, tables, tmp_path):
@@ -418,12 +426,12 @@ def test_resume_continues_bit_for_bit(cli, ok, refused, tables, tmp_path, monkey
         return step(*args)
 
     monkeypatch.setattr(Descent, "step", interrupted)
-    told = f"Interrupted: the same command with --resume goes on from the last checkpoint in {tmp_path / 'cut'}\n"
+    told = f"Interrupted: the same command with --resume continues from the last checkpoint in {tmp_path / 'cut'}\n"
     assert cli(*command("cut", "--checkpoint-every", 0))[0::2] == (130, told)
     monkeypatch.undo()
 
     assert "not finished: go on with it" in refused("predict", tmp_path / "cut", tables / "iris.csv")
-    assert "go on with the run in it by --resume" in refused(*command("cut"))
+    assert "continue the run in it with --resume" in refused(*command("cut"))
     assert "different: training.seed (was 0, is 1)" in refused(*command("cut", "--resume", "--seed", 1))
     changed = refused(*command("cut", "--resume", "--no-record"))
     assert "different: method (was ...record=True), is ...record=False))" in changed
@@ -546,25 +554,25 @@ def test_a_folder_in_use_is_refused_and_left_alone(cli, tables, tmp_path, monkey
 def test_what_is_no_better_than_a_constant_is_remarked_on(ok, tables, tmp_path):
     out = ok("fit", "map", tables / "diabetes.csv", "--target", "progression", "--out", tmp_path / "a", "--epochs", 0)
     words = " ".join(out.split())
-    assert "Note: on the held-out rows this is no better than always to predict the mean of the training rows (rmse " in words
+    assert "Note: on the held-out rows the fit is no better than always predicting the mean of the training rows (rmse " in words
     assert "try more --epochs or another --learning-rate" in words
     out = ok("fit", "map", tables / "iris.csv", "--target", "species", "--out", tmp_path / "b", "--epochs", 20, *QUICK)
     assert "Note" not in out
 
 
-def test_remarks():
+def test_notes():
     y, held = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
     flags = {"epochs", "learning_rate"}
-    assert not list(remarks({"accuracy": 0.75, "nll": 9.0}, y, held, flags))
-    assert not list(remarks({"accuracy": 0.5, "nll": 0.6}, y, held, flags))  # as good a guess, but surer where it should be
-    (note,) = remarks({"accuracy": 0.5, "nll": 0.9}, y, held, flags)
+    assert not list(notes({"accuracy": 0.75, "nll": 9.0}, y, held, flags))
+    assert not list(notes({"accuracy": 0.5, "nll": 0.6}, y, held, flags))  # as good a guess, but surer where it should be
+    (note,) = notes({"accuracy": 0.5, "nll": 0.9}, y, held, flags)
     assert note.endswith("the most frequent class (accuracy 0.5): try more --epochs or another --learning-rate")
-    assert list(remarks({"accuracy": 0.25, "nll": 0.1}, y, held, flags))
-    assert list(remarks({"accuracy": float(torch.tensor(1 / 3)), "nll": 2.0}, y, held[1:], flags))  # in single precision
-    (note,) = remarks({"rmse": 2.0, "coverage": 0.9}, torch.ones(4, 1), torch.zeros(9, 1), {"step_size", "burn_in"})
+    assert list(notes({"accuracy": 0.25, "nll": 0.1}, y, held, flags))
+    assert list(notes({"accuracy": float(torch.tensor(1 / 3)), "nll": 2.0}, y, held[1:], flags))  # in single precision
+    (note,) = notes({"rmse": 2.0, "coverage": 0.9}, torch.ones(4, 1), torch.zeros(9, 1), {"step_size", "burn_in"})
     assert note.endswith("(rmse 1): try another --step-size or a longer --burn-in")
     for n, coverage, told in ((50, 0.6, "60% of the"), (50, 1.0, "too large"), (50, 0.8, ""), (50, 0.98, ""), (49, 0.1, "")):
-        found = list(remarks({"rmse": 0.5, "coverage": coverage}, torch.ones(4, 1), torch.zeros(n, 1), flags))
+        found = list(notes({"rmse": 0.5, "coverage": coverage}, torch.ones(4, 1), torch.zeros(n, 1), flags))
         assert len(found) == bool(told)
         assert told in "".join(found)
 
@@ -572,7 +580,9 @@ def test_remarks():
 def test_calibration_is_remarked_on(ok, tables, tmp_path):
     args = ("--target", "progression", "--out", tmp_path / "out", "--epochs", 300, "--hidden", 64, "--prior-scale", 100)
     out = ok("fit", "map", tables / "diabetes.csv", *args, "--learning-rate", 0.01)  # the training rows by heart
-    assert re.search(r"Note: the 90 % intervals hold \d+% of the held-out targets: the uncertainty is not calibrated", out)
+    assert re.search(
+        r"Note: the 90 % intervals contain \d+% of the held-out targets: the predicted uncertainty is too small", out
+    )
 
 
 def test_a_bug_of_ours_shows_a_traceback(fitted, tables, monkeypatch):
@@ -652,8 +662,8 @@ def test_own_network(ok, refused, tables):
         ("ownnets:narrow", "failed: TypeError: narrow() takes 1 positional argument but 2 were given"),
         ("ownnets:function", "must return a torch.nn.Module; it returned a builtin_function_or_method"),
         ("ownnets:empty", "has no parameters"),
-        ("ownnets:wide", "for 2 rows its output is [2, 4], where [2, 3] is needed"),
-        ("ownnets:deaf", "its network cannot take [2, 4]: RuntimeError: "),
+        ("ownnets:wide", "the output for 2 rows has the shape [2, 4]; needed [2, 3]"),
+        ("ownnets:deaf", "the network fails on inputs of shape [2, 4]: RuntimeError: "),
     ],
 )
 def test_wrong_factory(refused, tables, name, message):
@@ -676,15 +686,15 @@ def test_bad_data(refused, tables, tmp_path):
     assert "column 'y': the cell is empty" in line("a,y\n1,\n3,0.5\n4,1.5\n")
     assert "every row is of the one class 'yes'" in line("a,y\n1,yes\n2,yes\n")
     assert "every row is of the one class '1'" in line("a,y\n1,1\n2,1\n")
-    assert "every row has the same value of y" in line("a,y\n1,0.5\n2,0.5\n")
+    assert "all rows have the same value of y" in line("a,y\n1,0.5\n2,0.5\n")
     assert "0.5 is a number, not a class" in line("a,y\n1,0.5\n2,1.5\n", "--kind", "classification")
     assert "'no' is not a number" in line("a,y\n1,no\n2,yes\n", "--kind", "regression")
     assert "3 cells, the header has 2" in line("a,y\n1,2,3\n")
-    assert "--held-out 0.2: a share of 2 rows" in line("a,y\n1,no\n2,yes\n")
+    assert "--held-out 0.2 of 2 rows must leave both" in line("a,y\n1,no\n2,yes\n")
     for name, arrays, message in (
         ("flat", {"x": np.zeros(3), "y": np.arange(3)}, "x must be [N, F]"),
         ("uneven", {"x": np.zeros((3, 2)), "y": np.arange(4)}, "x has 3 rows, but y has the shape (4,)"),
-        ("cube", {"x": np.zeros((3, 2)), "y": np.zeros((3, 2, 2))}, "y must be [N] or [N, C], its shape is [3, 2, 2]"),
+        ("cube", {"x": np.zeros((3, 2)), "y": np.zeros((3, 2, 2))}, "y must have the shape [N] or [N, C]; got [3, 2, 2]"),
         ("nan", {"x": np.full((3, 2), np.nan), "y": np.arange(3)}, "x[0, 0]: nan stands for a missing value"),
         ("other", {"x": np.zeros((3, 2)), "z": np.arange(3)}, "no array is called 'y'"),
     ):
@@ -717,25 +727,26 @@ def test_bad_data(refused, tables, tmp_path):
         (["FIT", "--hidden", "0"], "the widths of hidden layers are positive; got 0"),
         (["FIT", "--dropout", "1"], "a dropout rate lies in [0, 1); got 1.0"),
         (["FIT", "--network", "a:b", "--dropout", "0.1"], "--network takes the place of the MLP"),
-        (["FIT", "--held-out", "1.5"], "--held-out 1.5: a share of 150 rows"),
-        (["FIT", "--held-out", "0", "--patience", "3"], "--patience watches the held-out rows"),
-        (["FIT", "--patience", "0"], "patience is at least one epoch"),
-        (["FIT", "--batch-size", "0"], "a batch has at least one row"),
-        (["FIT", "--prior-scale", "-1"], "the prior's scale is a positive standard deviation"),
+        (["FIT", "--held-out", "1.5"], "--held-out 1.5 of 150 rows must leave both training and held-out rows"),
+        (["FIT", "--held-out", "0", "--patience", "3"], "--patience needs held-out rows"),
+        (["FIT", "--patience", "0"], "--patience must be at least 1; got 0"),
+        (["FIT", "--batch-size", "0"], "--batch-size must be at least 1; got 0"),
+        (["FIT", "--prior-scale", "-1"], "--prior-scale must be positive; got -1"),
         (["FIT", "--device", "abacus"], "--device abacus: it cannot be used here"),
         (["FIT", "--device", "meta"], "--device meta: it cannot be used here"),
-        (["FIT:mc_dropout"], "mc_dropout needs dropout in the network: give --dropout 0.1"),
-        (["FIT:ensemble:mc_dropout"], "mc_dropout needs dropout in the network: give --dropout 0.1"),
         (["FIT:pi_model"], "pi_model needs dropout in the network: give --dropout 0.1"),
         (["FIT:ensemble:pi_model:map"], "pi_model needs dropout in the network: give --dropout 0.1"),
-        (["FIT", "--target", "species"], "--target species is given twice"),
+        (["FIT", "--target", "species"], "duplicate --target species"),
         (["compare", "--data", "DATA", "--target", "species", "--out", "WINE"], "wine.csv is a file, not a folder"),
         (["label", "--data", "digits", "--out", "WINE"], "wine.csv is a file, not a folder"),
         (["label", "--port", "99999"], "a port is a number from 0 to 65535; got --port 99999"),
         (["label", "--port", "-5"], "a port is a number from 0 to 65535; got --port -5"),
-        (["FIT:neural_linear"], "neural_linear is for numbers; for classes use laplace --subset last_layer --structure dense"),
-        (["FIT:ensemble:neural_linear"], "neural_linear is for numbers"),
-        (["FIT:ensemble:laplace", "--patience", "3"], "--patience might end the run while the members are still being trained"),
+        (
+            ["FIT:neural_linear"],
+            "neural_linear needs a regression; for classes use laplace --subset last_layer --structure dense",
+        ),
+        (["FIT:ensemble:neural_linear"], "neural_linear needs a regression"),
+        (["FIT:ensemble:laplace", "--patience", "3"], "--patience might end the run while members are still being trained"),
         (["FIT:laplace", "--subset", "nothing"], "subset='nothing' matches no Bayesian parameter"),
         (["FIT:laplace", "--structure", "lowrank", "--curvature", "fisher"], "a low-rank structure is of the exact curvature"),
         (["FIT:laplace:map"], "laplace does not wrap another method"),
@@ -879,7 +890,7 @@ def test_what_is_read_is_not_written_over(refused, fitted, sampled, tables, tmp_
     for path, some in commands.items():
         before = path.read_bytes()
         for command in some:
-            assert "it is read here, and would be written over; give another name for --out" in refused(*command)
+            assert "the output would overwrite this input; give another name for --out" in refused(*command)
             assert path.read_bytes() == before
 
 
@@ -903,13 +914,19 @@ def test_help_shows_every_field_of_a_method(ok, monkeypatch, name, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = ok("fit", name, "--help")
     flags = set(out.replace(",", " ").split())
-    for method in methods(name).values():
+    innermost = preset(name.split(":")[-1])
+    assert ("--start.epochs" in flags) == (innermost.after_map and name not in ("laplace", "neural_linear", "ensemble:laplace"))
+    parts = [
+        *chain(name, table_training(100)).values(),
+        *([PlainStartFlags()] if name in ("laplace", "ensemble:laplace") else []),
+    ]
+    for method in parts:
         for field in dataclasses.fields(method):
             flag = f"--{field.name.replace('_', '-')}"
             in_python = ("Callable", "Augmentation", "Unlabelled", "Method")  # given there only, or by the name of the method
             if any(word in str(field.type) for word in in_python):
                 assert flag not in flags
-            elif isinstance(method, First) and flag == "--clip":
+            elif isinstance(method, PlainStartFlags) and flag == "--clip":
                 assert "--clip-gradient" in flags
             else:
                 assert flag in flags

@@ -15,9 +15,10 @@ from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 from dubito import metrics
 from dubito.cli import demo as package
 from dubito.cli.demo import curve, demo, digits
-from dubito.inference import presets as recipes
+from dubito.cli.demo import fits as fits_module
+from dubito.cli.demo.fits import Fits, Perceptron
 from dubito.inference.fit import fit
-from dubito.inference.presets import Fits, recipe, suiting
+from dubito.inference.presets import preset, suiting
 from dubito.inference.registry import METHODS
 from dubito.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
 from dubito.methods import MAP, Laplace
@@ -82,12 +83,12 @@ def test_the_page_is_whole_and_loads_nothing(made):
 def test_every_method_and_figure_is_there(made):
     report, path = made
     text = path.read_text(encoding="utf-8")
-    shown = [name for name in METHODS if recipe(name).shown]
+    shown = [name for name in METHODS if preset(name).shown]
     names = [name for name in shown if name != "neural_linear"]
     assert suiting(METHODS, Categorical) == suiting(METHODS, HeteroscedasticGaussian) == names
     assert suiting(METHODS, Gaussian) == shown
     for name in names:
-        label = recipe(name).label
+        label = "Ensemble of 10" if name == "ensemble" else preset(name).label
         assert text.count(label) >= 8  # both tables, and reliability, histogram and two bands twice: title and alternative text
         assert {row["method"] for row in rows(path, "A curve with a gap")} >= {label}
     figures = {figure.title: figure for section in report.sections for figure in section.figures}
@@ -168,9 +169,9 @@ def test_methods_that_need_a_trained_network_share_one(monkeypatch):
         calls.append((type(method).__name__, start))
         return fit(model, method, data, start=start, **options)
 
-    monkeypatch.setattr(recipes, "fit", counted)
+    monkeypatch.setattr(fits_module, "fit", counted)
     given = curve.problem(seed=0)
-    model = Model(recipes.Perceptron((1, 8, 1), torch.nn.Tanh, seed=0), Gaussian())
+    model = Model(Perceptron((1, 8, 1), torch.nn.Tanh, seed=0), Gaussian())
     fits = Fits(model, (given.x, given.y), curve.TRAINING, seed=0, effort=EFFORT)
     made = {name: fits(name) for name in ("laplace", "swag", "neural_linear", "map")}
     assert [name for name, _ in calls] == ["MAP", "Laplace", "SWAG", "NeuralLinear"]
@@ -178,14 +179,14 @@ def test_methods_that_need_a_trained_network_share_one(monkeypatch):
     assert all(seconds > made["map"][1] for name, (_, seconds) in made.items() if name != "map")  # with what they needed
 
 
-def test_a_method_without_a_recipe_is_given_a_trained_network_where_it_expects_one(monkeypatch):
+def test_a_method_without_a_preset_is_given_a_trained_network_where_it_expects_one(monkeypatch):
     @dataclass(frozen=True)
     class Newcomer(Laplace):
         check: bool = False
 
     monkeypatch.setitem(METHODS, "newcomer", Newcomer)
-    assert recipe("newcomer").after_map
-    assert recipe("newcomer").label == "Newcomer"
+    assert preset("newcomer").after_map
+    assert preset("newcomer").label == "Newcomer"
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ import dubito
 from dubito.cli.commands.compare import compare
 from dubito.cli.commands.demo import demo
 from dubito.cli.commands.diagnose import diagnose
-from dubito.cli.commands.errors import Refusal, told
+from dubito.cli.commands.errors import UsageError, error_text
 from dubito.cli.commands.evaluate import evaluate
 from dubito.cli.commands.fit import fit
 from dubito.cli.commands.flags import headline
@@ -68,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as end:  # after --help
         return int(end.code or 0)
-    except Refusal as refusal:
+    except UsageError as refusal:
         return _complain(str(refusal))
     except BrokenPipeError:  # `dubito predict ... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
     except OSError as error:
         if error.filename is None and error.errno not in FULL:
             raise
-        return _complain(told(error))
+        return _complain(error_text(error))
     except KeyboardInterrupt as end:
         print(": ".join(["Interrupted", *map(str, end.args)]), file=sys.stderr)
         return 130
@@ -94,7 +94,7 @@ def _dispatch(args: list[str]) -> None:
     elif args[0] == "--version":
         print(f"dubito {dubito.__version__}")
     elif args[0] not in COMMANDS:
-        raise Refusal(_unknown("command", args[0], list(COMMANDS)))
+        raise UsageError(_unknown("command", args[0], list(COMMANDS)))
     elif args[0] == "fit":
         _fit(args[1:])
     else:
@@ -108,9 +108,9 @@ def _fit(args: list[str]) -> None:
     name = args[0].replace("-", "_")
     for part in name.split(":"):
         if args[0].startswith("-") or os.path.exists(args[0]):
-            raise Refusal(f"name the method before anything else, as in `dubito fit map DATA ...`: {', '.join(METHODS)}")
+            raise UsageError(f"name the method before anything else, as in `dubito fit map DATA ...`: {', '.join(METHODS)}")
         if part not in METHODS:
-            raise Refusal(_unknown("method", part, list(METHODS)))
+            raise UsageError(_unknown("method", part, list(METHODS)))
     fit(name, args[1:])
 
 

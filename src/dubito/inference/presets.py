@@ -1,19 +1,31 @@
-"""How the demo runs each registered method, and what its two problems share."""
+"""Presets: how each method is configured for ordinary problems.
+
+`dubito fit`, `dubito compare` and `dubito demo` all configure a method by `configure`, so that the same method on the same problem is
+fitted alike wherever it is run. The rule:
+
+1. A problem has one `Training`: epochs, learning rate, batch size, prior scale and the few settings that only some methods need.
+2. `PRESETS` maps the name of a method to a `Preset`, a function of that `Training`. A setting that the preset does not mention has the
+   default of the method's class.
+3. A preset with `after_map` starts from a network that MAP has trained with the same `Training`. Members of an ensemble are
+   initialized anew, so each of them is trained inside the ensemble.
+4. Options that the user gives come last and replace single fields.
+
+A registered method without a preset runs with the defaults of its class.
+"""
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple, TypedDict, get_type_hints
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from dubito._moved import renamed
 from dubito.inference.augment import Noise
-from dubito.inference.fit import Method, fit
+from dubito.inference.fit import Method
 from dubito.inference.methods import (
     IVON,
     MAP,
@@ -29,40 +41,77 @@ from dubito.inference.methods import (
     Variational,
 )
 from dubito.inference.registry import METHODS
-from dubito.model import Model
 from dubito.model.likelihoods import Gaussian, Likelihood
 from dubito.model.priors import Normal
-from dubito.posteriors import Posterior
-from dubito.tensors import randomness
+from dubito.posteriors.predict.dropout import DROPOUTS, PLACES
+
+STEPS = 3000  # a learned noise starts at the spread of the targets and needs many steps, however few rows there are
+
+__getattr__ = renamed(__name__, {"Recipe": "Preset", "recipe": "preset", "RECIPES": "PRESETS"})
+
+
+class DescentSettings(TypedDict):
+    """The settings that every method trained by gradient descent takes."""
+
+    epochs: int
+    learning_rate: float
+    clip: float | None
 
 
 class Training(NamedTuple):
-    """What suits a problem, whichever method it is given to."""
+    """The settings of a problem, whichever method is fitted to it."""
 
     epochs: int
     learning_rate: float
     batch_size: int
-    prior_scale: float
+    prior_scale: float | None  # standard deviation of the Normal prior; None: learned by the methods that can, else 1
     dropout: float
-    damping: float  # of Laplace: a precision on top of the prior's
-    walk: float  # learning rate at which SWAG walks about
+    damping: float | None  # Laplace: precision added to the prior's; None: none, and the prior's scale maximizes the evidence
+    walk: float  # SWAG: constant learning rate while weights are collected
     clip: float | None = None
+    members: int = 5  # of an ensemble
+    dropout_at: str | None = (
+        None  # MC dropout: pattern of the layers whose inputs are dropped; None: the network's dropout layers
+    )
 
     @property
-    def descent(self) -> dict[str, Any]:
-        """What every method that descends takes."""
+    def descent(self) -> DescentSettings:
+        """The settings of gradient descent, as keyword arguments of MAP and its relatives."""
         return {"epochs": self.epochs, "learning_rate": self.learning_rate, "clip": self.clip}
+
+    @property
+    def prior(self) -> Normal:
+        """The prior over the weights."""
+        return Normal() if self.prior_scale is None else Normal(scale=self.prior_scale)
+
+
+def table_training(rows: int, *, batch_size: int = 32, prior_scale: float | None = None) -> Training:
+    """The training of `dubito fit`: 3,000 steps or 100 epochs, whichever is more, on standardized inputs and targets.
+
+    >>> table_training(100, batch_size=50).epochs, table_training(10**6).epochs
+    (1500, 100)
+    """
+    epochs = max(100, math.ceil(STEPS / math.ceil(rows / batch_size)))
+    return Training(epochs, 3e-3, batch_size, prior_scale, dropout=0.1, damping=None, walk=3e-3)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a method is run. `likelihoods` are those it is for; () is any. What is not `shown` takes longer than a demo
-    may, or is for unlabelled examples, of which it has none."""
+class Preset:
+    """How one method is configured.
+
+    Args:
+        label: its name in tables.
+        method: makes it for a problem's training.
+        after_map: it starts from a network that MAP has trained.
+        learns_prior: the prior's scale is learned, so the problem's is not used.
+        likelihoods: those that it supports; () is all.
+        shown: whether the demo runs it. It leaves out what takes too long, and what needs unlabelled examples.
+    """
 
     label: str
     method: Callable[[Training], Method]
-    after_map: bool = field(default=False, kw_only=True)  # it goes on from a network that MAP has trained
-    learns_prior: bool = field(default=False, kw_only=True)  # in the place of the problem's
+    after_map: bool = field(default=False, kw_only=True)
+    learns_prior: bool = field(default=False, kw_only=True)
     likelihoods: tuple[type[Likelihood], ...] = field(default=(), kw_only=True)
     shown: bool = field(default=True, kw_only=True)
 
@@ -72,17 +121,17 @@ def _map(t: Training) -> MAP:
 
 
 def _mc_dropout(t: Training) -> MCDropout:
-    return MCDropout(at="hidden|output", rate=t.dropout, draws=100, **t.descent)
+    return MCDropout(at=t.dropout_at, rate=t.dropout, draws=100, **t.descent)
 
 
 def _laplace(t: Training) -> Laplace:
-    # So few data leave most of the weights as free as the prior does, and under the one of the training (or one set by the evidence)
-    # hardly a prediction would be sure. Under the damped one the weights are not at an optimum, which is no news.
-    return Laplace(damping=t.damping, check=False)
+    # With few examples the data determine only a few directions, and under the prior of the training (or one set by the evidence)
+    # hardly any prediction would be confident. Under a damped prior the weights are not at an optimum, so there is no need to check.
+    return Laplace() if t.damping is None else Laplace(damping=t.damping, check=False)
 
 
 def _online_laplace(t: Training) -> OnlineLaplace:
-    # it needs some training after its first look at the evidence
+    # at least three epochs, so that training continues after the first evidence step
     return OnlineLaplace(every=max(1, t.epochs // 10), **{**t.descent, "epochs": max(3, t.epochs)})
 
 
@@ -91,7 +140,7 @@ def _swag(t: Training) -> SWAG:
 
 
 def _sghmc(t: Training) -> SGHMC:
-    # from the trained network; the metric takes the place of a learning rate for each problem
+    # the metric replaces a learning rate chosen for each problem
     draws = max(2, min(30, t.epochs))
     return SGHMC(
         burn_in=max(1, t.epochs // 4), draws=draws, thin=max(1, t.epochs // 60), preconditioner="rmsprop", learning_rate=1e-4
@@ -99,122 +148,148 @@ def _sghmc(t: Training) -> SGHMC:
 
 
 def _variational(t: Training) -> Variational:
-    # from the trained network, so that most of the training goes into the spread
+    # from a trained network, so that most steps go into the variances
     return Variational(**{**t.descent, "epochs": max(2, t.epochs)})
 
 
 def _ivon(t: Training) -> IVON:
-    # So few data leave most weights as free as this prior does. From the trained network, sure of itself, the spread grows towards that
-    # and is not given the time to arrive.
+    # From a confident start the variances grow towards the prior's, and the training ends before they arrive there.
     return IVON(epochs=max(2, t.epochs), learning_rate=0.005, initial_hessian=20.0, hessian_momentum=0.999)
 
 
-RECIPES: dict[str, Recipe] = {
-    "map": Recipe("MAP", _map),
-    "mc_dropout": Recipe("MC dropout", _mc_dropout),
-    "ensemble": Recipe("Ensemble of 10", lambda t: Ensemble(_map(t), 10)),
-    "laplace": Recipe("Laplace", _laplace, after_map=True),
-    "online_laplace": Recipe("Online Laplace", _online_laplace, learns_prior=True),
-    "neural_linear": Recipe("Neural linear", lambda _: METHODS["neural_linear"](), after_map=True, likelihoods=(Gaussian,)),
-    "swag": Recipe("SWAG", _swag, after_map=True),
-    "sghmc": Recipe("SGHMC", _sghmc, after_map=True),
-    "ivon": Recipe("IVON", _ivon, after_map=True),
-    "variational": Recipe("Mean field", _variational, after_map=True),
-    "pi_model": Recipe("Pi-model", lambda t: PiModel(_map(t), augment=Noise(0.1)), shown=False),
-    "temporal_ensembling": Recipe("Temporal ensembling", lambda t: TemporalEnsembling(_map(t), augment=Noise(0.1)), shown=False),
-    "mean_teacher": Recipe("Mean teacher", lambda t: MeanTeacher(_map(t), augment=Noise(0.1)), shown=False),
+def _class_defaults(name: str) -> Callable[[Training], Method]:
+    return lambda _: METHODS[name]()
+
+
+PRESETS: dict[str, Preset] = {
+    "map": Preset("MAP", _map),
+    "mc_dropout": Preset("MC dropout", _mc_dropout),
+    "ensemble": Preset("Ensemble", lambda t: Ensemble(_map(t), t.members)),
+    "laplace": Preset("Laplace", _laplace, after_map=True),
+    "online_laplace": Preset("Online Laplace", _online_laplace, learns_prior=True),
+    "neural_linear": Preset("Neural linear", _class_defaults("neural_linear"), after_map=True, likelihoods=(Gaussian,)),
+    "swag": Preset("SWAG", _swag, after_map=True),
+    "sghmc": Preset("SGHMC", _sghmc, after_map=True),
+    "ivon": Preset("IVON", _ivon, after_map=True),
+    "variational": Preset("Mean field", _variational, after_map=True),
+    "pi_model": Preset("Pi-model", lambda t: PiModel(_map(t), augment=Noise(0.1)), shown=False),
+    "temporal_ensembling": Preset("Temporal ensembling", lambda t: TemporalEnsembling(_map(t), augment=Noise(0.1)), shown=False),
+    "mean_teacher": Preset("Mean teacher", lambda t: MeanTeacher(_map(t), augment=Noise(0.1)), shown=False),
+    # thousands of gradients over all data, or thousands of epochs: too long for the demo, and their classes have good defaults
+    "sgld": Preset("SGLD", _class_defaults("sgld"), shown=False),
+    "metropolis": Preset("Metropolis", _class_defaults("metropolis"), shown=False),
+    "ula": Preset("ULA", _class_defaults("ula"), shown=False),
+    "mala": Preset("MALA", _class_defaults("mala"), shown=False),
+    "hmc": Preset("HMC", _class_defaults("hmc"), shown=False),
+    "nuts": Preset("NUTS", _class_defaults("nuts"), shown=False),
+    "mclmc": Preset("MCLMC", _class_defaults("mclmc"), shown=False),
+    "mams": Preset("MAMS", _class_defaults("mams"), shown=False),
 }
-LONG = ("sgld", "metropolis", "ula", "mala", "hmc", "nuts", "mclmc", "mams")  # thousands of gradients over all data, or epochs
 
 
-def recipe(name: str) -> Recipe:
-    """A registered method's recipe; a method without one joins as it comes.
+def preset(name: str) -> Preset:
+    """The preset of a registered method, or the defaults of its class where there is none.
 
-    >>> recipe("map").label
+    >>> preset("map").label
     'MAP'
     """
-    known = METHODS[name]
-    plain = Recipe(known.__name__, lambda _: known(), after_map=getattr(known, "post_hoc", False), shown=name not in LONG)
-    return RECIPES.get(name) or plain
+    return PRESETS.get(name) or Preset(METHODS[name].__name__, _class_defaults(name), after_map=expects_training(METHODS[name]))
+
+
+def label(name: str, method: Method) -> str:
+    """The name of a configured method, or chain, in tables.
+
+    >>> label("ensemble:laplace", configure("ensemble:laplace", table_training(100)).method)
+    'Ensemble of 5 Laplace'
+    """
+    inner = preset(name.split(":")[-1]).label
+    if not isinstance(method, Ensemble):
+        return inner
+    return f"Ensemble of {method.size}" + ("" if isinstance(method.method, MAP) else f" {inner}")
 
 
 def suiting(names: Iterable[str], likelihood: type[Likelihood]) -> list[str]:
-    """The methods that are for a likelihood, of those that are shown.
+    """The methods that the demo shows for a likelihood.
 
     >>> from dubito import Categorical
     >>> suiting(["map", "neural_linear"], Categorical)
     ['map']
     """
-    shown = {name: recipe(name) for name in names}
-    return [name for name, way in shown.items() if way.shown and issubclass(likelihood, way.likelihoods or Likelihood)]
+    return [name for name in names if preset(name).shown and issubclass(likelihood, preset(name).likelihoods or Likelihood)]
 
 
-class Fits:
-    """Fits of one model by several methods, of which those that need a trained network share one."""
+class Configuration(NamedTuple):
+    """A method ready to be fitted."""
 
-    def __init__(self, model: Model, data: tuple[Tensor, Tensor], training: Training, *, seed: int, effort: float):
-        self.model, self.data, self.seed = model, data, seed
-        self.training = training._replace(epochs=max(1, round(effort * training.epochs)))
-        self.made: dict[str, tuple[Posterior, float]] = {}
-
-    def __call__(self, name: str) -> tuple[Posterior, float]:
-        """The posterior, and the seconds it took with all that it needed."""
-        if name not in self.made:
-            way = recipe(name)
-            start, before = self("map") if way.after_map else (None, 0.0)
-            begin, method = time.monotonic(), way.method(self.training)
-            model = replace(self.model, prior=Normal()) if way.learns_prior else self.model
-            posterior = fit(model, method, self.data, start=start, batch_size=self.training.batch_size, seed=self.seed)
-            self.made[name] = posterior, before + time.monotonic() - begin
-        return self.made[name]
+    method: Method
+    start: Method | None  # trains the network first
+    learns_prior: bool  # the prior is `Normal()`, whose scale is learned, and not the problem's
 
 
-class Perceptron(nn.Sequential):
-    """Two hidden layers, after anything else; `spread` sets the weights' start.
+def configure(name: str, training: Training) -> Configuration:
+    """A method, or a chain such as "ensemble:laplace", as it is fitted to a problem with this training.
 
-    Weights start from N(0, spread^2 / inputs) and biases from N(0, 1), or from torch's own narrower ranges. On one input the latter
-    are nearly the same line in every member of an ensemble.
+    >>> from dubito.evaluation.problems import DIGITS
+    >>> method, start, _ = configure("laplace", DIGITS)
+    >>> method.damping, start.epochs
+    (1000.0, 60)
     """
-
-    def __init__(
-        self, sizes: tuple[int, int, int], activation: type[nn.Module], *before: nn.Module, seed: int, spread: float | None = None
-    ):
-        inputs, width, outputs = sizes
-        with randomness.forked(randomness.derive(seed, "network")):
-            layers = {
-                **{f"before{i}": layer for i, layer in enumerate(before)},
-                "input": nn.Linear(inputs, width),
-                "activation1": activation(),
-                "hidden": nn.Linear(width, width),
-                "activation2": activation(),
-                "output": nn.Linear(width, outputs),
-            }
-            super().__init__(OrderedDict(layers))
-            self.spread = spread
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """As an ensemble calls it: after the layers have reset themselves."""
-        for layer in self:
-            if self.spread is not None and isinstance(layer, nn.Linear):
-                nn.init.normal_(layer.weight, 0.0, self.spread * layer.in_features**-0.5)
-                nn.init.normal_(layer.bias, 0.0, 1.0)
+    innermost = preset(name.split(":")[-1])
+    start = _map(training) if innermost.after_map else None
+    return Configuration(*assemble(list(chain(name, training).values()), start), innermost.learns_prior)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Networks this small are faster on one thread, and far faster where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def chain(name: str, training: Training) -> dict[str, Method]:
+    """The methods of a chain by their names, outermost first. A wrapper without an explicit inner method wraps MAP.
 
-
-def listed(words: Sequence[str]) -> str:
+    >>> list(chain("ensemble", table_training(100)))
+    ['ensemble', 'map']
     """
-    >>> listed(["a", "b", "c"])
-    'a, b and c'
+    names = name.split(":")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{name}: a method cannot wrap itself")
+    for outer in names[:-1]:
+        if wrapped_field(METHODS[outer]) is None:
+            raise ValueError(f"{name}: {outer} does not wrap another method")
+    if wrapped_field(METHODS[names[-1]]) is not None:
+        names.append("map")
+    return {part: preset(part).method(training) for part in names}
+
+
+def assemble(methods: Sequence[Method], start: Method | None = None) -> tuple[Method, Method | None]:
+    """Put each method into the one before it, which wraps it. Returns the outermost, and what is to be run before it.
+
+    An ensemble takes `start` inside, since its members are initialized anew.
     """
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *wrappers, method = methods
+    for wrapper in reversed(wrappers):
+        changes = {str(wrapped_field(type(wrapper))): method}
+        if start is not None and "start" in {item.name for item in fields(wrapper)}:  # pyright: ignore[reportArgumentType]
+            changes["start"], start = start, None
+        method = replace(wrapper, **changes)  # pyright: ignore[reportArgumentType]
+    return method, start
+
+
+def wrapped_field(method: Callable[..., Method]) -> str | None:
+    """The field of a wrapper, such as Ensemble, that holds another method; None for other methods."""
+    return next((name for name, hint in get_type_hints(method).items() if hint is Method), None)
+
+
+def expects_training(method: object) -> bool:
+    """Whether a method expects a trained network and does not train one, as Laplace."""
+    return getattr(method, "post_hoc", False)
+
+
+def dropout_places(network: nn.Module, *, inputs: bool = False) -> str | None:
+    """Where MC dropout drops in a network: None, its own dropout layers, if it has some; else a pattern of all layers but the first.
+
+    `inputs=True` includes the first layer, and with it the inputs of the network.
+
+    >>> dropout_places(nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1)))
+    '^(2)$'
+    """
+    if any(isinstance(module, DROPOUTS) for module in network.modules()):
+        return None
+    layers = [name for name, module in network.named_modules() if isinstance(module, PLACES)]
+    chosen = layers if inputs or len(layers) == 1 else layers[1:]
+    return f"^({'|'.join(re.escape(name) for name in chosen)})$" if chosen else None

@@ -18,7 +18,7 @@ from dubito import data, fit, metrics
 from dubito.apps import failure, ood
 from dubito.cli.compare.judging import judged, people, ranks
 from dubito.cli.compare.result import Key
-from dubito.cli.compare.spec import places, typed
+from dubito.cli.compare.spec import training_of, typed
 from dubito.cli.compare.stacked import Task, _inner, _train, fits, suits
 from dubito.cli.compare.summary import Mean, described, scores, table, told_apart, words
 from dubito.compare import Cell, Entry, Grid, Part, entry, judging, of_table, problem
@@ -91,9 +91,9 @@ def test_values_have_the_types_of_their_fields():
 
 
 def test_dropout_goes_where_the_network_has_it_or_before_all_layers_but_the_first(digits):
-    assert places(digits) == "^(hidden2|output)$"
+    assert training_of(digits).dropout_at == "^(hidden2|output)$"
     own = replace(digits, build=lambda shape, outputs: torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(64, outputs)))
-    assert places(own) is None
+    assert training_of(own).dropout_at is None
 
 
 # Cells and the grid

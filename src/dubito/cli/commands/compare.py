@@ -20,11 +20,11 @@ from rich.text import Text
 from torch import Tensor
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
-from dubito.cli.commands.errors import Refusal, refusing
-from dubito.cli.commands.fit import Data, noted, read
-from dubito.cli.commands.fitted import usable
-from dubito.cli.commands.flags import parse, together
+from dubito.cli.commands.errors import UsageError, print_warnings, usage_errors
+from dubito.cli.commands.fitted import find_device
+from dubito.cli.commands.flags import combine, parse
 from dubito.cli.commands.network import Network
+from dubito.cli.commands.tables import Data, read_table
 from dubito.evaluation.data import table, uci
 from dubito.tensors import randomness
 
@@ -118,13 +118,13 @@ def compare(args: Sequence[str]) -> None:
     Example: dubito compare --methods map mc_dropout,rate=0.2 ensemble --seeds 5
     """
     groups = {"what": What, "table": Table, "training": Training}
-    parts = parse(together(groups), args, prog="dubito compare", about=compare.__doc__ or "")
+    parts = parse(combine(groups), args, prog="dubito compare", about=compare.__doc__ or "")
     what, own, training = parts["what"], parts["table"], parts["training"]
     from dubito.cli.compare import Grid, entry, page  # matplotlib and scikit-learn take a while to load
     from dubito.report import check_writable
 
-    device = usable(training.device)
-    with refusing(ValueError, FileNotFoundError):
+    device = find_device(training.device)
+    with usage_errors(ValueError, FileNotFoundError):
         problem = _problem(what, own, training)
         entries = tuple(entry(spec, problem) for spec in what.methods)
         folder = what.out or Path("reports", f"compare-{re.sub(r'[^A-Za-z0-9]+', '-', what.data).strip('-')}")
@@ -142,7 +142,7 @@ def compare(args: Sequence[str]) -> None:
             code=_code(training.network),
         )
     if folder.exists() and not folder.is_dir():
-        raise Refusal(f"{folder} is a file, not a folder: give another name for --out")
+        raise UsageError(f"{folder} is a file, not a folder: give another name for --out")
     console = Console()
     path = check_writable(folder / PAGE)
 
@@ -151,7 +151,7 @@ def compare(args: Sequence[str]) -> None:
         if not training.quiet and not sys.stderr.isatty():
             console.print(Text(words, style="dim"))
 
-    with refusing(FileExistsError), noted():
+    with usage_errors(FileExistsError), print_warnings():
         outcome = grid.run(say=say)
     if not outcome.cells:
         raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def compare(args: Sequence[str]) -> None:
         raise KeyboardInterrupt
     failed = [cell for cell in outcome.cells if cell.error is not None]
     if len(failed) == len(outcome.cells):
-        raise Refusal(f"every cell failed; {failed[0].key.label}, seed {failed[0].key.seed}: {failed[0].error}")
+        raise UsageError(f"every cell failed; {failed[0].key.label}, seed {failed[0].key.seed}: {failed[0].error}")
 
 
 def _problem(what: What, own: Table, training: Training) -> Any:
@@ -177,20 +177,20 @@ def _problem(what: What, own: Table, training: Training) -> Any:
     stems = [Path(name).stem for name in what.unfamiliar]
     twice = [stem for stem in stems if stems.count(stem) > 1]
     if twice:
-        raise Refusal(f"--unfamiliar has two sets called {twice[0]}: give one file another name, or leave it out")
+        raise UsageError(f"--unfamiliar has two sets called {twice[0]}: give one file another name, or leave it out")
     if path.suffix.lower() in (".csv", ".npz"):
         with redirect_stdout(None) if training.quiet else nullcontext():  # it says on screen what it found
-            found, _ = read(Data(path, own.target, Path(), kind=own.kind, held_out=own.held_out))
+            found, _, _ = read_table(Data(path, own.target, Path(), kind=own.kind, held_out=own.held_out))
         strange: dict[str, Tensor] = {
             Path(name).stem: table(name, (), features=found.features or None, fill=found.fill, dtype=found.x.dtype).x
             for name in what.unfamiliar
         }
         wrong = [name for name, x in strange.items() if x.shape[1:] != found.x.shape[1:]]
         if wrong:
-            raise Refusal(f"{wrong[0]}: its inputs have another shape than those of {path}")
+            raise UsageError(f"{wrong[0]}: its inputs have another shape than those of {path}")
         given = of_table(path.name, found, held_out=own.held_out, unfamiliar=strange)
     elif own != Table():
-        raise Refusal("--target, --kind and --held-out are for CSV and NPZ files: leave them out, or give --data FILE")
+        raise UsageError("--target, --kind and --held-out are for CSV and NPZ files: leave them out, or give --data FILE")
     else:
         files = [name for name in what.unfamiliar if Path(name).suffix.lower() == ".npz"]
         given = problem(what.data, unfamiliar=tuple(name for name in what.unfamiliar if name not in files))
@@ -202,7 +202,7 @@ def _problem(what: What, own: Table, training: Training) -> Any:
     given = replace(given, training=given.training._replace(**changed)).limited(training.train, training.test)
     if training.network is not None or training.hidden is not None:
         if training.network is not None and training.hidden is not None:
-            raise Refusal("--network takes the place of the MLP: leave out --hidden")
+            raise UsageError("--network takes the place of the MLP: leave out --hidden")
         network = Network(network=training.network) if training.network else Network(hidden=training.hidden or ())
         given = replace(given, build=network.build, hidden=training.hidden)
         with randomness.forked(0):  # which refuses early what cannot be built, and imports it, so that its source can be read
@@ -219,12 +219,12 @@ def _try(build: Any, given: Any, name: str) -> None:
             found = network(x)
         except Exception as error:
             words = " ".join(str(error).split())
-            raise Refusal(
+            raise UsageError(
                 f"--network {name}: running it on {list(x.shape)} inputs failed: {type(error).__name__}: {words}"
             ) from error
     if not isinstance(found, Tensor) or tuple(found.shape) != (len(x), outputs):
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise Refusal(f"--network {name}: of {list(x.shape)} inputs it makes {shape}, where {[len(x), outputs]} is needed")
+        raise UsageError(f"--network {name}: of {list(x.shape)} inputs it makes {shape}, where {[len(x), outputs]} is needed")
 
 
 def _with_files(given: Any, files: Sequence[str]) -> Any:
@@ -235,7 +235,7 @@ def _with_files(given: Any, files: Sequence[str]) -> Any:
     shape = tuple(given.part(0).x_test.shape[1:])
     for name, x in strange.items():
         if tuple(x.shape[1:]) != shape:
-            raise Refusal(f"{name}: an input has the shape {list(x.shape[1:])}, where {list(shape)} is needed")
+            raise UsageError(f"{name}: an input has the shape {list(x.shape[1:])}, where {list(shape)} is needed")
     inner = given.part
     if given.name.startswith("uci:"):  # whose inputs are standardised, so these must be as well
         raw = given.name.removeprefix("uci:")
@@ -252,7 +252,7 @@ def _corruptions(what: What, problem: Any) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(n for name in what.corruptions for n in (COMMON if name in ("common", "all") else (name,))))
     x = problem.part(0).x_test
     if problem.kind != "classification" or x.ndim != 4:
-        raise Refusal("--corruptions are for images: leave it out")
+        raise UsageError("--corruptions are for images: leave it out")
     for name in names:
         check(x[:1], name, 1)
     return names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from dubito.cli.commands.errors import refusing
+from dubito.cli.commands.errors import usage_errors
 from dubito.cli.commands.flags import arguments_of, parse
 
 
@@ -15,5 +15,5 @@ def demo(args: Sequence[str]) -> None:
 
     arguments = arguments_of(inspect.signature(run, eval_str=True), run.__doc__)
     options = parse(arguments, args, prog="dubito demo", about=demo.__doc__ or "")
-    with refusing(ValueError):
+    with usage_errors(ValueError):
         run(**options)

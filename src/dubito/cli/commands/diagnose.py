@@ -13,7 +13,7 @@ from torch import Tensor
 from tyro.conf import Positional, arg
 
 import dubito
-from dubito.cli.commands.errors import Refusal, not_over
+from dubito.cli.commands.errors import UsageError, check_not_overwritten
 from dubito.cli.commands.fitted import Fitted, Reading
 from dubito.cli.commands.flags import parse
 from dubito.cli.commands.recipe import NAME as RECIPE
@@ -57,13 +57,13 @@ def diagnose(args: Sequence[str]) -> None:
     fitted = Reading(options.folder, options.data or Path(), network=options.network, device=options.device).open()
     posterior = fitted.posterior.load() if isinstance(fitted.posterior, Stored) else fitted.posterior
     if not isinstance(posterior, Samples) or not (posterior.sampler or posterior.trace or posterior.chains > 1):
-        raise Refusal(
+        raise UsageError(
             f"{options.folder}: it was fitted by {_name(fitted)}, which makes no chains: there is nothing to converge. "
             "dubito evaluate FOLDER DATA says how good its predictions are"
         )
     path = options.out or options.folder / NAME
     check_writable(path)
-    not_over(path.with_suffix(".json"), options.folder / RECIPE)  # where the report's numbers go
+    check_not_overwritten(path.with_suffix(".json"), options.folder / RECIPE)  # where the report's numbers go
     found, why = (None, "") if options.data is None else _read(fitted, options.data)
     predictions = scores = None
     if found is not None:
@@ -94,7 +94,7 @@ def _read(fitted: Fitted, path: Path) -> tuple[Table, str]:
     """The data, with targets if they are there, and why not if they are not."""
     try:
         return fitted.read(path, targets=True), ""
-    except Refusal as refusal:
+    except UsageError as refusal:
         return fitted.read(path, targets=False), str(refusal)
 
 

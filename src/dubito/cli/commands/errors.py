@@ -1,34 +1,45 @@
-"""Input that cannot be used."""
+"""Errors in the user's input, and warnings, as the command line prints them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
-class Refusal(Exception):
-    """What is wrong with the input, in one line: the command line prints it and exits with 2. Anything else is a bug of ours."""
+class UsageError(Exception):
+    """Input that cannot be used, described in one line. The command line prints it and exits with 2; any other error is a bug."""
 
 
 @contextmanager
-def refusing(*kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """These errors become refusals: put it only around what raises them for the user's input."""
+def usage_errors(*kinds: type[Exception], about: str = "") -> Iterator[None]:
+    """Turn these errors into `UsageError`. Use it only around code that raises them for the user's input."""
     try:
         yield
     except kinds as error:
-        raise Refusal(f"{about}: {told(error)}" if about else told(error)) from error
+        raise UsageError(f"{about}: {error_text(error)}" if about else error_text(error)) from error
 
 
-def not_over(out: Path, *read: Path | None) -> None:
-    """Refuse to write a file in the place of one that is read, which would be lost."""
-    for source in read:
+@contextmanager
+def print_warnings() -> Iterator[None]:
+    """Print each warning of the block once, as a note without the line of code that gave it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
+        print(f"Note: {text}")
+
+
+def check_not_overwritten(out: Path, *sources: Path | None) -> None:
+    """Refuse to write the output over a file that is read."""
+    for source in sources:
         if source is not None and source.exists() and out.exists() and out.samefile(source):
-            raise Refusal(f"{source}: it is read here, and would be written over; give another name for --out")
+            raise UsageError(f"{source}: the output would overwrite this input; give another name for --out")
 
 
-def told(error: Exception) -> str:
-    """What an error says; of the system's errors only the words, without their number."""
+def error_text(error: Exception) -> str:
+    """The message of an error; for errors of the system without their number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     place = error.filename2 or error.filename

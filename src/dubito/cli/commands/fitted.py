@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tyro.conf import Positional, arg
 
-from dubito.cli.commands.errors import Refusal, refusing
+from dubito.cli.commands.errors import UsageError, usage_errors
 from dubito.cli.commands.recipe import NAME, Recipe
 from dubito.evaluation.data import Table, table
 from dubito.posteriors import Posterior, io
@@ -45,10 +45,10 @@ class Reading:
         """Read the folder."""
         path = self.folder / NAME
         if not self.folder.is_dir():
-            raise Refusal(f"{self.folder}: there is no such folder")
+            raise UsageError(f"{self.folder}: there is no such folder")
         if not path.is_file():
             unfinished = (self.folder / CHECKPOINT).is_dir()
-            raise Refusal(
+            raise UsageError(
                 f"{self.folder}: "
                 + (
                     "this fit is not finished: go on with it by `dubito fit ... --resume`"
@@ -58,8 +58,8 @@ class Reading:
             )
         recipe = Recipe.read(path)
         model = recipe.model(self.network)
-        model.network.to(usable(self.device))
-        with refusing(ValueError, FileNotFoundError):
+        model.network.to(find_device(self.device))
+        with usage_errors(ValueError, FileNotFoundError):
             posterior = io.load(self.folder / POSTERIOR, model)
         return Fitted(recipe, posterior, self.draws)
 
@@ -75,16 +75,16 @@ class Fitted:
     def read(self, path: Path, *, targets: bool) -> Table:
         """Data of the same kind, not yet standardised."""
         r, wide = self.recipe, torch.float64
-        with refusing(ValueError):
+        with usage_errors(ValueError):
             if targets:
                 classes = r.outputs if r.kind == "classification" else None
                 found = table(path, r.targets, kind=r.kind, features=r.features or None, fill=r.fill, classes=classes, dtype=wide)
             else:
                 found = table(path, (), features=r.features or None, fill=r.fill, dtype=wide)
         if found.x.shape[1:] != r.shape:
-            raise Refusal(f"{path}: an input has the shape {list(found.x.shape[1:])}, where {list(r.shape)} is needed")
+            raise UsageError(f"{path}: an input has the shape {list(found.x.shape[1:])}, where {list(r.shape)} is needed")
         if r.kind == "regression" and found.y is not None and found.y.shape[1:] != (len(r.outputs),):
-            raise Refusal(f"{path}: the targets have the shape {list(found.y.shape)}, where [N, {len(r.outputs)}] is needed")
+            raise UsageError(f"{path}: the targets have the shape {list(found.y.shape)}, where [N, {len(r.outputs)}] is needed")
         return found
 
     def predictives(self, x: Tensor) -> Iterator[Predictive]:
@@ -100,11 +100,11 @@ class Fitted:
         return p if self.recipe.y is None else self.recipe.y.undo(p)
 
 
-def usable(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
     """A device that exists here."""
     try:
         found = torch.device(device)
         torch.zeros(1, device=found).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise Refusal(f"--device {device}: it cannot be used here: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"--device {device}: it cannot be used here: {str(error).splitlines()[0]}") from None
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import redirect_stderr
 from inspect import Parameter, Signature, cleandoc
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, SuppressFixed, arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from dubito.cli.commands.errors import Refusal
+from dubito.cli.commands.errors import UsageError
 from dubito.posteriors.families import FAMILIES, Family
 
 
@@ -22,12 +22,12 @@ def parse(kind: Any, args: Sequence[str], *, prog: str, about: str) -> Any:
     heard = io.StringIO()
     try:
         with redirect_stderr(heard):
-            config = (OmitArgPrefixes, SuppressFixed)
+            config = (SuppressFixed,)
             return tyro.cli(kind, prog=prog, description=cleandoc(about), args=list(args), config=config, registry=_registry())
     except SystemExit as end:
         if not end.code:
             raise  # after --help
-        raise Refusal(f"{_one_line(heard.getvalue())} (see {prog} --help)") from None
+        raise UsageError(f"{_one_line(heard.getvalue())} (see {prog} --help)") from None
 
 
 def _registry() -> ConstructorRegistry:
@@ -49,13 +49,17 @@ def _registry() -> ConstructorRegistry:
     return registry
 
 
-def together(groups: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
-    """Several dataclasses to `parse` as one, each under its name. A group is a dataclass, or an instance that gives the defaults."""
+def combine(groups: Mapping[str, Any], *, prefixed: Container[str] = ()) -> Callable[..., dict[str, Any]]:
+    """Several dataclasses to `parse` as one, each under its name. A group is a dataclass, or an instance that gives the defaults.
+
+    The flags of the groups in `prefixed` begin with the name of the group, as --start.epochs.
+    """
     parameters = []
     for name, group in groups.items():
         kind = group if isinstance(group, type) else type(group)
         default = Parameter.empty if isinstance(group, type) else group
         heading = Annotated[kind, arg(help=headline(kind))]
+        heading = heading if name in prefixed else Annotated[heading, OmitArgPrefixes]
         parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=heading, default=default))
     return arguments_of(Signature(parameters))
 

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, arg
 
-from dubito.cli.commands.errors import Refusal, not_over, refusing
-from dubito.cli.commands.fit import noted
-from dubito.cli.commands.fitted import usable
-from dubito.cli.commands.flags import parse, together
+from dubito.cli.commands.errors import UsageError, check_not_overwritten, print_warnings, usage_errors
+from dubito.cli.commands.fitted import find_device
+from dubito.cli.commands.flags import combine, parse
 from dubito.cli.commands.network import Network
 
 
@@ -90,14 +89,14 @@ def label(args: Sequence[str]) -> None:
 
     Example: dubito label --data photos.npz --classes cat dog
     """
-    parts = parse(together({"what": What, "asking": Asking, "page": Page}), args, prog="dubito label", about=label.__doc__ or "")
+    parts = parse(combine({"what": What, "asking": Asking, "page": Page}), args, prog="dubito label", about=label.__doc__ or "")
     what, asking, page = parts["what"], parts["asking"], parts["page"]
     from dubito.tensors import randomness, store
     from dubito.web.labelling import Server, Session, task
     from dubito.web.labelling.session import LABELS
 
-    device = usable(asking.device)
-    with refusing(ValueError, FileNotFoundError):
+    device = find_device(asking.device)
+    with usage_errors(ValueError, FileNotFoundError):
         given = task(
             what.data, classes=what.classes, held_out=what.held_out, target=what.target, pool=asking.pool, test=asking.test
         )
@@ -107,9 +106,9 @@ def label(args: Sequence[str]) -> None:
                 own = Network(network=asking.network).build(tuple(given.pool.shape[1:]), len(given.classes))
         folder = what.out or Path("labels", re.sub(r"[^A-Za-z0-9]+", "-", Path(what.data).name).strip("-"))
         if folder.exists() and not folder.is_dir():
-            raise Refusal(f"{folder} is a file, not a folder: give another name for --out")
-        not_over(folder / LABELS, Path(what.data), what.held_out)
-    with refusing(ValueError, OSError):  # the folder is another's, in use, or cannot be written
+            raise UsageError(f"{folder} is a file, not a folder: give another name for --out")
+        check_not_overwritten(folder / LABELS, Path(what.data), what.held_out)
+    with usage_errors(ValueError, OSError):  # the folder is another's, in use, or cannot be written
         session = Session(
             given, folder, acquisition=asking.acquisition, batch=asking.batch, draws=asking.draws, most=asking.most,
             rate=asking.rate, network=own, device=device, seed=asking.seed,
@@ -118,7 +117,7 @@ def label(args: Sequence[str]) -> None:
         server = Server(session, port=page.port)
     except OSError as error:
         session.close()
-        raise Refusal(f"--port {page.port}: {error.strerror}; leave it out to take any that is free") from None
+        raise UsageError(f"--port {page.port}: {error.strerror}; leave it out to take any that is free") from None
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"Label at {server.address}"))
     console.print(Text(f"Answers are kept in {folder}. To stop, press Esc there, or Ctrl+C here.", style="dim"))
@@ -126,7 +125,7 @@ def label(args: Sequence[str]) -> None:
     if not page.no_browser:
         # in a thread: a browser in the terminal returns only when it is closed, and nobody would serve it before
         threading.Thread(target=webbrowser.open, args=[server.address], daemon=True).start()
-    with refusing(store.WriteError):
+    with usage_errors(store.WriteError):
         serve(server, session, console)
     labels = len([one for one in session.journal.standing.values() if one is not None])
     console.print(Text(f"{labels} label{'s' * (labels != 1)}: {folder / 'labels.csv'}. The same command goes on."))
@@ -134,7 +133,7 @@ def label(args: Sequence[str]) -> None:
 
 def serve(server: Any, session: Any, console: Console) -> None:
     """Until somebody stops it, here or on the page; then wait for a fit that is under way."""
-    with noted():
+    with print_warnings():
         session.start()
         try:
             server.serve_forever(poll_interval=0.1)

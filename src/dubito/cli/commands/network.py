@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tyro.conf import arg
 
-from dubito.cli.commands.errors import Refusal
+from dubito.cli.commands.errors import UsageError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU}
 OWN = (
@@ -86,27 +86,27 @@ def call(name: str, shape: tuple[int, ...], outputs: int) -> nn.Module:
     try:
         network = factory(inputs, outputs)
     except Exception as error:
-        raise Refusal(f"--network {name}: calling it with ({inputs}, {outputs}) failed: {reason(error)}") from error
+        raise UsageError(f"--network {name}: calling it with ({inputs}, {outputs}) failed: {reason(error)}") from error
     if not isinstance(network, nn.Module):
-        raise Refusal(f"--network {name}: it must return a torch.nn.Module; it returned a {type(network).__name__}")
+        raise UsageError(f"--network {name}: it must return a torch.nn.Module; it returned a {type(network).__name__}")
     if not any(True for _ in network.parameters()):
-        raise Refusal(f"--network {name}: the network it returned has no parameters")
+        raise UsageError(f"--network {name}: the network it returned has no parameters")
     return network
 
 
 def _imported(name: str) -> Callable[..., Any]:
     module, colon, factory = name.partition(":")
     if not (module and colon and factory):
-        raise Refusal(f"--network {name}: write it as package.module:factory")
+        raise UsageError(f"--network {name}: write it as package.module:factory")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does; a console script has its own folder there
     try:
         found = getattr(importlib.import_module(module), factory, None)
     except Exception as error:
-        raise Refusal(f"--network {name}: cannot import {module}: {reason(error)}") from error
+        raise UsageError(f"--network {name}: cannot import {module}: {reason(error)}") from error
     if not callable(found):
         what = "there is no such function" if found is None else f"that is a {type(found).__name__}, not a function"
-        raise Refusal(f"--network {name}: {module} was imported, but {what} as {factory}")
+        raise UsageError(f"--network {name}: {module} was imported, but {what} as {factory}")
     return found
 
 

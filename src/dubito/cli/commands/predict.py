@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 from tyro.conf import arg
 
-from dubito.cli.commands.errors import Refusal, not_over
+from dubito.cli.commands.errors import UsageError, check_not_overwritten
 from dubito.cli.commands.fitted import POSTERIOR, Reading
 from dubito.cli.commands.flags import parse
 from dubito.cli.commands.recipe import NAME, Recipe, written
@@ -48,9 +48,9 @@ def predict(args: Sequence[str]) -> None:
     """
     options: Predict = parse(Predict, args, prog="dubito predict", about=predict.__doc__ or "")
     if options.out is not None and options.out.is_dir():
-        raise Refusal(f"--out {options.out}: that is a folder; give the name of a file")
+        raise UsageError(f"--out {options.out}: that is a folder; give the name of a file")
     if options.out is not None:
-        not_over(options.out, options.data, options.folder / NAME, options.folder / POSTERIOR)
+        check_not_overwritten(options.out, options.data, options.folder / NAME, options.folder / POSTERIOR)
     fitted = options.open()
     found = fitted.read(options.data, targets=False)
     with nullcontext(sys.stdout) if options.out is None else written(options.out) as file:

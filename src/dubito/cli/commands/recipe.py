@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import dubito
-from dubito.cli.commands.errors import Refusal
+from dubito.cli.commands.errors import UsageError
 from dubito.cli.commands.network import Network
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical, Gaussian
@@ -81,10 +81,10 @@ class Recipe:
     def model(self, network: str | None) -> Model:
         """The model, with fresh weights. `network` is the user's word on what may be imported."""
         if self.network.network is None and network is not None:
-            raise Refusal(f"--network {network}: this folder holds an MLP, which needs no factory; leave out --network")
+            raise UsageError(f"--network {network}: this folder holds an MLP, which needs no factory; leave out --network")
         if self.network.network is not None and network is None:
             name = self.network.network
-            raise Refusal(
+            raise UsageError(
                 f"the network was made by {name}; a file must not choose code to run, so name it again: --network {name}"
             )
         spec = self.network if network is None else Network(network=network)
@@ -104,13 +104,13 @@ class Recipe:
             content = json.loads(path.read_text(encoding="utf-8"))
             checksum = content.pop("checksum")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise Refusal(f"{path}: damaged, or not written by `dubito fit`") from None
+            raise UsageError(f"{path}: damaged, or not written by `dubito fit`") from None
         if not isinstance(content.get("format"), int):
-            raise Refusal(f"{path}: damaged, or not written by `dubito fit`")
+            raise UsageError(f"{path}: damaged, or not written by `dubito fit`")
         if content["format"] > FORMAT:
-            raise Refusal(f"{path}: written by a newer dubito, {content.get('dubito')}; upgrade to read it")
+            raise UsageError(f"{path}: written by a newer dubito, {content.get('dubito')}; upgrade to read it")
         if checksum != _checksum(content):
-            raise Refusal(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
+            raise UsageError(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
         values = {item.name: _tupled(content[item.name]) for item in fields(Recipe) if item.name in content}
         for name, kind in (("x", Scaling), ("y", Scaling), ("network", Network)):
             values[name] = values[name] and kind(**values[name])

@@ -17,10 +17,10 @@ from dubito.cli.compare import stacked
 from dubito.cli.compare.judging import SEVERITIES, check, judged
 from dubito.cli.compare.result import Cell, Key, versions
 from dubito.cli.compare.spec import Entry
+from dubito.cli.threads import one_thread
 from dubito.evaluation.problems import Part, Problem
 from dubito.inference.fit import Event, Method, fit
 from dubito.inference.methods import MAP
-from dubito.inference.presets import one_thread
 from dubito.inference.progress import Progress
 from dubito.model import Model
 from dubito.posteriors import Posterior

@@ -16,7 +16,6 @@ from dubito.cli.compare.judging import SHIFTED
 from dubito.cli.compare.result import Cell, versions
 from dubito.cli.compare.summary import Mean, by_method, described, scores, table, words
 from dubito.evaluation.metrics import QuantileCalibration
-from dubito.inference.presets import listed
 from dubito.report import Column, Figure, Picture, Report, Section, Snippet, Table
 from dubito.report.calibration import coverage, reliability
 from dubito.report.canvas import BLUE, VERMILION
@@ -24,6 +23,7 @@ from dubito.report.comparison import Line, lines
 from dubito.report.histogram import histograms
 from dubito.report.images import Guess, strip
 from dubito.report.quantiles import pit, quantiles
+from dubito.report.words import join_words
 
 SHOWN = 8  # images in a strip
 LEVELS = 19  # of the quantiles in a calibration curve
@@ -54,7 +54,7 @@ def page(grid: Grid, outcome: Outcome, *, command: Callable[[str], str], facts: 
         f"Methods compared on {problem.name}",
         tuple(sections),
         summary=(
-            f"{listed([entry.label for entry in grid.entries])}, with the same network on the same data, {of}. A good method is "
+            f"{join_words([entry.label for entry in grid.entries])}, with the same network on the same data, {of}. A good method is "
             "right, knows how often it is right, and doubts what it has not seen."
             + (
                 " The run was interrupted: this is what was done by then, and the same command goes on."
@@ -237,7 +237,7 @@ def _shift(done: Mapping[str, Sequence[Cell]]) -> list[Section]:
     return [
         Section(
             "Shift",
-            f"What becomes of the scores when the test images are corrupted: means over {listed(names)}.",
+            f"What becomes of the scores when the test images are corrupted: means over {join_words(names)}.",
             figures=(
                 Figure(
                     "Under corruption",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,16 +12,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dubito.evaluation.problems import Problem
 from dubito.inference.fit import Method
 from dubito.inference.methods import MAP, Ensemble, MCDropout
-from dubito.inference.presets import recipe
+from dubito.inference.presets import Training, configure, dropout_places, label, preset
 from dubito.inference.registry import METHODS
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from dubito.model.priors import Normal
 from dubito.posteriors.families import FAMILIES, Family
-from dubito.posteriors.predict.dropout import DROPOUTS, PLACES
 from dubito.tensors import randomness
 
-MEMBERS = 5  # of an ensemble, as in the paper
 LENGTH_SCALE = 1e-2  # of MC dropout on UCI, as in the paper's experiments
 RATES = (0.005, 0.01, 0.05, 0.1)
 PRECISIONS = {  # of the noise, in the targets' own units: the grids of the published experiments
@@ -63,9 +60,7 @@ class Entry:
         """The model with fresh weights, by the global generator."""
         wide = 2 if problem.kind == "regression" and self.noise == "heteroscedastic" else 1
         network = problem.build(shape, wide * len(problem.outputs))
-        return Model(
-            network, self.likelihood(problem), Normal() if self.learns_prior else Normal(scale=problem.training.prior_scale)
-        )
+        return Model(network, self.likelihood(problem), Normal() if self.learns_prior else problem.training.prior)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,19 +91,17 @@ def entry(spec: str, problem: Problem) -> Entry:
             raise ValueError(
                 f"no method is called {part!r}; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(METHODS)}"
             )
-    way, training = recipe(chain[-1]), problem.training
     if len(set(chain)) < len(chain) or any(part != "ensemble" for part in chain[:-1]):
         raise ValueError(f"{name}: only ensemble wraps other methods, as in ensemble:laplace")
-    method: Any = way.method(training)
-    if isinstance(method, MCDropout):
-        # dropout's noise takes long to train against; in the paper's own experiments ten times as long
-        epochs = LONGER * training.epochs if problem.stackable else training.epochs
-        method = replace(method, at=places(problem), rate=training.dropout, epochs=epochs)
-    first: Any = MAP(**training.descent) if way.after_map else None
-    if isinstance(method, Ensemble):
-        method = replace(method, size=MEMBERS)
-    elif len(chain) > 1:
-        method, first = Ensemble(method, MEMBERS, start=first), None
+    name, way = ":".join(chain), preset(chain[-1])
+    method: Any
+    first: Any
+    training = training_of(problem)
+    if (
+        chain[-1] == "mc_dropout" and problem.stackable
+    ):  # dropout is slow to train; the paper's experiments take ten times as long
+        training = training._replace(epochs=LONGER * training.epochs)
+    method, first, learns_prior = configure(name, training)
     options = dict(_option(spec, word) for word in words)
     noise: Any = options.pop("noise", None)
     if noise not in (None, "shared", "heteroscedastic") or (noise and problem.kind != "regression"):
@@ -117,24 +110,18 @@ def entry(spec: str, problem: Problem) -> Entry:
     if noise == "heteroscedastic" and isinstance(method, Ensemble) and isinstance(method.method, MAP):
         method = unclipped(method)
     method, first = _set(spec, method, first, options)
-    label = _label(way.label, method) + (f" ({', '.join(words)})" if words else "")
-    made = Entry(label, spec, method, start=first, learns_prior=way.learns_prior, noise=noise or "shared", grid=grid)
+    title = label(name, method) + (f" ({', '.join(words)})" if words else "")
+    made = Entry(title, spec, method, start=first, learns_prior=learns_prior, noise=noise or "shared", grid=grid)
     if not isinstance(made.likelihood(problem), way.likelihoods or Likelihood):
         raise ValueError(f"{chain[-1]} is not for {problem.kind} with {type(made.likelihood(problem)).__name__}: leave it out")
     return made
 
 
-def places(problem: Problem) -> str | None:
-    """Where dropout goes: the network's own places, or before every layer but the first, or on UCI all, as in the paper."""
+def training_of(problem: Problem) -> Training:
+    """The problem's training with the places of dropout in its network; on UCI these include the inputs, as in the paper."""
     with randomness.forked(0):
         network = problem.build(tuple(problem.part(0).x_train.shape[1:]), len(problem.outputs))
-    if any(isinstance(module, DROPOUTS) for module in network.modules()):
-        return None
-    found = [name for name, module in network.named_modules() if isinstance(module, PLACES)]
-    if not found:
-        return None
-    chosen = found if problem.stackable or len(found) == 1 else found[1:]
-    return f"^({'|'.join(re.escape(name) for name in chosen)})$"
+    return problem.training._replace(dropout_at=dropout_places(network, inputs=problem.stackable))
 
 
 def unclipped(method: Ensemble) -> Ensemble:
@@ -158,14 +145,6 @@ def _grid(method: Any, problem: Problem, options: Mapping[str, str], noise: Nois
             return tuple({"epochs": n, "heteroscedastic": kind} for kind in (False, True) for n in epochs)
         return tuple({"epochs": n} for n in epochs)
     return ()
-
-
-def _label(base: str, method: Any) -> str:
-    if not isinstance(method, Ensemble):
-        return base
-    names = {made: recipe(name).label for name, made in METHODS.items()}
-    inner = names.get(type(method.method), "")  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return f"Ensemble of {method.size}" + ("" if isinstance(method.method, MAP) else f" {inner}")
 
 
 def _option(spec: str, word: str) -> tuple[str, str]:

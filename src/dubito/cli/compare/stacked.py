@@ -160,7 +160,7 @@ def _all(
         else:
             method = whole
         assert isinstance(method, Descent)
-        wide = problem.training.prior_scale
+        wide = problem.training.prior_scale or 1.0
         task = Task(part.x_train, part.y_train, seed, prior=wide, biases=wide)
         if isinstance(method, MCDropout):
             method = replace(method, rate=point.get("rate", method.rate))

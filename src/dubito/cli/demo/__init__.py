@@ -11,9 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from dubito.cli.demo import curve, digits
-from dubito.inference.presets import listed, one_thread, recipe
+from dubito.cli.threads import one_thread
+from dubito.inference.presets import preset, suiting
 from dubito.inference.registry import METHODS
+from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
 from dubito.report import Report, check_writable
+from dubito.report.words import join_words
 
 
 @one_thread()
@@ -41,11 +44,11 @@ def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float 
         "What does the network not know?",
         (*digits.sections(problem, outcomes), curve.section(curves, seed=seed)),
         summary=(
-            f"{listed([outcome.label for outcome in outcomes.values()])}, with the same networks on the same data: handwritten digits "
-            "with two classes that were never shown, and a curve with a gap in its data. A good method is right, knows how often it "
-            "is right, and doubts what it has not seen."
+            f"{join_words([outcome.label for outcome in outcomes.values()])}, with the same networks on the same data: handwritten "
+            "digits with two classes left out of the training, and a curve with a gap in its data. A good method is accurate, "
+            "calibrated, and uncertain about what it has not seen."
         ),
-        facts=_facts(seed, effort, time.monotonic() - begin, [outcome.label for outcome in outcomes.values()], list(curves)),
+        facts=_facts(seed, effort, time.monotonic() - begin),
     )
     report.print(console)
     report.write(path)
@@ -53,13 +56,13 @@ def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float 
     return report
 
 
-def _facts(seed: int, effort: float, seconds: float, digits: list[str], curves: list[str]) -> dict[str, str]:
+def _facts(seed: int, effort: float, seconds: float) -> dict[str, str]:
     packages = ("dubito", "torch", "numpy", "scikit-learn", "matplotlib")
-    shown = dict.fromkeys([*digits, *curves])
-    others = [recipe(name) for name in METHODS if recipe(name).label not in shown]
-    left_out, long = ([way.label for way in others if way.shown == kind] for kind in (True, False))
-    reasons = [f"{listed(left_out)}: for other likelihoods than these two problems have"] if left_out else []
-    reasons += [f"{listed(long)}: they take longer than a demo may, or are for unlabelled data"] if long else []
+    shown = {*suiting(METHODS, Categorical), *suiting(METHODS, HeteroscedasticGaussian)}
+    others = [preset(name) for name in METHODS if name not in shown]
+    left_out, long = ([method.label for method in others if method.shown == kind] for kind in (True, False))
+    reasons = [f"{join_words(left_out)}: for other likelihoods than these two problems have"] if left_out else []
+    reasons += [f"{join_words(long)}: they take longer than a demo may, or are for unlabelled data"] if long else []
     return {
         "Made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Duration": f"{seconds:.0f} s for {len(shown)} methods on both problems",

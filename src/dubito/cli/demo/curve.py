@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dubito.cli.demo.fits import Fits, Perceptron
+from dubito.cli.threads import one_thread
 from dubito.evaluation import metrics
-from dubito.inference.presets import Fits, Perceptron, Training, one_thread, recipe, suiting
+from dubito.inference.presets import Training, suiting
 from dubito.inference.registry import METHODS
 from dubito.model import Model
 from dubito.model.likelihoods import HeteroscedasticGaussian
-from dubito.model.priors import Normal
 from dubito.posteriors.predictive import Predictive
 from dubito.report import Column, Figure, Section, Table
 from dubito.report.regression import LEGEND, Curve, band, poster
@@ -23,7 +24,7 @@ from dubito.tensors import randomness
 
 # Clipped, or a fit with learned noise may end where all of a stretch is taken for noise.
 TRAINING = Training(
-    epochs=350, learning_rate=5e-3, batch_size=40, prior_scale=3.0, dropout=0.05, damping=30.0, walk=0.007, clip=1.0
+    epochs=350, learning_rate=5e-3, batch_size=40, prior_scale=3.0, dropout=0.05, damping=30.0, walk=0.007, clip=1.0, members=10
 )
 ACTIVATIONS = {"ReLU": nn.ReLU, "tanh": nn.Tanh}
 STRETCHES, GAP = ((-4.0, -1.2), (1.4, 4.0)), (-1.2, 1.4)
@@ -83,12 +84,12 @@ def run(
 ) -> dict[str, dict[str, Outcome]]:
     """Fit the methods, as far as they are for a noise that differs, with every activation: label -> activation -> outcome."""
     given, grid, outcomes = problem(seed=seed), torch.linspace(-5.5, 5.5, 221).unsqueeze(1), {}
-    prior, fits = Normal(scale=TRAINING.prior_scale), {}
+    fits = {}
     for activation, layer in ACTIVATIONS.items():
-        model = Model(Perceptron((1, 64, 2), layer, seed=seed, spread=1.5), HeteroscedasticGaussian(), prior)
+        model = Model(Perceptron((1, 64, 2), layer, seed=seed, spread=1.5), HeteroscedasticGaussian(), TRAINING.prior)
         fits[activation] = Fits(model, (given.x, given.y), TRAINING, seed=seed, effort=effort)
     for name in suiting(methods, HeteroscedasticGaussian):
-        label, begin = recipe(name).label, time.monotonic()
+        label, begin = fits["ReLU"].label(name), time.monotonic()
         outcomes[label] = {}
         for activation in ACTIVATIONS:
             posterior, _ = fits[activation](name)

@@ -9,22 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dubito.cli.demo.fits import Fits, Perceptron
+from dubito.cli.threads import one_thread
 from dubito.evaluation import data, measures, metrics
-from dubito.evaluation.problems import DIGITS as TRAINING
+from dubito.evaluation.problems import DIGITS
 from dubito.inference.fit import fit
 from dubito.inference.methods import MAP
-from dubito.inference.presets import Fits, Perceptron, listed, one_thread, recipe, suiting
+from dubito.inference.presets import suiting
 from dubito.inference.registry import METHODS
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical
-from dubito.model.priors import Normal
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.report import Column, Figure, Picture, Section, Table
 from dubito.report.calibration import coverage, reliability
 from dubito.report.canvas import BLUE, VERMILION
 from dubito.report.histogram import histograms
 from dubito.report.images import card, scatter
+from dubito.report.words import join_words
 
+TRAINING = DIGITS._replace(members=10)
 FAMILIAR = 8  # classes; 8 and 9 are the unfamiliar, being the last
 SHOWN = "mc_dropout"  # whose images are shown: it has as many draws as one likes
 COLUMNS = (
@@ -54,7 +57,7 @@ class Problem(NamedTuple):
 
     @property
     def unfamiliar(self) -> str:
-        return listed([str(c) for c in self.y_unknown.unique().tolist()])
+        return join_words([str(c) for c in self.y_unknown.unique().tolist()])
 
 
 class Outcome(NamedTuple):
@@ -97,11 +100,11 @@ def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = st
     """Fit every registered method that is for classes and predict both kinds of test images."""
     given, outcomes = problem(seed=seed), {}
     network = Perceptron((64, 128, FAMILIAR), nn.ReLU, nn.Flatten(), seed=seed)
-    model = Model(network, Categorical(), Normal(scale=TRAINING.prior_scale))
+    model = Model(network, Categorical(), TRAINING.prior)
     fit(model, MAP(epochs=1), (given.x[:64], given.y[:64]))  # torch loads itself in part at the first step: no method's time
     fits = Fits(model, (given.x, given.y), TRAINING, seed=seed, effort=effort)
     for name in suiting(METHODS, Categorical):
-        label, (posterior, seconds) = recipe(name).label, fits(name)
+        label, (posterior, seconds) = fits.label(name), fits(name)
         outcomes[name] = Outcome(label, posterior.predict(given.x_known), posterior.predict(given.x_unknown), seconds)
         say(f"digits: {label}, {seconds:.1f} s")
     return given, outcomes
