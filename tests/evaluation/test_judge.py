@@ -234,20 +234,20 @@ def test_the_progress_is_told(fitted, monkeypatch):
             seen.append((done, self.total, info["examples"]))
             return super().update(done, info)
 
-    monkeypatch.setitem(judge.__globals__, "Progress", Told)
+    monkeypatch.setattr("dubito.evaluation.judge.batches.Progress", Told)
     judge(posterior, (x, y), size=115)
     assert seen == [(1, 2, 115), (2, 2, 230)]
 
 
 def test_mistakes_are_told(fitted):
     posterior, x, y = fitted
-    with pytest.raises(ValueError, match="'acuracy' is no list of metrics: give some of accuracy"):
+    with pytest.raises(ValueError, match=r"metrics must be a list of names among accuracy.*got 'acuracy'"):
         judge(posterior, (x, y), metrics=["acuracy"])
-    with pytest.raises(ValueError, match="'nll' is no list of metrics"):
+    with pytest.raises(ValueError, match=r"metrics must be a list.*got 'nll'"):
         judge(posterior, (x, y), metrics="nll")
-    with pytest.raises(ValueError, match="'doubt' is no list of scores"):
+    with pytest.raises(ValueError, match=r"scores must be a list.*got 'doubt'"):
         judge(posterior, (x, y), scores=["doubt"])
-    with pytest.raises(ValueError, match="rmse is for regression, and Categorical is not"):
+    with pytest.raises(ValueError, match="rmse is not for classes, which Categorical predicts"):
         judge(posterior, (x, y), metrics=["rmse"])
     with pytest.raises(TypeError, match="got a int"):
         judge(3, (x, y))
@@ -280,9 +280,70 @@ def test_memory_is_bounded_by_the_batch():
     p, y = LatentMixture(Categorical(), spread(20, 500, 10)), integers(10, 500)
     for _ in range(20):
         judged.update(p, y)
-    held = sum(t.untyped_storage().nbytes() for parts in judged._kept.values() for t in parts)
+    held = sum(t.untyped_storage().nbytes() for parts in judged.scorer.kept.values() for t in parts)
     assert held == 20 * 500 * (4 + 4 + 1 + 1)
     assert np.isclose(judged.compute()["nll"], float(METRICS["nll"].function(p, y)))
+
+
+def reference(values, rows):
+    """The standard error of a mean over positions, by the examples (rows) that they belong to: a ratio of sums."""
+    sums = torch.stack([values[rows == row].sum() for row in rows.unique()]).double()
+    counts = torch.stack([(rows == row).sum() for row in rows.unique()]).double()
+    gaps = sums - sums.sum() / counts.sum() * counts
+    return float((len(gaps) / (len(gaps) - 1) * gaps.square().sum()).sqrt() / counts.sum())
+
+
+@pytest.mark.parametrize("case", ["classes", "labels", "probit", "maps of classes"])
+def test_standard_errors_of_classes(case):
+    p, y = CASES["classes, probit" if case == "probit" else case]()
+    found = fed(p, y, size=7).standard_errors
+    target = p.likelihood.target(y, p.f_mean)
+    keep = torch.ones(p.mean.shape[:-1], dtype=torch.bool) if case == "labels" else target != -100
+    rows = torch.arange(len(y)).view(-1, *[1] * (keep.ndim - 1)).expand_as(keep)[keep]
+    probs, truth = p.mean[keep], target[keep]
+    on = truth if case == "labels" else torch.nn.functional.one_hot(truth, probs.shape[-1])
+    right = ((probs > 0.5) == truth.bool()).double().mean(-1) if case == "labels" else (probs.argmax(-1) == truth).double()
+    chosen = torch.where(on.bool(), probs, 1 - probs).log().sum(-1) if case == "labels" else (probs * on).sum(-1).log()
+    assert found["accuracy"] == pytest.approx(reference(right, rows), rel=1e-4)
+    assert found["brier"] == pytest.approx(reference((probs - on).square().sum(-1), rows), rel=1e-4)
+    assert found["total"] == pytest.approx(reference(p.uncertainty.total[keep], rows), rel=1e-4)
+    if case != "labels":  # whose log scores are means over draws of products
+        assert found["nll"] == pytest.approx(reference(-chosen, rows), rel=1e-3)
+    assert not {"ece", "mce", "auroc"} & set(found)
+
+
+@pytest.mark.parametrize("case", ["regression", "maps of numbers"])
+def test_standard_errors_of_numbers(case):
+    p, y = CASES[case]()
+    found = fed(p, y, size=7)
+    target = p.likelihood.target(y, p.f_mean)
+    shape = target.shape[:-1]
+    rows = torch.arange(len(y)).view(-1, *[1] * (len(shape) - 1)).expand(shape).flatten()
+    lower, upper = p.interval(0.9)
+    inside = ((lower <= target) & (target <= upper)).double().mean(-1).flatten()
+    squares = (p.mean - target).square().mean(-1).flatten()
+    assert found.standard_errors["coverage"] == pytest.approx(reference(inside, rows), rel=1e-6)
+    assert found.standard_errors["rmse"] == pytest.approx(reference(squares, rows) / (2 * found["rmse"]), rel=1e-5)
+    assert {"nll", "crps", "width", "interval_score", "sharpness", "total"} <= set(found.standard_errors)
+    assert f"{found['coverage']:.4g}  ± {found.standard_errors['coverage']:.2g}" in str(found)
+
+
+def test_standard_errors_say_how_often_the_truth_is_missed():
+    """The error of the mean over repeated data sets is what one data set says it is."""
+    g = torch.Generator().manual_seed(0)
+    means, errors = [], []
+    for _ in range(300):
+        p = LatentMixture(Categorical(), torch.randn(1, 100, 3, generator=g))
+        found = fed(p, torch.randint(3, (100,), generator=g), size=100, metrics=["nll", "accuracy"])
+        means.append((found["nll"], found["accuracy"]))
+        errors.append((found.standard_errors["nll"], found.standard_errors["accuracy"]))
+    torch.testing.assert_close(torch.tensor(means).std(0), torch.tensor(errors).mean(0), rtol=0.1, atol=0)
+
+
+def test_one_example_has_no_standard_error():
+    found = fed(LatentMixture(Categorical(), spread(2, 1, 3)), torch.tensor([1]), metrics=["nll", "accuracy"])
+    assert all(map(math.isnan, found.standard_errors.values()))
+    assert "±" not in str(found)
 
 
 def test_the_words_say_which_interval():

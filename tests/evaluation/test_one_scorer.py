@@ -16,7 +16,7 @@ from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical
 from dubito.apps import dense
 from dubito.cli.compare.judging import judged
 from dubito.cli.demo import digits
-from dubito.evaluation.judge import Judge, judge
+from dubito.evaluation.judge import Judge, judge, score
 from dubito.evaluation.problems import DIGITS, Part, Problem, perceptron
 from dubito.evaluation.shift import sweep
 from dubito.posteriors import Samples
@@ -83,9 +83,7 @@ def of_judge():
 
 
 def of_evaluate():
-    from dubito.cli.commands.scores import scores
-
-    return {name: dict(scores(p, y)) for name, (p, y) in predictives().items()}
+    return {name: score(p, y) for name, (p, y) in predictives().items()}
 
 
 def of_compare():
@@ -150,6 +148,7 @@ def flat(value, path=""):
 @pytest.mark.parametrize("caller", CALLERS)
 def test_the_numbers_of_every_caller_stay(caller):
     found, expected = flat(CALLERS[caller]()), json.loads(FILE.read_text())[caller]
+    found = {path: value for path, value in found.items() if "/standard_errors/" not in path}  # new since then
     assert found.keys() == expected.keys()
     for path, value in expected.items():
         assert found[path] == (pytest.approx(value, rel=1e-6, abs=1e-9) if isinstance(value, float) else value), path

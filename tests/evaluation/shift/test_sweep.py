@@ -97,8 +97,8 @@ def test_regression():
         ({"shift": Corruptions(("fog",), (0.5,))}, "severity is 1, 2, 3, 4 or 5; got 0.5"),
         ({"shift": Corruptions((), (1,))}, "at least one kind"),
         ({"shift": Attacks((0.1,), (0.5, 1))}, "outside the bounds"),
-        ({"metrics": ["f1"]}, "no metric 'f1': use some of accuracy"),
-        ({"batch_size": 0}, "batch_size is at least 1"),
+        ({"metrics": ["f1"]}, "metric must be one of 'accuracy', .* got 'f1'"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"shift": ["saturate"]}, "these images are grey"),
     ],
 )

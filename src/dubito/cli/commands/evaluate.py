@@ -11,7 +11,8 @@ from tyro.conf import FlagCreatePairsOff
 
 from dubito.cli.commands.fitted import Reading
 from dubito.cli.commands.flags import parse
-from dubito.cli.commands.scores import finite, scores, show
+from dubito.cli.commands.scores import show
+from dubito.evaluation.judge import finite, score, standard_errors
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ def evaluate(args: Sequence[str]) -> None:
     fitted = options.open()
     found = fitted.read(options.data, targets=True)
     assert found.y is not None
-    values = scores(fitted.predict(found.x), found.y)
+    p = fitted.predict(found.x)
+    values = score(p, found.y)
+    errors = standard_errors(p, found.y, list(values))
     if options.json:
-        print(json.dumps({"rows": len(found.x), **finite(values)}, indent=2))
+        print(json.dumps({"rows": len(found.x), **finite(values), "standard_errors": finite(errors)}, indent=2))
     else:
-        show(values, f"{options.data}: {len(found.x)} rows")
+        show(values, errors, f"{options.data}: {len(found.x)} rows")

@@ -17,8 +17,9 @@ from dubito.cli.commands.network import reason
 from dubito.cli.commands.notes import notes
 from dubito.cli.commands.options import FitOptions, parse_options
 from dubito.cli.commands.recipe import NAME, Recipe, Scaling
-from dubito.cli.commands.scores import finite, scores, show
+from dubito.cli.commands.scores import show
 from dubito.cli.commands.tables import Kind, Rows, output_names, read_table, split
+from dubito.evaluation import judge
 from dubito.evaluation.data import Table
 from dubito.inference.fit import Method, Start
 from dubito.inference.fit import fit as run
@@ -155,13 +156,14 @@ class Fitting:
 def score(posterior: Posterior, recipe: Recipe, options: FitOptions, x: Tensor, y: Tensor, rows: Rows) -> dict[str, float | None]:
     """Score the held-out rows, and print the scores with notes on them."""
     with usage_errors(Indefinite):  # a covariance is factorized when it is first used
-        values = scores(Fitted(recipe, posterior).predict(x[rows.held_out]), y[rows.held_out])
-    show(values, f"On the {len(rows.held_out)} held-out rows")
+        p = Fitted(recipe, posterior).predict(x[rows.held_out])
+        values = judge.score(p, y[rows.held_out])
+    show(values, judge.standard_errors(p, y[rows.held_out], list(values)), f"On the {len(rows.held_out)} held-out rows")
     if options.run.patience:
         print("These rows also decided when to stop, so expect slightly worse scores on new data.")
     for text in notes(values, y[rows.train], y[rows.held_out], options.flags):
         print(f"Note: {text}")
-    return finite(values)
+    return judge.finite(values)
 
 
 def check(model: Model, recipe: Recipe, options: FitOptions, rows: Rows) -> None:
@@ -177,9 +179,10 @@ def check(model: Model, recipe: Recipe, options: FitOptions, rows: Rows) -> None
         raise UsageError("--patience might end the run while members are still being trained: leave it out, and set --epochs")
     if recipe.network.network is not None:
         check_network(model, recipe)
-    elif any(isinstance(part, PiModel) for part in methods) and not recipe.network.dropout:
-        if not (isinstance(inner, MCDropout) and inner.at is not None):
-            raise UsageError("pi_model needs dropout in the network: give --dropout 0.1")
+        return
+    own_dropout = isinstance(inner, MCDropout) and inner.at is not None
+    if any(isinstance(part, PiModel) for part in methods) and not recipe.network.dropout and not own_dropout:
+        raise UsageError("pi_model needs dropout in the network: give --dropout 0.1")
 
 
 def unwrap(method: Method) -> list[Method]:

@@ -96,6 +96,8 @@ def split(rows: int, share: float, *, seed: int) -> Rows:
     """
     held = round(share * rows)
     if not 0 <= share < 1 or (share > 0 and not 0 < held < rows):
-        raise UsageError(f"--held-out {share:g} of {rows} rows must leave both training and held-out rows; give another share, or 0")
+        raise UsageError(
+            f"--held-out {share:g} of {rows} rows must leave both training and held-out rows; give another share, or 0"
+        )
     order = torch.randperm(rows, generator=randomness.generator("cpu", seed, "held out"))
     return Rows(order[held:].sort().values, order[:held].sort().values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,17 @@ from dubito.apps.failure import SCORES, ConfidNet
 from dubito.apps.network import score_loader
 from dubito.apps.ood import DETECTORS
 from dubito.evaluation import measures, metrics
+from dubito.evaluation.judge import rank, score, separation
+from dubito.evaluation.judge.batches import predict_in_batches, predictor
 from dubito.evaluation.problems import Part, Problem
 from dubito.evaluation.shift import corrupt
 from dubito.posteriors import Posterior
-from dubito.posteriors.predictive import Predictive, concatenate
+from dubito.posteriors.predictive import Predictive
 
 ROWS = 1024  # inputs predicted at a time
 SEVERITIES = (1, 3, 5)
-SHIFTED = ("accuracy", "nll", "ece")  # what is followed under corruption, beside the two kinds of uncertainty
+SHIFTED = ("accuracy", "nll", "ece")  # the metrics that are followed under corruption
+FOLLOWED = (*SHIFTED, "aleatoric", "epistemic")
 DECISIONS = ("auroc", "fpr95", "aupr_error", "aurc")  # of errors, ranked by 1 - the largest probability
 CONFIDENCE = (*SCORES, "confidnet")  # what errors can be ranked by
 OF_LOGITS = ("msp", "max_logit", "energy", "odin", "mutual_information")  # detectors that only classes have
@@ -40,10 +44,8 @@ class Judged:
 
 def predicted(posterior: Posterior, x: Tensor, part: Part, *, seed: int) -> Predictive:
     """The predictive of all inputs, in the targets' own units, on the CPU."""
-    p = concatenate([posterior.predict(rows, seed=seed).to("cpu") for rows in x.split(ROWS)])
-    if part.shift is None or part.scale is None:
-        return p
-    return p.rescaled(part.shift, part.scale)
+    p = predict_in_batches(predictor(posterior, seed=seed), x, ROWS)
+    return p if part.shift is None or part.scale is None else p.rescaled(part.shift, part.scale)
 
 
 def judged(
@@ -60,38 +62,33 @@ def judged(
     """All scores that suit the problem. Nothing is chosen here: the test data are only looked at."""
     p = predicted(posterior, part.x_test, part, seed=seed)
     classes = problem.kind == "classification"
-    scores = suiting(p, part.y_test, classes=classes)
+    scores = score(p, part.y_test)
     if not math.isfinite(scores["nll"]):  # left out of the means, such a fit would make its method look better than it is
         raise FloatingPointError("its predictions are not finite numbers: lower learning_rate, or set clip")
     arrays = _classes(p, part.y_test) if classes else _regression(p, part.y_test)
     if classes:
         wrong = arrays["wrong"].bool()
-        scores |= {f"errors {name}": float(metrics.DECISIONS[name].function(arrays["doubt"], wrong)) for name in DECISIONS}
+        scores |= {f"errors {figure}": value for figure, value in rank(arrays["doubt"], wrong, DECISIONS).items()}
         for name in confidence:
             scores |= ranked(name, posterior, p, part, wrong, seed=seed)
     for name, x in part.unfamiliar.items():
         strange = _doubts(predicted(posterior, x, part, seed=seed), classes=classes)
         for measure, values in strange.items():
-            both = torch.cat([arrays[measure], values])
-            unfamiliar = torch.arange(len(both)) >= len(arrays[measure])
-            scores[f"{name} auroc {measure}"] = float(metrics.auroc(both, unfamiliar))
+            figures = separation(arrays[measure], values)
+            scores[f"{name} auroc {measure}"] = figures["auroc"]
             if measure == "total":
-                scores[f"{name} fpr95"] = float(metrics.fpr95(both, unfamiliar))
+                scores[f"{name} fpr95"] = figures["fpr95"]
             arrays[f"unfamiliar {name} {measure}"] = values
     for name in detectors if part.unfamiliar else ():
         scores |= detected(name, posterior, part)
     if problem.people is not None:
         scores |= people(arrays["aleatoric"], problem.people)
-    shift = {name: {"0": _moved(p, part.y_test), **_shifted(posterior, part, name, severities, seed)} for name in corruptions}
+    shift = {
+        name: {"0": score(p, part.y_test, FOLLOWED), **_shifted(posterior, part, name, severities, seed)} for name in corruptions
+    }
     if shift:
         scores |= _worst(shift)
     return Judged(scores, {name: value.detach().contiguous() for name, value in arrays.items()}, shift)
-
-
-def suiting(p: Predictive, y: Tensor, *, classes: bool) -> dict[str, float]:
-    """The metrics that suit the predictive."""
-    suit = {name: m for name, m in metrics.METRICS.items() if (m.classes if classes else m.regression)}
-    return {name: float(metric.function(p, y)) for name, metric in suit.items()}
 
 
 def check(detectors: Sequence[str], confidence: Sequence[str], *, classes: bool) -> None:
@@ -112,38 +109,25 @@ def check(detectors: Sequence[str], confidence: Sequence[str], *, classes: bool)
 
 def detected(name: str, posterior: Posterior, part: Part) -> dict[str, float]:
     """How well a detector of `dubito.apps.ood`, fitted on the training part alone, tells every unfamiliar set from the test inputs."""
-    found = {}
     try:
-        score = DETECTORS[name]().fit(posterior, (part.x_train, part.y_train))
-        familiar = score_loader(score, part.x_test)
-        values = {kind: score_loader(score, x) for kind, x in part.unfamiliar.items()}
+        detector = DETECTORS[name]().fit(posterior, (part.x_train, part.y_train))
+        familiar = score_loader(detector, part.x_test)
+        figures = {kind: separation(familiar, score_loader(detector, x)) for kind, x in part.unfamiliar.items()}
     except ValueError:
-        familiar, values = torch.zeros(1), dict.fromkeys(part.unfamiliar)
-    for kind, strange in values.items():
-        for figure in ("auroc", "fpr95"):
-            value = math.nan
-            if strange is not None:
-                both = torch.cat([familiar, strange])
-                value = float(metrics.DECISIONS[figure].function(both, torch.arange(len(both)) >= len(familiar)))
-            found[f"{kind} {figure} {name}"] = value
-    return found
+        figures = {kind: {"auroc": math.nan, "fpr95": math.nan} for kind in part.unfamiliar}
+    return {f"{kind} {figure} {name}": value for kind, found in figures.items() for figure, value in found.items()}
 
 
 def ranked(name: str, posterior: Posterior, p: Predictive, part: Part, wrong: Tensor, *, seed: int) -> dict[str, float]:
     """How well a score of `dubito.apps.failure` finds the errors; what ConfidNet learns it learns from the training part alone."""
-    score = None
+    figures = dict.fromkeys(DECISIONS, math.nan)
     if name != "confidnet":
-        score = SCORES[name](p)
+        figures = rank(SCORES[name](p), wrong, DECISIONS)
     else:
-        try:
+        with suppress(ValueError):
             learned = ConfidNet().fit(posterior, (part.x_train, part.y_train), seed=seed, progress=False)
-            score = score_loader(learned, part.x_test)
-        except ValueError:
-            pass
-    return {
-        f"errors {figure} by {name}": math.nan if score is None else float(metrics.DECISIONS[figure].function(score, wrong))
-        for figure in DECISIONS
-    }
+            figures = rank(score_loader(learned, part.x_test), wrong, DECISIONS)
+    return {f"errors {figure} by {name}": value for figure, value in figures.items()}
 
 
 def people(aleatoric: Tensor, human: Tensor) -> dict[str, float]:
@@ -198,15 +182,8 @@ def _shifted(posterior: Posterior, part: Part, name: str, severities: Sequence[i
     for severity in severities:
         # the seed of the corruption is the same for all methods and seeds: all see the same images
         x = corrupt(part.x_test, name, severity=severity)
-        found[str(severity)] = _moved(predicted(posterior, x, part, seed=seed), part.y_test)
+        found[str(severity)] = score(predicted(posterior, x, part, seed=seed), part.y_test, FOLLOWED)
     return found
-
-
-def _moved(p: Predictive, y: Tensor) -> dict[str, float]:
-    """What is followed under corruption."""
-    doubts = _doubts(p, classes=True)
-    scores = {key: float(metrics.METRICS[key].function(p, y)) for key in SHIFTED}
-    return {**scores, "aleatoric": float(doubts["aleatoric"].mean()), "epistemic": float(doubts["epistemic"].mean())}
 
 
 def _worst(shift: Mapping[str, Any]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dubito.cli.demo.fits import Fits, Perceptron
 from dubito.cli.threads import one_thread
-from dubito.evaluation import data, measures, metrics
+from dubito.evaluation import data, measures
+from dubito.evaluation.judge import rank, score, separation
 from dubito.evaluation.problems import DIGITS
 from dubito.inference.fit import fit
 from dubito.inference.methods import MAP
@@ -112,13 +113,15 @@ def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = st
 
 def scores(outcome: Outcome, y: Tensor) -> dict[str, float]:
     """What the table shows of a method; y are the labels of the known images."""
-    known, doubt = outcome.known, outcome.both(measures.predictive_entropy)
+    known = outcome.known
+    found = score(known, y, ("accuracy", "nll", "ece"))
+    entropies = measures.predictive_entropy(known), measures.predictive_entropy(outcome.unknown)
     return {
-        "accuracy": float(metrics.accuracy(known, y)),
-        "NLL": float(metrics.nll(known, y)),
-        "ECE": float(metrics.ece(known, y)),
-        "AUROC errors": float(metrics.auroc(measures.one_minus_max(known), outcome.wrong(y))),
-        "AUROC unfamiliar": float(metrics.auroc(doubt, torch.arange(len(doubt)) >= len(y))),
+        "accuracy": found["accuracy"],
+        "NLL": found["nll"],
+        "ECE": found["ece"],
+        "AUROC errors": rank(measures.one_minus_max(known), outcome.wrong(y))["auroc"],
+        "AUROC unfamiliar": separation(*entropies)["auroc"],
         "seconds": outcome.seconds,
     }
 

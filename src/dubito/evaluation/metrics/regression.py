@@ -39,9 +39,14 @@ def crps(p: Predictive, y: Array) -> Tensor:
     >>> crps(LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 1, 1)), torch.tensor([0.0]))
     tensor(0.2337)
     """
+    return crps_of(p, y).mean()
+
+
+def crps_of(p: Predictive, y: Array) -> Tensor:
+    """The `crps` of every output, [n]."""
     y = targets(p, y, "crps", classes=False)
     if (own := getattr(p, "crps", None)) is not None:  # of a Student-t, or recalibrated
-        return precise(own(y)).mean()
+        return precise(own(y)).flatten()
     if not isinstance(p, LatentMixture):
         raise ValueError(f"crps is exact for mixtures of Gaussians; a {type(p).__name__} is none")
     marginal, weights = p.marginals
@@ -52,7 +57,7 @@ def crps(p: Predictive, y: Array) -> Tensor:
     error = weights @ _mean_absolute(mean - y.flatten(), scale)  # [n]
     columns = max(1, PAIRS // len(mean))
     blocks = zip(mean.split(columns, 1), scale.split(columns, 1), strict=True)
-    return (error - 0.5 * torch.cat([_spread(m, s, weights) for m, s in blocks])).mean()
+    return error - 0.5 * torch.cat([_spread(m, s, weights) for m, s in blocks])
 
 
 def coverage(p: Predictive, y: Array, *, level: float = 0.9) -> Tensor:
@@ -93,7 +98,7 @@ def interval_score(p: Predictive, y: Array, *, level: float = 0.9) -> Tensor:
     tensor(13.2897)
     """
     y = targets(p, y, "interval_score", classes=False)
-    return precise(_interval_score(y, *_interval(p, level), level)).mean()
+    return precise(interval_penalty(y, *_interval(p, level), level)).mean()
 
 
 def sharpness(p: Predictive, y: Array | None = None) -> Tensor:
@@ -120,7 +125,7 @@ def pit(p: Predictive, y: Array) -> Tensor:
     >>> pit(p, torch.tensor([1.0]))
     tensor([[0.5000]])
     """
-    return _pit(p, y, "pit")
+    return pit_of(p, y, "pit")
 
 
 class QuantileCalibration(NamedTuple):
@@ -162,7 +167,8 @@ def quantile_error(p: Predictive, y: Array, *, levels: Sequence[float] = LEVELS)
     return _quantile_calibration(p, y, levels, "quantile_error").error.to(precise(p.mean).dtype)
 
 
-def _pit(p: Predictive, y: Array, name: str) -> Tensor:
+def pit_of(p: Predictive, y: Array, name: str) -> Tensor:
+    """F(y) of every output, in the layout of p.mean; `name` is the metric that error messages name."""
     y = targets(p, y, name, classes=False)
     cdf = getattr(p, "cdf", None)
     if cdf is None:
@@ -174,7 +180,7 @@ def _quantile_calibration(p: Predictive, y: Array, levels: Sequence[float], name
     at = torch.tensor(list(levels), dtype=torch.float64, device=p.mean.device)
     if not len(at) or not bool(((at > 0) & (at < 1)).all()):
         raise ValueError(f"the levels of quantiles lie between 0 and 1; got {list(levels)}")
-    values = _pit(p, y, name).flatten().double()
+    values = pit_of(p, y, name).flatten().double()
     below = torch.searchsorted(values.sort().values, at, right=True)
     return QuantileCalibration(at, below.double() / len(values) if len(values) else torch.full_like(at, math.nan), len(values))
 
@@ -185,7 +191,8 @@ def _interval(p: Predictive, level: float) -> tuple[Tensor, Tensor]:
     return p.interval(level)
 
 
-def _interval_score(y: Tensor, lower: Tensor, upper: Tensor, level: float) -> Tensor:
+def interval_penalty(y: Tensor, lower: Tensor, upper: Tensor, level: float) -> Tensor:
+    """The `interval_score` of every output, in the shape of y."""
     return (upper - lower) + 2 / (1 - level) * ((lower - y).clamp_min(0) + (y - upper).clamp_min(0))
 
 

@@ -11,16 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dubito.evaluation.judge import score
+from dubito.evaluation.judge.batches import predict_in_batches, predictor
 from dubito.evaluation.metrics import METRICS
 from dubito.evaluation.shift.attack import Bounds, Norm, Transform, fgsm, pgd
 from dubito.evaluation.shift.attack import check as check_attack
 from dubito.evaluation.shift.corruptions import COMMON, check, corrupt
 from dubito.evaluation.shift.rotation import rotate
-from dubito.model.likelihoods import Bernoulli
 from dubito.posteriors import Posterior
-from dubito.posteriors.predictive import Predictive, concatenate
+from dubito.tensors.checks import at_least, one_of, require
 
-EPISTEMIC, CONFIDENCE = "epistemic", "confidence"
+CLASSES = ("accuracy", "nll", "ece", "confidence", "epistemic")  # what is followed unless other metrics are named
+NUMBERS = ("nll", "rmse", "coverage", "epistemic")
 
 
 class Shift(ABC):
@@ -171,39 +173,32 @@ def sweep(
     >>> found.levels, sorted(found.scores["fog", 5])
     ((0, 1, 2, 3, 4, 5), ['accuracy', 'confidence', 'ece', 'epistemic', 'nll'])
     """
-    found = _shift(shift)
-    discrete = posterior.model.likelihood.discrete
-    names = tuple(metrics) if metrics is not None else ("accuracy", "nll", "ece", CONFIDENCE, EPISTEMIC) if discrete else (
-        "nll", "rmse", "coverage", EPISTEMIC)  # fmt: skip
-    if wrong := [name for name in names if name not in (*METRICS, EPISTEMIC, CONFIDENCE)]:
-        raise ValueError(f"there is no metric {wrong[0]!r}: use some of {', '.join([*METRICS, EPISTEMIC, CONFIDENCE])}")
+    shifts = _shift(shift)
+    usual = CLASSES if posterior.model.likelihood.discrete else NUMBERS
+    names = usual if metrics is None else tuple(metrics)
+    for name in names:
+        one_of([*METRICS, "epistemic", "confidence"], metric=name)
     if not isinstance(x, Tensor) or y is None:
         given = "no targets" if y is None else f"a {type(x).__name__}"
         raise TypeError(f"x is one tensor, which is shifted as a whole, and y the targets of all its rows; got {given}")
     y = torch.as_tensor(y)
-    if len(x) != len(y) or not len(x):
-        raise ValueError(f"there are {len(x)} inputs for {len(y)} targets: give one for each, and at least one")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is at least 1; got {batch_size}")
-    found.check(x)
+    require(len(x) == len(y) and len(x), f"there are {len(x)} inputs for {len(y)} targets: give one for each, and at least one")
+    at_least(1, batch_size=batch_size)
+    shifts.check(x)
     targets = y.cpu()
+    predict = predictor(posterior, how=how, draws=draws, memory=memory, seed=seed)
 
-    def judged(inputs: Tensor) -> dict[str, float]:
-        parts = []
-        for part in inputs.split(batch_size):
-            given = part if transform is None else transform(part)
-            parts.append(posterior.predict(given, how, draws=draws, memory=memory, seed=seed).to("cpu"))
-        p = concatenate(parts)
-        return {name: _value(p, targets, name) for name in names}
+    def scored(inputs: Tensor) -> dict[str, float]:
+        return score(predict_in_batches(predict, inputs, batch_size, transform), targets, names)
 
-    levels = tuple(level for level in found.levels if level)
-    clean = judged(x)
+    levels = tuple(level for level in shifts.levels if level)
+    clean = scored(x)
     scores: dict[tuple[str, float], dict[str, float]] = {}
-    for kind in found.kinds:
+    for kind in shifts.kinds:
         scores[kind, 0] = dict(clean)
         for level in levels:
-            scores[kind, level] = judged(found.apply(x, kind, level, y=y, posterior=posterior, transform=transform, seed=seed))
-    return Sweep(found.axis, found.kinds, (0, *levels), names, scores)
+            scores[kind, level] = scored(shifts.apply(x, kind, level, y=y, posterior=posterior, transform=transform, seed=seed))
+    return Sweep(shifts.axis, shifts.kinds, (0, *levels), names, scores)
 
 
 def _shift(shift: Shift | Sequence[str] | str) -> Shift:
@@ -222,16 +217,3 @@ def _shift(shift: Shift | Sequence[str] | str) -> Shift:
     if not found.kinds or not any(found.levels):
         raise ValueError("a shift has at least one kind and one level other than 0")
     return found
-
-
-def _value(p: Predictive, y: Tensor, name: str) -> float:
-    if name == EPISTEMIC:
-        return float(p.uncertainty.epistemic.double().mean())
-    if name == CONFIDENCE:
-        if not p.likelihood.discrete:
-            raise ValueError(
-                f"confidence is for classes, and {type(p.likelihood).__name__} predicts numbers: leave it out of `metrics`"
-            )
-        top = torch.maximum(p.mean, 1 - p.mean) if isinstance(p.likelihood, Bernoulli) else p.mean.amax(-1)
-        return float(top.double().mean())
-    return float(METRICS[name].function(p, y))

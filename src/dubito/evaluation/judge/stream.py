@@ -1,0 +1,149 @@
+"""Judge a model on data, in one pass and in bounded memory.
+
+Batches become sums and counts as they come. Where ranks are needed (equal-mass bins, ROC and risk-coverage curves) a few numbers are
+kept for every example: its confidence, its scores, and whether it was right. The results are those of `dubito.metrics` on everything
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from dubito.evaluation.judge.batches import Predictor, for_each_batch, model_of, predictor
+from dubito.evaluation.judge.classes import ClassScorer
+from dubito.evaluation.judge.judgement import Judgement
+from dubito.evaluation.judge.numbers import NumberScorer
+from dubito.evaluation.measures import MEASURES
+from dubito.evaluation.metrics import DECISIONS, METRICS
+from dubito.evaluation.metrics.reading import Array, targets, tensor
+from dubito.posteriors.posterior import Posterior
+from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import between, require
+
+NAMES = (*METRICS, *DECISIONS, "brier_decomposition", "uncertainty")
+
+
+class Judge:
+    r"""Collects what is needed to judge predictions, batch by batch.
+
+    `metrics` are names from `metrics.METRICS` and `metrics.DECISIONS`, "brier_decomposition", and "uncertainty" for the means of
+    total, aleatoric and epistemic; None takes all that suit. `scores` are names from `measures.MEASURES` by which errors are to be
+    found: by default `one_minus_max`, and `total_variance` for regression, where the error is the squared one, summed over outputs.
+    With `Bernoulli` an example is an error if any of its labels is wrong. The ± of a mean is its standard error over examples.
+
+    >>> import dubito
+    >>> from dubito.posteriors.predictive import LatentMixture
+    >>> judge = Judge(["accuracy", "nll", "auroc"])
+    >>> for logits, y in (([[2.0, 0.0], [0.0, 1.0]], [0, 0]), ([[0.0, 3.0]], [1])):
+    ...     judge.update(LatentMixture(dubito.Categorical(), torch.tensor([logits])), torch.tensor(y))
+    >>> print(judge.compute())
+    3 examples by one_minus_max
+      accuracy  0.6667  ± 0.33  share of rows whose most probable class is right
+      nll       0.4963  ± 0.41  negative log likelihood of a row; lower is better
+      auroc          1          how often an error is less certain than a success
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[str] | None = None,
+        *,
+        scores: Sequence[str] | None = None,
+        bins: int = 15,
+        level: float = 0.9,
+    ):
+        check_names(NAMES, metrics=metrics)
+        check_names(MEASURES, scores=scores)
+        between(0, 1, level=level)
+        self.options = (None if metrics is None else list(metrics), None if scores is None else list(scores), bins, level)
+        self.scorer: ClassScorer | NumberScorer | None = None
+
+    @property
+    def n(self) -> int:
+        """Examples so far, or labelled positions of dense outputs."""
+        return 0 if self.scorer is None else self.scorer.n
+
+    @torch.no_grad()
+    def update(self, p: Predictive, y: Array) -> None:
+        """Take in a batch: its predictive and its targets."""
+        target = targets(p, y, "judge")
+        if self.scorer is None:
+            self.scorer = (ClassScorer if p.likelihood.discrete else NumberScorer)(p, *self.options)
+        require(
+            self.scorer.discrete == p.likelihood.discrete, "some batches are of classes and some of numbers: judge them apart"
+        )
+        self.scorer.update(p, tensor(y).to(target.device), target)
+
+    def compute(self) -> Judgement:
+        """The judgement of all batches so far."""
+        scorer = self.scorer
+        if scorer is None or not scorer.n:
+            raise ValueError("there is nothing to judge: no batch, or none with a labelled target")
+        decisions = scorer.decisions()
+        values = scorer.values() | scorer.split()
+        values |= next(iter(decisions.values())).values if decisions else {}
+        errors = scorer.standard_errors()
+        return Judgement(values, scorer.n, decisions, scorer.level, standard_errors=errors, **scorer.details())
+
+
+def judge(
+    posterior: Posterior | Predictor,
+    data: Any,
+    *,
+    metrics: Sequence[str] | None = None,
+    scores: Sequence[str] | None = None,
+    how: str | None = None,
+    draws: int | None = None,
+    memory: float = 1.0,
+    seed: int = 0,
+    size: int = 1000,
+    bins: int = 15,
+    level: float = 0.9,
+    progress: bool | None = None,
+) -> Judgement:
+    """How good a posterior's predictions are on data whose targets are known, in one pass over it.
+
+    `data` is a DataLoader, a Dataset, a tuple (x, y) or any iterable of batches; data in memory is taken in batches of `size`. In the
+    place of a posterior any function from inputs to a `Predictive` will do, such as one that recalibrates:
+    `judge(lambda x: fix(posterior.predict(x)), data)`. `how`, `draws`, `memory` and `seed` are those of `predict`; `metrics`, `scores`,
+    `bins` and `level` those of `Judge`, which can also be fed by hand.
+
+    >>> import dubito
+    >>> model = dubito.Model(torch.nn.Linear(3, 2), dubito.Categorical())
+    >>> posterior = dubito.fit(model, dubito.MAP(epochs=1), (torch.randn(64, 3), torch.randint(2, (64,))))
+    >>> found = judge(posterior, (torch.randn(100, 3), torch.randint(2, (100,))), metrics=["nll", "ece", "auroc"])
+    >>> found.n, sorted(found.values), int(found.reliability.count.sum())
+    (100, ['auroc', 'ece', 'nll'], 100)
+    """
+    predict = predictor(posterior, how=how, draws=draws, memory=memory, seed=seed)
+    judging = Judge(metrics, scores=scores, bins=bins, level=level)
+
+    def take(x: Any, y: Any) -> int:
+        judging.update(predict(x), y)
+        return judging.n
+
+    for_each_batch(data, model_of(posterior), take, size=size, title="Judging", unit="examples", progress=progress)
+    return judging.compute()
+
+
+def standard_errors(p: Predictive, y: Array, metrics: Sequence[str] | None = None) -> dict[str, float]:
+    """The standard errors of those metrics of a predictive that are means over examples, by name.
+
+    >>> from dubito import Gaussian
+    >>> from dubito.posteriors.predictive import LatentMixture
+    >>> p = LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 4, 1))
+    >>> standard_errors(p, torch.tensor([0.0, 1.0, 2.0, 0.0]), ["coverage"])        # 3 of 4 targets inside
+    {'coverage': 0.25}
+    """
+    judging = Judge(metrics)
+    judging.update(p, y)
+    return dict(judging.compute().standard_errors)
+
+
+def check_names(choices: Collection[str], **arguments: Sequence[str] | None) -> None:
+    """Every argument must be a list of names among the choices, or None."""
+    for argument, names in arguments.items():
+        wrong = [names] if isinstance(names, str) else [name for name in names or () if name not in choices]
+        require(not wrong, f"{argument} must be a list of names among {', '.join(choices)}; got {wrong[0] if wrong else ''!r}")
