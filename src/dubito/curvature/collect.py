@@ -17,12 +17,13 @@ from dubito.curvature.capture import Forward
 from dubito.curvature.cotangents import MANY, Kind, cotangents, groups_of, observed
 from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import UNCLEAR, Layout, Part, layout, passed
-from dubito.curvature.rows import Layer, add_gram, pieces, squared_products
+from dubito.curvature.rows import Layer, add_gram, squared_products
 from dubito.model import Model
 from dubito.model.likelihoods import own
 from dubito.network.examples import batch_size
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker
+from dubito.tensors.covariances.propagation import pieces
 from dubito.tensors.tree import Buffers, Params
 
 Structure = Literal["diagonal", "kronecker", "dense"]

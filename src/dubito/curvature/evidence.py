@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker
+from dubito.tensors.covariances import Covariance
 from dubito.tensors.covariances.covariance import alike
 from dubito.tensors.tree import Params
 
@@ -59,7 +59,7 @@ class Evidence:
 
     def _prior_terms(self, covariance: Covariance, prior: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(theta - mu)^T P0 (theta - mu) and log det P0, over the weights the covariance is over."""
-        picked = _picked(covariance)
+        picked = covariance.picked()
         quadratic, logs = [], []
         for name, deviation in self.deviation.items():
             precision = prior[name].double()
@@ -91,20 +91,6 @@ class Evidence:
         return self.likelihood(scale) / temperature - 0.5 * (occam + quadratic / temperature)
 
 
-def _picked(covariance: Covariance) -> dict[str, Tensor]:
-    """For a subnetwork: the picked positions of every leaf."""
-    found: dict[str, Tensor] = {}
-    for block in covariance.blocks if isinstance(covariance, Blocks) else (covariance,):
-        if isinstance(block, Dense) and block.index is not None:
-            start = 0
-            for name, shape in block.shapes.items():
-                size = math.prod(shape)
-                inside = (block.index >= start) & (block.index < start + size)
-                found[name] = block.index[inside] - start
-                start += size
-    return found
-
-
 def groups(names: tuple[str, ...], by: str) -> dict[str, tuple[str, ...]]:
     """Which leaves share a prior precision: all ("one"), those of a module ("layer"), or each its own ("parameter").
 
@@ -128,15 +114,9 @@ LogPrecision = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 def _quick(covariance: Covariance) -> list[LogPrecision]:
     """log det (s H + P0), block by block; of large blocks from a histogram of their curvatures, since a search asks many times."""
     found: list[LogPrecision] = []
-    for block in covariance.blocks if isinstance(covariance, Blocks) else (covariance,):
-        if isinstance(block, Diagonal) and len(block.scale) == 1 and block.size > LARGE:
-            for name, leaf in block.curvature.items():
-                part = Diagonal({name: leaf}, {name: block.prior[name]}, block.scale)
-                found.append(_binned(leaf[0], (name,), part.log_precision))
-        elif isinstance(block, Kronecker) and block.plain and block.size > LARGE:
-            found.append(_binned(block.curvature, tuple(block.shapes), block.log_precision))
-        else:
-            found.append(block.log_precision)
+    for block in covariance.independent_blocks:
+        spectra = block.spectra() if block.size > LARGE else []
+        found += [_binned(values, tuple(part.shapes), part.log_precision) for part, values in spectra] or [block.log_precision]
     return found
 
 

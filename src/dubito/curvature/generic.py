@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dubito.curvature.capture import without_padding
-from dubito.curvature.rows import pieces
 from dubito.model import Model
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import mode
+from dubito.tensors.covariances.propagation import pieces
 from dubito.tensors.tree import Buffers, Params
 
 

@@ -6,7 +6,7 @@ The gradient of a cotangent with respect to the matrix of an affine layer is, fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -15,14 +15,8 @@ from torch import Tensor
 
 from dubito.curvature.capture import Use
 from dubito.curvature.layout import MERGED, Part
+from dubito.tensors.covariances.propagation import CHUNK
 from dubito.tensors.tree import Params
-
-CHUNK = 2**22  # numbers that may be formed at a time, where something is formed piece by piece
-
-
-def flat(leaf: Tensor, start: int) -> Tensor:
-    """The axes of a weight, those from `start` on, as one; a weight that is a single number has none, and is given one."""
-    return leaf.unsqueeze(-1) if leaf.ndim == start else leaf.flatten(start)
 
 
 def examples_first(value: Tensor, part: Part, batch: int) -> Tensor:
@@ -108,6 +102,12 @@ class Layer:
             return None
         uses = [use._replace(x=torch.zeros_like(use.x) if use.spread is None else use.spread) for use in self.uses]
         return Layer(self.part, uses, self.batch, self.shapes).a
+
+    def examples(self, piece: slice) -> Layer:
+        """The same layer for some of the examples."""
+        some = Layer(self.part, self.uses, piece.stop - piece.start, self.shapes)
+        some.a = self.a[piece]
+        return some
 
     def outputs(self, gradients: Sequence[Tensor | None], *, exact: bool = True) -> Tensor:
         """Gradients of the outputs of all uses, as rows [B, T, O]; in the network's own precision if not `exact`."""
@@ -240,12 +240,3 @@ def squared_products(g: Tensor, a: Tensor) -> Tensor:
         product = g[start : start + step].mT @ a[start : start + step]  # [b, O, I]
         total += product.square_().sum(0)
     return total
-
-
-def pieces(n: int, each: int, like: Tensor | None = None, chunk: int = CHUNK) -> Iterator[slice]:
-    """n things in slices, so that things of `each` numbers stay within bounds, which are wider on a GPU (where `like` is)."""
-    if isinstance(n, torch.SymInt):  # while it is traced for any number of them: all at a time
-        return iter([slice(0, n)])
-    chunk = chunk if like is None or not like.is_cuda else 64 * CHUNK
-    step = max(1, chunk // max(1, each))
-    return (slice(start, min(n, start + step)) for start in range(0, n, step))

@@ -118,7 +118,7 @@ def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict
         raise ValueError("this posterior is also over a learned noise, whose prior is flat: there is no bound")
     mean = {name: posterior.params[name].double() for name in names}
     variance = {name: leaf.double() for name, leaf in covariance.variance().items()}
-    independent = isinstance(covariance, Diagonal)
+    independent = covariance.independent
     entropy = 0.5 * (covariance.logdet() + covariance.moving * (1 + math.log(2 * math.pi)))
     expected = prior.expected_log_prob({**mean, **hyper}, variance, independent=independent)
     if expected is None:

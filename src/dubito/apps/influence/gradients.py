@@ -19,11 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito.apps.network import Network
 from dubito.curvature.generic import Unrolled, example_gradients
 from dubito.curvature.layout import passed
-from dubito.curvature.rows import Layer, flat, pieces
+from dubito.curvature.rows import Layer
 from dubito.model import Model
 from dubito.network.examples import batch_size
 from dubito.network.weights import mode
-from dubito.tensors.covariances import Blocks, Covariance, Diagonal, Kronecker
+from dubito.tensors.covariances import Covariance, Kronecker
+from dubito.tensors.covariances.propagation import flat, pieces
 from dubito.tensors.tree import Buffers, Params
 
 Weigh = Callable[[Any, Tensor, Any, Tensor], Tensor]  # (x, f, targets, slopes of the losses in f) -> cotangents in their place
@@ -155,13 +156,13 @@ class Losses:
 
     def quadratic(self, covariance: Covariance) -> Tensor:
         r""":math:`g_n^T \Sigma g_n` of every example, [B]."""
-        blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        blocks = covariance.independent_blocks
         total = next(iter(self.like.values())).new_zeros(self.size)
         by_weight = {layer.part.weight: (layer, g) for layer, g in zip(self.layers, self.rows, strict=True)}
         for block in blocks:
             if isinstance(block, Kronecker) and block.weight in by_weight:
                 total += _kronecker(block, *by_weight[block.weight])
-            elif isinstance(block, Diagonal):
+            elif block.independent:
                 total += self._diagonal(block.variance())
             else:
                 total += self._whole(block)
@@ -194,7 +195,7 @@ class Losses:
             leaves = {name: leaf[piece] for name, leaf in self.others.items() if name in block.shapes}
             for layer, g in zip(self.layers, self.rows, strict=True):
                 if set(layer.part.names) & set(block.shapes):
-                    leaves |= _some(layer, piece).gradients(g[piece])
+                    leaves |= layer.examples(piece).gradients(g[piece])
             n = piece.stop - piece.start
             v = {k: leaves[k] if k in leaves else self.like[k].new_zeros(n, *self.like[k].shape) for k in block.shapes}
             pulled = block.product(v)
@@ -209,7 +210,7 @@ def _kronecker(block: Kronecker, layer: Layer, g: Tensor) -> Tensor:
         return (turned.squeeze(1) ** 2 * (layer.energy(block.inputs) @ block.variances.mT)).sum(1)
     found = []
     for piece in pieces(layer.batch, block.variances.numel() + layer.positions * sum(block.variances.shape), g):
-        a = _some(layer, piece).rotated(block.inputs)
+        a = layer.examples(piece).rotated(block.inputs)
         found.append(((turned[piece].mT @ a).square_() * block.variances).flatten(1).sum(1))
     return torch.cat(found)
 
@@ -217,14 +218,7 @@ def _kronecker(block: Kronecker, layer: Layer, g: Tensor) -> Tensor:
 def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[slice, Params]]:
     """Gradients of a layer's weights [b, *shape], some examples at a time."""
     for piece in pieces(layer.batch, sum(layer.shapes[name].numel() for name in layer.part.names), g):
-        yield piece, _some(layer, piece).gradients(g[piece])
-
-
-def _some(layer: Layer, piece: slice) -> Layer:
-    """The same layer for some of the examples."""
-    some = Layer(layer.part, layer.uses, piece.stop - piece.start, layer.shapes)
-    some.a = layer.a[piece]
-    return some
+        yield piece, layer.examples(piece).gradients(g[piece])
 
 
 def _told(value: Any) -> str:

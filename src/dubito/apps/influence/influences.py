@@ -14,11 +14,11 @@ from dubito.apps.influence.inverse import Inverse, Structured, leverages
 from dubito.apps.influence.ordered import Ordered, cut
 from dubito.apps.network import Network
 from dubito.curvature.cotangents import observed
-from dubito.curvature.rows import flat
 from dubito.model.likelihoods import own
 from dubito.posteriors import Point
 from dubito.posteriors.predict.linearized import linearized
 from dubito.tensors import tree
+from dubito.tensors.covariances.propagation import flat
 from dubito.tensors.tree import Params
 
 GIGABYTE = 2**30

@@ -40,7 +40,7 @@ class MultivariateNormal(Prior):
         lost = [name for name in self.mean if name not in names]
         if not lost:
             return self
-        if not isinstance(self.covariance, Diagonal):
+        if not self.covariance.independent:
             raise ValueError(
                 f"the prior is of {lost} and of the other weights together, and this model leaves these out: give Model the `only` "
                 "that the earlier posterior had"

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, Weight, mean_of, var_of
-from dubito.posteriors.predict.streamlined.noise import Rotated
 from dubito.posteriors.predict.streamlined.registry import RULES
 from dubito.posteriors.predict.streamlined.rules.head import sandwich
 from dubito.posteriors.predict.streamlined.trace import Ref, Step, Trace, refs
+from dubito.tensors.covariances.noise import Rotated
 
 FUNCTIONS = {
     "relu", "leaky_relu", "gelu", "tanh", "sigmoid", "silu", "softplus", "elu", "selu", "celu", "mish", "erf", "relu6", "hardtanh",

@@ -12,7 +12,6 @@ Where a layer has several positions its gradients are formed example by example,
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,22 +25,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito.curvature.capture import example_count
 from dubito.curvature.generic import Unrolled, along, example_gradients
 from dubito.curvature.layout import Layout, Part, layout, passed
-from dubito.curvature.rows import Layer, flat, pieces
+from dubito.curvature.rows import Layer
 from dubito.model import Model
 from dubito.model.likelihoods import own
 from dubito.network.weights import mode
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
+from dubito.tensors.covariances import Covariance
+from dubito.tensors.covariances.propagation import WIDE, flat, gram
 from dubito.tensors.tree import Buffers, Params
 
 GIGABYTE = 2**30
 POSITIONS = 256  # outputs of an example (classes times pixels) above which draws of linearised functions take over
-PARTS = 2**8  # into which a GPU cuts long sums
-CACHE = 2**19  # numbers that a CPU's cache holds while they are formed, scaled and multiplied
 SMALL = 2**18  # numbers in the outputs of all layers up to which a CPU does all cotangents at once
 _UNBATCHED: WeakSet[nn.Module] = WeakSet()  # networks with an operation that cannot
-WIDE = 100  # classes above which a root of the covariance is kept instead of the covariance
 
 
 @torch.inference_mode(False)  # gradients are needed
@@ -184,7 +181,7 @@ class _Run:
     ):
         self.model, self.params, self.buffers, self.x = model, params, buffers, x
         self.top: Tensor | None = None  # [B, k], outputs to follow, where these are not all
-        self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
+        self.blocks = covariance.independent_blocks
         self.found, self.done, used = passed(model, params, x, buffers, names, found)
         self.size = self.done.f.shape[0]
         shapes = {name: params[name].shape for name in names}
@@ -212,41 +209,24 @@ class _Run:
         return layer if alone and layer.uses[0].edge.node is self.done.f.grad_fn else None
 
     def root(self, factor: float = 1.0) -> Tensor | None:
-        """A root [B, C, C] of the covariance where the output layer has a Kronecker block of its own."""
-        layer, block = self._output(), self.blocks[0]
-        if layer is None or not isinstance(block, Kronecker):
+        """A root [B, C, C] of the covariance of the output layer, if the weights are in it alone and its structure knows one."""
+        if (layer := self._output()) is None:
             return None
         with torch.no_grad():
-            v = layer.energy(block.inputs) @ block.times(factor).variances.mT  # [B, O]
-            return block.left * v.sqrt().unsqueeze(1)
+            return self.blocks[0].output_root(layer, factor)
 
     def covariances(self, factors: Sequence[float] = (1.0,)) -> Tensor:
         """[G, B, *D, C, C], or without the last C where outputs are independent: for each multiple of the prior's precision."""
         with torch.no_grad():
-            if (
-                self.top is None
-                and (layer := self._output()) is not None
-                and (closed := self._closed(layer, factors)) is not None
-            ):
-                return closed
+            layer = self._output() if self.top is None else None  # whose Jacobian is its input: nothing is back-propagated
+            if layer is not None:
+                closed = self.blocks[0].propagate_output(layer, self.f.shape[-1], factors)
+                if closed is not None:
+                    return closed
             shape = self.f.shape
             found = [self._position(i, factors) for i in range(self.f[0].numel() // shape[-1])]
             outputs = found[0].shape[-1]
             return torch.stack(found, 2).reshape(len(factors), *shape[:-1], outputs, outputs)
-
-    def _closed(self, layer: Layer, factors: Sequence[float]) -> Tensor | None:
-        """The output layer: its Jacobian is its input, and nothing is back-propagated."""
-        block = self.blocks[0]
-        if isinstance(block, Kronecker):
-            squared = layer.energy(block.inputs)
-            each = [squared @ block.times(factor).variances.mT for factor in factors]  # [B, O]
-            return torch.stack([(block.left * v.unsqueeze(1)) @ block.left.mT for v in each])
-        if isinstance(block, Diagonal):
-            v = torch.stack([_single(layer, block.times(factor).variance()) for factor in factors])
-            return v if v.shape[-1] > WIDE else torch.diag_embed(v)  # a thousand classes need no thousand times a thousand zeros
-        if isinstance(block, Dense) and block.index is None and len(factors) == 1 and layer.spread is None:
-            return _dense_output(block, layer, layer.extended.squeeze(1), self.f.shape[-1]).unsqueeze(0)
-        return None
 
     def _gradients(self, position: int) -> tuple[list[Tensor], Tensor]:
         """Rows [C, B, T, O] of the outputs at a position, for each layer, and the cotangents [C, B, *D, C]."""
@@ -266,7 +246,7 @@ class _Run:
         found = iter(self._swept(f, edges, unit, roots) if edges else ())
         rows = [_rows(layer, [next(found) for _ in layer.uses], len(unit), self.exact) for layer in self.layers]
         noise = [(tap.axis, g) for tap, g in zip(taps, found, strict=True) if g is not None]
-        self.noise = [_gram(g.movedim(axis + 1, 1).flatten(2)) for axis, g in noise]  # [B, C, C] each
+        self.noise = [gram(g.movedim(axis + 1, 1).flatten(2)) for axis, g in noise]  # [B, C, C] each
         return rows, unit
 
     @property
@@ -312,7 +292,7 @@ class _Run:
         for block in self.blocks:
             names = set(block.shapes)
             mine = [(layer, g) for layer, g in left.items() if set(layer.part.names) <= names]
-            total += _block(block, mine, {name: others[name] for name in others if name in names}, total, factors)
+            total += block.propagate(mine, {name: others[name] for name in others if name in names}, total, factors)
         for cov in self.noise:
             total += cov
         return total
@@ -354,211 +334,3 @@ def _rows(layer: Layer, gradients: list[Tensor | None], classes: int, exact: boo
         return layer.outputs([None if g is None else next(each) for g in gradients], exact=exact)
 
     return torch.func.vmap(one)(*known)
-
-
-def _block(
-    block: Covariance, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor, factors: Sequence[float]
-) -> Tensor:
-    """What one block adds to the covariances [G, B, C, C]."""
-    total = torch.zeros_like(like)
-    if not isinstance(block, Diagonal):
-        layers = [(layer, g.to(like.dtype)) for layer, g in layers]
-    if isinstance(block, Kronecker):
-        variances = [block.times(factor).variances for factor in factors]
-        for layer, g in layers:
-            total += _kronecker(block, variances, layer, g)
-        if others:  # for these inputs it is not clear which of the layer's rows belong to which example
-            leaves = {name: leaf.flatten(0, 1) for name, leaf in others.items()}  # [C B, *shape]
-            rotated = block._rotated(leaves, warp=False).unflatten(0, like.shape[2:0:-1])
-            total += torch.stack([_gram((rotated * v.sqrt()).flatten(2)) for v in variances])
-        return total
-    if isinstance(block, Diagonal):
-        return _diagonal([block.times(factor).variance() for factor in factors], layers, others, total)
-    if isinstance(block, LowRank):
-        total = _diagonal([block.diagonal], layers, others, total[:1])
-        inner = _projected(block, layers, others, like[0])  # [B, C, k]
-        rest = total[0] - inner @ inner.mT  # outside Q, where rounding must not make a variance negative
-        rest = rest - torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp_max(0))
-        for layer, g in layers:
-            if layer.spread is not None:  # there by its variances without the directions: it has those of the whole
-                without, whole = _spread(layer, g, [block.diagonal, block.variance()])
-                rest = rest + whole - without
-        if len(factors) == 1:
-            return (rest + (inner * block.logs.exp()) @ inner.mT).unsqueeze(0)
-        at = [(factor, block.times(factor).logs.exp()) for factor in factors]
-        return torch.stack([(rest + (inner * inside) @ inner.mT) / factor for factor, inside in at])
-    assert isinstance(block, Dense)
-    for piece in pieces(like.shape[1], like.shape[2] * block.size, like):
-        leaves = {name: leaf[:, piece] for name, leaf in others.items()}
-        for layer, g in layers:
-            part = _slice(layer, piece)
-            each = [part.gradients(one[piece]) for one in g]
-            leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
-        n = piece.stop - piece.start
-        each = [flat(leaves.get(name, like.new_zeros(like.shape[2], n, *s)), 2) for name, s in block.shapes.items()]
-        rows = torch.cat(each, -1).transpose(0, 1)  # [b, C, P]
-        if len(factors) == 1:
-            white = block.whiten(rows)
-            total[0, piece] = white @ white.mT
-            continue
-        values, basis = block.spectrum
-        rotated = (rows if block.index is None else rows[..., block.index]) @ basis
-        for i, factor in enumerate(factors):
-            total[i, piece] = (rotated * (block.temperature / (values + factor))) @ rotated.mT
-    if any(layer.spread is not None for layer, _ in layers):
-        variances = [block.times(factor).variance() for factor in factors]
-        for layer, g in layers:
-            if layer.spread is not None:
-                total = total + _spread(layer, g, variances)
-    return total
-
-
-def _spread(layer: Layer, g: Tensor, variances: list[Params]) -> Tensor:
-    """What noise of the inputs of a layer, each position's own, adds by way of the weights' variances: [G, B, C, C]."""
-    assert layer.spread is not None
-    assert layer.part.weight is not None
-    found = []
-    for v in variances:
-        weight = v[layer.part.weight]
-        found.append(_gram((g * (layer.spread @ weight.reshape(weight.shape[0], -1).mT).sqrt()).flatten(2)))
-    return torch.stack(found)
-
-
-def _slice(layer: Layer, piece: slice) -> Layer:
-    """The same layer for some of the examples."""
-    part = Layer(layer.part, layer.uses, piece.stop - piece.start, layer.shapes)
-    part.a = layer.a[piece]
-    return part
-
-
-def _gram(rows: Tensor) -> Tensor:
-    """[C, B, n] to [B, C, C], which are sums in full precision."""
-    if not rows.is_cuda:
-        rows = (rows.float() if rows.dtype.itemsize < 4 else rows).transpose(0, 1)
-        return rows @ rows.mT
-    # few rows that are long: a GPU is busy only with many products, of parts of them
-    parts = math.gcd(rows.shape[-1], PARTS)
-    short = rows.unflatten(-1, (parts, -1)).flatten(1, 2).transpose(0, 1)  # [B parts, C, n / parts]
-    half = short.dtype.itemsize < 4
-    found = torch.bmm(short, short.mT, out_dtype=torch.float32) if half else torch.bmm(short, short.mT)
-    return found.unflatten(0, (-1, parts)).sum(1)
-
-
-def _kronecker(block: Kronecker, variances: list[Tensor], layer: Layer, g: Tensor) -> Tensor:
-    size, positions, outputs = g[0].shape
-    basis, bias, classes = block.inputs, layer.part.bias is not None, len(g)
-    if positions == 1:
-        squared, turned = layer.energy(basis), g.squeeze(2) @ block.left
-        return torch.stack([_gram(turned * (squared @ v.mT).sqrt()) for v in variances])
-    roots, inputs = [v.sqrt() for v in variances], basis.shape[0]
-    # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
-    inputs_first, outputs_first = positions < classes * outputs, positions < inputs
-    found = []
-    for piece in pieces(size, classes * outputs * inputs, basis):
-        a = layer.a[piece]
-        if inputs_first:
-            a = a @ basis[:-1] + basis[-1] if bias else a @ basis
-        rows = [one[piece].mT for one in g]  # [n, O, T]
-        rows = [block.left.mT @ one for one in rows] if outputs_first else rows
-        product = torch.stack([one @ a for one in rows], 1)  # [n, C, O, I]
-        if not inputs_first:
-            if bias:
-                product = torch.cat([product, torch.stack([one.sum(-1, keepdim=True) for one in rows], 1)], -1)
-            product = product @ basis
-        if not outputs_first:
-            product = block.left.mT @ product
-        each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
-        found.append(torch.stack([white @ white.mT for white in each]))
-    total = torch.cat(found, 1)
-    if layer.spread is not None:  # noise of the inputs is each position's own
-        squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, g @ block.left
-        total = total + torch.stack([_gram((turned * (squared @ v.mT).sqrt()).flatten(2)) for v in variances])
-    return total
-
-
-def _single(layer: Layer, variance: Params) -> Tensor:
-    """v [B, O] of an affine layer with one position and independent weights."""
-    part = layer.part
-    total: Tensor | float = 0.0
-    if part.weight is not None:
-        weight = variance[part.weight]
-        total = layer.squared @ weight.reshape(weight.shape[0], -1).mT
-    if part.bias is not None:
-        total = total + variance[part.bias]
-    assert isinstance(total, Tensor)
-    return total.expand(layer.batch, -1) if total.ndim == 1 else total
-
-
-def _diagonal(variances: list[Params], layers: list[tuple[Layer, Tensor]], others: Params, total: Tensor) -> Tensor:
-    """[G, B, C, C] of independent weights: added to `total`, which may change in place."""
-    for name, leaf in others.items():
-        total = total + torch.stack([_gram(flat(leaf * v[name].sqrt(), 2)) for v in variances])
-    for layer, g in layers:
-        part = layer.part
-        if part.kind == "affine" and layer.positions == 1:
-            rows = g.squeeze(2)
-            total = total + torch.stack([_gram(rows * _single(layer, v).sqrt()) for v in variances])
-        elif part.kind == "lookup":
-            assert part.weight is not None
-            found = [layer.lookups(one) for one in g.to(total.dtype)]
-            sums, example, index = torch.stack([one for one, _, _ in found]), found[0][1], found[0][2]  # sums [C, U, E]
-            inner = torch.stack([_gram(sums * v[part.weight][index].sqrt()) for v in variances])
-            total = total.index_add(1, example, inner)
-        else:
-            roots = {name: [v[name].sqrt().to(g.dtype) for v in variances] for name in part.names}
-            for leaf, name, piece in _leaves(layer, g):
-                scaled = [leaf.mul_(roots[name][0])] if len(variances) == 1 else [leaf * root for root in roots[name]]
-                total[:, piece] += torch.stack([_gram(one.flatten(2)) for one in scaled])
-            if layer.spread is not None:
-                total = total + _spread(layer, g, variances)
-    return total
-
-
-def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
-    """Gradients of a layer's weights [C, b, *shape], in pieces of the batch."""
-    part, size = layer.part, sum(layer.shapes[name].numel() for name in layer.part.names)
-    affine = part.kind == "affine" and part.weight is not None
-    for piece in pieces(layer.batch, len(g) * size, g, CACHE):
-        if affine:  # all outputs in one product
-            assert part.weight is not None
-            rows = g[:, piece]
-            yield (rows.mT @ layer.inputs[piece].to(g.dtype)).unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
-            if part.bias is not None:
-                yield rows.sum(2), part.bias, piece
-            continue
-        each = [_slice(layer, piece).gradients(one[piece].float() if one.dtype.itemsize < 4 else one[piece]) for one in g]
-        for name in each[0]:
-            yield torch.stack([e[name] for e in each]), name, piece
-
-
-def _projected(block: LowRank, layers: list[tuple[Layer, Tensor]], others: Params, like: Tensor) -> Tensor:
-    """J D^{1/2} Q, [B, C, k]."""
-    directions = {n: flat(leaf * block.diagonal[n].sqrt(), 1) for n, leaf in block.directions.items()}  # [k, P]
-    total = like.new_zeros(like.shape[0], like.shape[1], len(block.logs))
-    for name, leaf in others.items():
-        total += (flat(leaf, 2) @ directions[name].mT).transpose(0, 1)
-    for layer, g in layers:
-        for leaf, name, piece in _leaves(layer, g):
-            total[piece] += (flat(leaf, 2) @ directions[name].mT).transpose(0, 1)
-    return total
-
-
-def _dense_output(block: Dense, layer: Layer, a: Tensor, classes: int) -> Tensor:
-    """phi^T Sigma_cd phi for every pair of outputs, from the blocks of the covariance."""
-    part = layer.part
-    inputs = layer.a.shape[-1]
-    first = next(iter(block.shapes)) == part.weight
-    weight0, bias0 = (0, classes * inputs) if first else (classes, 0)
-    sigma = block.inverse
-    cov = a.new_zeros(a.shape[0], classes, classes)
-    index = [
-        torch.cat(
-            [torch.arange(weight0 + c * inputs, weight0 + (c + 1) * inputs), torch.tensor([bias0 + c])[: layer.width - inputs]]
-        )
-        for c in range(classes)
-    ]
-    for c in range(classes):
-        for d in range(c, classes):
-            value = ((a @ sigma[index[c].to(a.device)][:, index[d].to(a.device)]) * a).sum(1)
-            cov[:, c, d] = cov[:, d, c] = value
-    return cov

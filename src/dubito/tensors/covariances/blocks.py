@@ -50,6 +50,13 @@ class Blocks(Covariance):
         return Blocks(tuple(block.with_temperature(temperature) for block in self.blocks))
 
     @property
+    def independent_blocks(self) -> tuple[Covariance, ...]:
+        return self.blocks
+
+    def picked(self) -> dict[str, Tensor]:
+        return {name: leaf for block in self.blocks for name, leaf in block.picked().items()}
+
+    @property
     def moving(self) -> int:
         return sum(block.moving for block in self.blocks)
 

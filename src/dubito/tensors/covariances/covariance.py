@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dubito.tensors import tree
+from dubito.tensors.covariances.noise import Full, Noise, Shift
+from dubito.tensors.covariances.propagation import Gradients, LayerRows, flat, input_noise, pieces
 from dubito.tensors.tree import Params
 
 
@@ -71,6 +73,8 @@ class Covariance(ABC):
 
     def times(self, factor: float) -> Covariance:
         """The covariance under a multiple of the prior's precision: what a sweep goes through. No basis changes."""
+        if factor == 1:
+            return self
         raise ValueError(f"a {type(self).__name__} covariance of this kind has no curvature and prior to tell apart")
 
     def with_temperature(self, temperature: float) -> Covariance:
@@ -90,6 +94,103 @@ class Covariance(ABC):
     def moving(self) -> int:
         """How many of them move at all: fewer than P in a subnetwork."""
         return self.size
+
+    @property
+    def independent_blocks(self) -> tuple[Covariance, ...]:
+        """Groups of leaves that are independent of each other, each with its covariance."""
+        return (self,)
+
+    @property
+    def independent(self) -> bool:
+        """Whether every weight is independent of all others, in every case."""
+        return False
+
+    @property
+    def layer(self) -> tuple[str, str | None] | None:
+        """The names of weight and bias, if this is a structure of one layer only."""
+        return None
+
+    def over(self, names: Iterable[str]) -> Covariance:
+        """The covariance of some leaves, where they are independent of the others."""
+        raise ValueError(f"a {type(self).__name__} covariance cannot be cut to some of its leaves")
+
+    def picked(self) -> dict[str, Tensor]:
+        """In a subnetwork, the positions of the weights that move in the flat vector of their leaf; no entry: all of them."""
+        return {}
+
+    def spectra(self) -> list[tuple[Covariance, Tensor]]:
+        """Independent parts, each with eigenvalues h of its curvature for which log det(s H + delta) = sum log(s h + delta), if all
+        leaves of the part have the prior precision delta. Empty where they are not known."""
+        return []
+
+    def propagate(self, layers: Gradients, others: Params, like: Tensor, factors: Sequence[float]) -> Tensor:
+        r""":math:`J \Sigma J^T` of every example under multiples of the prior's precision, [G, B, C, C].
+
+        `layers` are those with weights in this covariance; `others` are gradients [C, B, *shape] of weights in no layer; `like` has
+        the shape of the result. This works for any structure that has `product`; those that know a shorter way override it.
+        """
+        total = torch.zeros_like(like)
+        layers = [(layer, g.to(like.dtype)) for layer, g in layers]
+        for piece in pieces(like.shape[1], like.shape[2] * self.size, like):
+            leaves = {name: leaf[:, piece] for name, leaf in others.items()}
+            for layer, g in layers:
+                part = layer.examples(piece)
+                each = [part.gradients(rows[piece]) for rows in g]
+                leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
+            n = piece.stop - piece.start
+            rows = {name: leaves.get(name, like.new_zeros(like.shape[2], n, *shape)) for name, shape in self.shapes.items()}
+            total[:, piece] = self.grams(rows, factors)
+        noisy = [(layer, g) for layer, g in layers if layer.spread is not None]
+        variances = [self.times(factor).variance() for factor in factors] if noisy else []
+        for layer, g in noisy:
+            total = total + input_noise(layer, g, variances)
+        return total
+
+    def grams(self, rows: Params, factors: Sequence[float]) -> Tensor:
+        """Inner products under this covariance of rows [C, B, *shape], [G, B, C, C], for multiples of the prior's precision."""
+        classes = len(next(iter(rows.values())))
+        stacked = {name: leaf.flatten(0, 1) for name, leaf in rows.items()}
+        grams = []
+        for factor in factors:
+            product = self.times(factor).product(stacked)
+            pairs = [
+                (flat(rows[name], 2).transpose(0, 1), flat(product[name].unflatten(0, (classes, -1)), 2).transpose(0, 1))
+                for name in rows
+            ]
+            grams.append(torch.stack([a @ b.mT for a, b in pairs]).sum(0))
+        return torch.stack(grams)
+
+    def propagate_output(self, layer: LayerRows, classes: int, factors: Sequence[float]) -> Tensor | None:
+        """The same for the output layer, whose Jacobian is its input; variances [G, B, C] where outputs are independent and many.
+        None where there is no shorter way."""
+        return None
+
+    def output_root(self, layer: LayerRows, factor: float = 1.0) -> Tensor | None:
+        """A root [B, C, C] of the covariance of the output layer, where one is known."""
+        return None
+
+    def noise(self, weight: str, bias: str | None) -> Noise | None:
+        """The noise that a layer with these weights adds to its output; None where it is that of independent weights."""
+        names = [weight] if bias is None else [weight, bias]
+        if any(name not in self.shapes for name in names):
+            return None
+        outputs, like = self.shapes[weight][0], next(iter(self.variance().values()))
+        sizes = [torch.Size(self.shapes[name]).numel() for name in names]
+        units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device).split(sizes, 1)
+        unit = {name: like.new_zeros(sum(sizes), *shape) for name, shape in self.shapes.items()}
+        unit |= {name: rows.reshape(-1, *self.shapes[name]) for name, rows in zip(names, units, strict=True)}
+        product = self.product(unit)
+        columns = torch.cat([flat(product[name], 1).reshape(sum(sizes), outputs, -1) for name in names], -1)  # [n, O, in]
+        order = torch.arange(sum(sizes), device=like.device).split(sizes)
+        places = torch.cat([positions.reshape(outputs, -1) for positions in order], -1)  # [O, in]
+        return Full(columns[places], bias is not None)
+
+    def shift(self, bias: str) -> Shift:
+        """The noise of a bias alone."""
+        (outputs,), like = self.shapes[bias], next(iter(self.variance().values()))
+        unit = {name: like.new_zeros(outputs, *shape) for name, shape in self.shapes.items()}
+        unit[bias] = torch.eye(outputs, dtype=like.dtype, device=like.device)
+        return Shift(self.product(unit)[bias])
 
     def dense(self) -> Tensor:
         """The whole matrix [P, P], in the order of the leaves; for small ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from dubito.tensors import tree
 from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike, expanded, normal
 from dubito.tensors.covariances.diagonal import flat
+from dubito.tensors.covariances.noise import Full
+from dubito.tensors.covariances.propagation import LayerRows
+from dubito.tensors.covariances.propagation import flat as joined
 from dubito.tensors.tree import Params
 
 
@@ -111,6 +114,56 @@ class Dense(Covariance):
         picked = rows if self.index is None else rows[..., self.index]
         flat = picked.reshape(-1, picked.shape[-1])
         return torch.linalg.solve_triangular(self._cholesky, flat.mT, upper=False).mT.reshape(picked.shape)
+
+    def grams(self, rows: Params, factors: Sequence[float]) -> Tensor:
+        vectors = torch.cat([joined(rows[name], 2) for name in self.leaves], -1).transpose(0, 1)  # [B, C, P]
+        if len(factors) == 1:
+            white = self.whiten(vectors)
+            return (white @ white.mT).unsqueeze(0)
+        values, basis = self.spectrum
+        rotated = (vectors if self.index is None else vectors[..., self.index]) @ basis
+        return torch.stack([(rotated * (self.temperature / (values + factor))) @ rotated.mT for factor in factors])
+
+    def propagate_output(self, layer: LayerRows, classes: int, factors: Sequence[float]) -> Tensor | None:
+        """phi^T Sigma_cd phi for every pair of outputs, from the blocks of the covariance."""
+        if self.index is not None or len(factors) > 1 or layer.spread is not None:
+            return None
+        a, inputs = layer.extended.squeeze(1), layer.a.shape[-1]
+        weight_first = next(iter(self.leaves)) == layer.part.weight
+        weight, bias = (0, classes * inputs) if weight_first else (classes, 0)  # where they begin
+        cov = a.new_zeros(a.shape[0], classes, classes)
+        index = [
+            torch.cat(
+                [torch.arange(weight + c * inputs, weight + (c + 1) * inputs), torch.tensor([bias + c])[: layer.width - inputs]]
+            )
+            for c in range(classes)
+        ]
+        for c in range(classes):
+            for d in range(c, classes):
+                block = self.inverse[index[c].to(a.device)][:, index[d].to(a.device)]
+                cov[:, c, d] = cov[:, d, c] = ((a @ block) * a).sum(1)
+        return cov.unsqueeze(0)
+
+    def noise(self, weight: str, bias: str | None) -> Full | None:
+        names = [weight] if bias is None else [weight, bias]
+        if self.index is not None or any(name not in self.leaves for name in names):
+            return None
+        outputs = self.leaves[weight][0]
+        where = torch.cat([self._positions[name].reshape(outputs, -1) for name in names], -1).flatten().to(self.inverse.device)
+        sigma = self.inverse[where][:, where]
+        return Full(sigma.reshape(outputs, -1, outputs, sigma.shape[0] // outputs), bias is not None)
+
+    @cached_property
+    def _positions(self) -> Params:
+        """Where the weights of each leaf are in the vector of all."""
+        return tree.unflatten(torch.arange(self.size), self._like)
+
+    def picked(self) -> dict[str, Tensor]:
+        if self.index is None:
+            return {}
+        where = {name: places.reshape(-1) for name, places in self._positions.items()}
+        inside = {name: self.index[(self.index >= p[0]) & (self.index <= p[-1])] for name, p in where.items()}
+        return {name: index - int(where[name][0]) for name, index in inside.items()}
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         shift = self._prior(prior).double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dubito.tensors import tree
 from dubito.tensors.covariances.covariance import Covariance, Indefinite, normal
+from dubito.tensors.covariances.propagation import WIDE, Gradients, LayerRows, propagate_independent, single_position
 from dubito.tensors.tree import Params
 
 
@@ -74,6 +75,25 @@ class Diagonal(Covariance):
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Diagonal:
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return replace(self, prior={name: prior[name] for name in self.curvature}, scale=scale, temperature=temperature)
+
+    @property
+    def independent(self) -> bool:
+        return True
+
+    def spectra(self) -> list[tuple[Covariance, Tensor]]:
+        return [(self.over([name]), leaf[0]) for name, leaf in self.curvature.items()] if len(self.scale) == 1 else []
+
+    def propagate(self, layers: Gradients, others: Params, like: Tensor, factors: Sequence[float]) -> Tensor:
+        return propagate_independent(
+            [self.times(factor).variance() for factor in factors], layers, others, torch.zeros_like(like)
+        )
+
+    def propagate_output(self, layer: LayerRows, classes: int, factors: Sequence[float]) -> Tensor:
+        v = torch.stack([single_position(layer, self.times(factor).variance()) for factor in factors])
+        return v if v.shape[-1] > WIDE else torch.diag_embed(v)  # a thousand classes need no thousand times a thousand zeros
+
+    def noise(self, weight: str, bias: str | None) -> None:
+        return None
 
     def over(self, names: Iterable[str]) -> Diagonal:
         """Of some leaves alone."""

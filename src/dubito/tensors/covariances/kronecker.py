@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike, normal
+from dubito.tensors.covariances.noise import Rotated
+from dubito.tensors.covariances.propagation import Gradients, LayerRows, gram, pieces
 from dubito.tensors.tree import Params
 
 
@@ -88,6 +90,13 @@ class Kronecker(Covariance):
         return self.parts is None and self.warp is None
 
     @property
+    def layer(self) -> tuple[str, str | None]:
+        return self.weight, self.bias
+
+    def spectra(self) -> list[tuple[Covariance, Tensor]]:
+        return [(self, self.curvature)] if self.plain else []
+
+    @property
     def curvature(self) -> Tensor:
         """Of a plain block, its eigenvalues at scale 1, [out, in]."""
         assert self.scale is not None
@@ -140,6 +149,63 @@ class Kronecker(Covariance):
     def inputs(self) -> Tensor:
         """What inputs [.., in] are multiplied by to come into the eigenbasis, [in, in]."""
         return self.right if self.warp is None else self.right / self.warp.unsqueeze(1)
+
+    def propagate(self, layers: Gradients, others: Params, like: Tensor, factors: Sequence[float]) -> Tensor:
+        total = torch.zeros_like(like)
+        variances = [self.times(factor).variances for factor in factors]
+        for layer, g in layers:
+            total += self._propagate_layer(variances, layer, g.to(like.dtype))
+        if others:  # for these inputs it is not clear which of the layer's rows belong to which example
+            leaves = {name: leaf.flatten(0, 1) for name, leaf in others.items()}  # [C B, *shape]
+            rotated = self._rotated(leaves, warp=False).unflatten(0, like.shape[2:0:-1])
+            total += torch.stack([gram((rotated * v.sqrt()).flatten(2)) for v in variances])
+        return total
+
+    def _propagate_layer(self, variances: list[Tensor], layer: LayerRows, g: Tensor) -> Tensor:
+        r""":math:`\sum_o \tilde g_{co} \tilde g_{do} v_o` with :math:`v = V \tilde a^{\circ 2}, \tilde g = L^T g, \tilde a = R^T a`."""
+        size, positions, outputs = g[0].shape
+        basis, bias, classes = self.inputs, layer.part.bias is not None, len(g)
+        if positions == 1:
+            squared, turned = layer.energy(basis), g.squeeze(2) @ self.left
+            return torch.stack([gram(turned * (squared @ v.mT).sqrt()) for v in variances])
+        roots, inputs = [v.sqrt() for v in variances], basis.shape[0]
+        # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
+        inputs_first, outputs_first = positions < classes * outputs, positions < inputs
+        parts = []
+        for piece in pieces(size, classes * outputs * inputs, basis):
+            a = layer.a[piece]
+            if inputs_first:
+                a = a @ basis[:-1] + basis[-1] if bias else a @ basis
+            rows = [one[piece].mT for one in g]  # [n, O, T]
+            rows = [self.left.mT @ one for one in rows] if outputs_first else rows
+            product = torch.stack([one @ a for one in rows], 1)  # [n, C, O, I]
+            if not inputs_first:
+                if bias:
+                    product = torch.cat([product, torch.stack([one.sum(-1, keepdim=True) for one in rows], 1)], -1)
+                product = product @ basis
+            if not outputs_first:
+                product = self.left.mT @ product
+            each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
+            parts.append(torch.stack([white @ white.mT for white in each]))
+        total = torch.cat(parts, 1)
+        if layer.spread is not None:  # noise of the inputs is each position's own
+            squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, g @ self.left
+            total = total + torch.stack([gram((turned * (squared @ v.mT).sqrt()).flatten(2)) for v in variances])
+        return total
+
+    def propagate_output(self, layer: LayerRows, classes: int, factors: Sequence[float]) -> Tensor:
+        squared = layer.energy(self.inputs)
+        each = [squared @ self.times(factor).variances.mT for factor in factors]  # [B, O]
+        return torch.stack([(self.left * v.unsqueeze(1)) @ self.left.mT for v in each])
+
+    def output_root(self, layer: LayerRows, factor: float = 1.0) -> Tensor:
+        v = layer.energy(self.inputs) @ self.times(factor).variances.mT  # [B, O]
+        return self.left * v.sqrt().unsqueeze(1)
+
+    def noise(self, weight: str, bias: str | None) -> Rotated | None:
+        if bias != self.bias:
+            return None
+        return Rotated(self.inputs, self.variances, self.left, self.left**2 @ self.variances, self.biased)
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         delta = prior[self.weight].double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from dubito.tensors import tree
 from dubito.tensors.covariances.covariance import Covariance, expanded, normal
 from dubito.tensors.covariances.diagonal import flat
+from dubito.tensors.covariances.noise import Directions
+from dubito.tensors.covariances.propagation import Gradients, input_noise, propagate_independent, weight_gradients
+from dubito.tensors.covariances.propagation import flat as joined
 from dubito.tensors.tree import Params
 
 PIECE = 2**18  # columns that are in double precision at a time
@@ -96,6 +99,42 @@ class LowRank(Covariance):
             squares = directions[name] ** 2
             variances[name] = d * ((1 - squares.sum(0)).clamp_min(0) + torch.tensordot(self.logs.exp(), squares, 1))
         return variances
+
+    def propagate(self, layers: Gradients, others: Params, like: Tensor, factors: Sequence[float]) -> Tensor:
+        layers = [(layer, g.to(like.dtype)) for layer, g in layers]
+        total = propagate_independent([self.diagonal], layers, others, torch.zeros_like(like[:1]))
+        inner = self._projected(layers, others, like[0])  # [B, C, k]
+        rest = total[0] - inner @ inner.mT  # outside Q, where rounding must not make a variance negative
+        rest = rest - torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp_max(0))
+        for layer, g in layers:
+            if layer.spread is not None:  # there by its variances without the directions: it has those of the whole
+                without, whole = input_noise(layer, g, [self.diagonal, self.variance()])
+                rest = rest + whole - without
+        if len(factors) == 1:
+            return (rest + (inner * self.logs.exp()) @ inner.mT).unsqueeze(0)
+        inside = [(factor, self.times(factor).logs.exp()) for factor in factors]
+        return torch.stack([(rest + (inner * values) @ inner.mT) / factor for factor, values in inside])
+
+    def _projected(self, layers: Gradients, others: Params, like: Tensor) -> Tensor:
+        """J D^{1/2} Q, [B, C, k]."""
+        directions = {n: joined(leaf * self.diagonal[n].sqrt(), 1) for n, leaf in self.directions.items()}  # [k, P]
+        total = like.new_zeros(like.shape[0], like.shape[1], len(self.logs))
+        for name, leaf in others.items():
+            total += (joined(leaf, 2) @ directions[name].mT).transpose(0, 1)
+        for layer, g in layers:
+            for leaf, name, piece in weight_gradients(layer, g):
+                total[piece] += (joined(leaf, 2) @ directions[name].mT).transpose(0, 1)
+        return total
+
+    def noise(self, weight: str, bias: str | None) -> Directions | None:
+        names = [weight] if bias is None else [weight, bias]
+        if any(name not in self.diagonal for name in names):
+            return None
+        outputs = self.diagonal[weight].shape[0]
+        own = torch.cat([self.diagonal[name].reshape(outputs, -1) for name in names], -1)
+        rows = torch.cat([self.directions[name].reshape(len(self.logs), outputs, -1) for name in names], -1)
+        size = self.logs.expm1()
+        return Directions(own, rows * own.sqrt() * size.abs().sqrt()[:, None, None], size.sign(), bias is not None)
 
     @cached_property
     def _curvature(self) -> tuple[Tensor, Params]:

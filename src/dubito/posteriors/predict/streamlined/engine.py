@@ -22,13 +22,12 @@ from dubito.model.likelihoods import own
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.posteriors.predict.streamlined.commute import commuted
 from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, mean_of
-from dubito.posteriors.predict.streamlined.noise import noise_of, shift_of
 from dubito.posteriors.predict.streamlined.program import WIDE, lower
 from dubito.posteriors.predict.streamlined.prune import pruned
 from dubito.posteriors.predict.streamlined.trace import Ref, Trace, refs, trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.covariances import Blocks, Covariance, Diagonal, Kronecker
+from dubito.tensors.covariances import Blocks, Covariance
 from dubito.tensors.tree import Buffers, Params
 
 NARROW = 512  # units of a network, all operations together, up to which all directions are carried
@@ -53,11 +52,9 @@ class Streamlined:
         self.programs: dict[tuple, fx.GraphModule] = {}
         self.squares: dict[str, Tensor] = {}
         self.chains: dict[int, Any] = {}  # of `predict.chain`, by trace
-        self.blocks = covariance.blocks if isinstance(covariance, Blocks) else (covariance,)
-        self.correlated = {name for block in self.blocks if not isinstance(block, Diagonal) for name in block.shapes}
-        kernels = {
-            block.weight: noise_of(block, block.weight, block.bias) for block in self.blocks if isinstance(block, Kronecker)
-        }
+        self.blocks = covariance.independent_blocks
+        self.correlated = {name for block in self.blocks if not block.independent for name in block.shapes}
+        kernels = {block.layer[0]: block.noise(*block.layer) for block in self.blocks if block.layer is not None}
         fixed = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         variances = {name: leaf for name, leaf in covariance.variance().items() if ":" not in name}
         self.random = tuple(variances)
@@ -98,19 +95,19 @@ class Streamlined:
             if isinstance(weight, Weight) and weight.block is None:
                 assert name is not None
                 block = next(block for block in self.blocks if name in block.shapes)
-                weight = weight._replace(block=noise_of(block, name, bias if bias in block.shapes else None))
+                weight = weight._replace(block=block.noise(name, bias if bias in block.shapes else None))
                 self.weights[name] = weight
             alone = self.weights[bias] if bias in self.correlated else None
             inside = isinstance(weight, Weight) and weight.block is not None and weight.block.biased
             if bias is not None and isinstance(alone, Weight) and not inside and alone.mean.ndim == 1:
                 block = next(block for block in self.blocks if bias in block.shapes)
-                self.weights[bias] = alone._replace(block=shift_of(block, bias))
+                self.weights[bias] = alone._replace(block=block.shift(bias))
 
     def _apart(self, found: Trace) -> list[str]:
         """What depends on each other and is carried as if it did not, in words; `adjoint` knows better."""
         uses = Counter(found.weights.get(ref.slot) for step in found.steps for ref in refs((step.args, step.kwargs)))
         again = any(uses[name] > 1 for name in self.random)
-        wide = (block for block in self.blocks if not isinstance(block, Diagonal))
+        wide = (block for block in self.blocks if not block.independent)
         across = any(len({name.rpartition(".")[0] for name in block.shapes}) > 1 for block in wide)
         return ["uses of a weight apart"] * again + ["layers apart"] * across
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dubito.posteriors.predict.streamlined.moments import Weight, mean_of, var_of
-from dubito.posteriors.predict.streamlined.noise import Rotated
 from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, Trace, refs
+from dubito.tensors.covariances.noise import Rotated
 
 MOVES = {
     "view", "reshape", "unflatten", "flatten", "transpose", "permute", "movedim", "swapaxes", "squeeze", "unsqueeze", "contiguous",

@@ -19,9 +19,9 @@ from torch.func import vmap
 
 from dubito.curvature.capture import heard, noted, tapped
 from dubito.posteriors.predict.streamlined.moments import Moments, Weight, mean_of, residual, still, uncertain, var_of
-from dubito.posteriors.predict.streamlined.noise import Noise, Rotated
 from dubito.posteriors.predict.streamlined.registry import rule
 from dubito.posteriors.predict.streamlined.rules.shapes import widened
+from dubito.tensors.covariances.noise import Noise, Rotated
 
 
 def affine(

@@ -1,4 +1,4 @@
-"""Weights of a layer that are not independent: the noise they put on the layer's output for certain inputs.
+"""Noise that correlated weights of a layer add to its output, for given inputs.
 
 Each kind has `var(m)` [..., O], `cov(m)` [..., O, O] and `directions(m)` [O, ..., O], whose outer products add up to `cov`, for inputs
 m [..., I]; the bias, where there is one, is inside.
@@ -12,8 +12,6 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from dubito.tensors.covariances import Covariance, Dense, Kronecker, LowRank
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,15 @@ class Rotated:
         return turned.square()
 
     def var(self, m: Tensor) -> Tensor:
+        """Variances [..., O] of the outputs for inputs m [..., I]."""
         return self.energy(m) @ self.marginal.mT
 
     def cov(self, m: Tensor) -> Tensor:
+        """Covariances [..., O, O] of the outputs for inputs m [..., I]."""
         return (self.left * (self.energy(m) @ self.variances.mT).unsqueeze(-2)) @ self.left.mT
 
     def directions(self, m: Tensor) -> Tensor:
+        """Columns [O, ..., O] whose outer products add up to `cov(m)`."""
         return (self.left * (self.energy(m) @ self.variances.mT).sqrt().unsqueeze(-2)).movedim(-1, 0)
 
 
@@ -57,16 +58,19 @@ class Full:
         return torch.cat([m, torch.ones_like(m[..., :1])], -1) if self.biased else m
 
     def var(self, m: Tensor) -> Tensor:
+        """Variances [..., O] of the outputs for inputs m [..., I]."""
         a = self._input(m)
         own = self.sigma.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [O, in, in]
         return torch.einsum("oij,...i,...j->...o", own, a, a).clamp_min(0)
 
     def cov(self, m: Tensor) -> Tensor:
+        """Covariances [..., O, O] of the outputs for inputs m [..., I]."""
         a = self._input(m)
         half = torch.einsum("oipj,...j->...oip", self.sigma, a)
         return torch.einsum("...oip,...i->...op", half, a)
 
     def directions(self, m: Tensor) -> Tensor:
+        """Columns [O, ..., O] whose outer products add up to `cov(m)`."""
         return _root(self.cov(m))
 
 
@@ -84,14 +88,17 @@ class Directions:
         return a.square() @ self.own.mT, torch.einsum("koi,...i->...ko", self.rows, a)
 
     def var(self, m: Tensor) -> Tensor:
+        """Variances [..., O] of the outputs for inputs m [..., I]."""
         own, along = self._each(m)
         return (own + (self.signs.unsqueeze(-1) * along.square()).sum(-2)).clamp_min(0)
 
     def cov(self, m: Tensor) -> Tensor:
+        """Covariances [..., O, O] of the outputs for inputs m [..., I]."""
         own, along = self._each(m)
         return torch.diag_embed(own) + (along * self.signs.unsqueeze(-1)).mT @ along
 
     def directions(self, m: Tensor) -> Tensor:
+        """Columns [O, ..., O] whose outer products add up to `cov(m)`."""
         return _root(self.cov(m))
 
 
@@ -102,9 +109,11 @@ class Shift:
     sigma: Tensor  # [O, O]
 
     def cov(self, m: Tensor) -> Tensor:
+        """Covariances [..., O, O] of the outputs for inputs m [..., I]."""
         return self.sigma.expand(*m.shape[:-1], *self.sigma.shape)
 
     def directions(self, m: Tensor) -> Tensor:
+        """Columns [O, ..., O] whose outer products add up to `cov(m)`."""
         root = _root(self.sigma)
         return root.view(len(root), *[1] * (m.ndim - 1), -1).expand(-1, *m.shape[:-1], -1)
 
@@ -116,47 +125,3 @@ def _root(cov: Tensor) -> Tensor:
 
 
 Noise = Rotated | Full | Directions
-
-
-def shift_of(block: Covariance, bias: str) -> Shift:
-    """The noise of a bias alone in a block."""
-    (outputs,), like = block.shapes[bias], next(iter(block.variance().values()))
-    unit = {name: like.new_zeros(outputs, *shape) for name, shape in block.shapes.items()}
-    unit[bias] = torch.eye(outputs, dtype=like.dtype, device=like.device)
-    return Shift(block.product(unit)[bias])
-
-
-def noise_of(block: Covariance, weight: str, bias: str | None) -> Noise | None:
-    """The noise of a layer with these weights (a matrix and its bias) in a block; None where they are independent."""
-    if isinstance(block, Kronecker):
-        if bias != block.bias:
-            return None
-        return Rotated(block.inputs, block.variances, block.left, block.left**2 @ block.variances, block.biased)
-    if weight not in block.shapes or (bias is not None and bias not in block.shapes):
-        return None
-    outputs = block.shapes[weight][0]
-    if isinstance(block, Dense) and block.index is None:
-        where = _positions(block, weight).reshape(outputs, -1)
-        if bias is not None:
-            where = torch.cat([where, _positions(block, bias).reshape(outputs, 1)], -1)
-        where = where.flatten().to(block.inverse.device)
-        sigma = block.inverse[where][:, where]
-        return Full(sigma.reshape(outputs, -1, outputs, sigma.shape[0] // outputs), bias is not None)
-    if isinstance(block, LowRank):
-        names = [weight] if bias is None else [weight, bias]
-        own = torch.cat([block.diagonal[name].reshape(outputs, -1) for name in names], -1)
-        rows = torch.cat([block.directions[name].reshape(len(block.logs), outputs, -1) for name in names], -1)
-        size = block.logs.expm1()
-        return Directions(own, rows * own.sqrt() * size.abs().sqrt()[:, None, None], size.sign(), bias is not None)
-    return None
-
-
-def _positions(block: Dense, name: str) -> Tensor:
-    """Where a leaf stands in the vector of all."""
-    start = 0
-    for other, shape in block.shapes.items():
-        size = torch.Size(shape).numel()
-        if other == name:
-            return torch.arange(start, start + size)
-        start += size
-    raise KeyError(name)

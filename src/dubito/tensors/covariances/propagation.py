@@ -1,0 +1,207 @@
+r"""Covariances carried from weights to outputs, :math:`J \Sigma J^T`, layer by layer, without the Jacobian J of all weights.
+
+A layer with inputs a [B, T, I] at T positions and gradients g [C, B, T, O] of C network outputs with respect to its outputs has the
+rows :math:`\sum_t g_t a_t^T` of J. How a structure uses them is in its file; this one has what they share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dubito.tensors.tree import Params
+
+CHUNK = 2**22  # numbers that may be formed at a time, where something is formed piece by piece
+CACHE = 2**19  # numbers that a CPU's cache holds while they are formed, scaled and multiplied
+PARTS = 2**8  # into which a GPU cuts long sums
+WIDE = 100  # outputs above which independent ones are given by their variances alone
+
+
+class Place(Protocol):
+    """Where the weights of a layer are in the network."""
+
+    @property
+    def kind(self) -> str:
+        """ "affine" (g a^T), "scale" (g * a) or "lookup" (rows of a table)."""
+        ...
+
+    @property
+    def weight(self) -> str | None:
+        """The name of the matrix, if it is there."""
+        ...
+
+    @property
+    def bias(self) -> str | None:
+        """The name of the bias, if it is there."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of both."""
+        ...
+
+
+class LayerRows(Protocol):
+    """A layer in one pass over a batch: its inputs, and what follows from gradients of its outputs."""
+
+    batch: int
+    shapes: dict[str, torch.Size]
+
+    @property
+    def part(self) -> Place:
+        """Where its weights are."""
+        ...
+
+    @cached_property
+    def a(self) -> Tensor:
+        """Inputs [B, T, I] without the constant 1 of a bias."""
+        ...
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """The same in the network's precision."""
+        ...
+
+    @cached_property
+    def spread(self) -> Tensor | None:
+        """Variances of the inputs, [B, T, I]; None where they are certain."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """I, with the constant 1 of a bias."""
+        ...
+
+    @cached_property
+    def squared(self) -> Tensor:
+        """Expected squares [B, I] of the inputs, for one position."""
+        ...
+
+    @cached_property
+    def extended(self) -> Tensor:
+        """Inputs with the constant 1 of a bias, [B, T, I + 1]."""
+        ...
+
+    def energy(self, basis: Tensor) -> Tensor:
+        """Expected squares of the inputs in another basis [in, J], [B, J], for one position."""
+        ...
+
+    def gradients(self, g: Tensor) -> Params:
+        """Gradients of the weights from g [B, T, O], example by example: leaves [B, *shape]."""
+        ...
+
+    def lookups(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the looked-up rows [U, E], with their example and their index [U]."""
+        ...
+
+    def examples(self, piece: slice) -> LayerRows:
+        """The same layer for some of the examples."""
+        ...
+
+
+Gradients = Sequence[tuple[LayerRows, Tensor]]  # layers with gradients [C, B, T, O] of the network's outputs
+
+
+def flat(leaf: Tensor, start: int) -> Tensor:
+    """The axes of a weight, those from `start` on, as one; a weight that is a single number has none, and is given one."""
+    return leaf.unsqueeze(-1) if leaf.ndim == start else leaf.flatten(start)
+
+
+def pieces(n: int, each: int, like: Tensor | None = None, chunk: int = CHUNK) -> Iterator[slice]:
+    """n things in slices, so that things of `each` numbers stay within bounds, which are wider on a GPU (where `like` is)."""
+    if isinstance(n, torch.SymInt):  # while it is traced for any number of them: all at a time
+        return iter([slice(0, n)])
+    chunk = chunk if like is None or not like.is_cuda else 64 * CHUNK
+    step = max(1, chunk // max(1, each))
+    return (slice(start, min(n, start + step)) for start in range(0, n, step))
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Inner products of rows [C, B, n] as [B, C, C], summed in full precision."""
+    if not rows.is_cuda:
+        rows = (rows.float() if rows.dtype.itemsize < 4 else rows).transpose(0, 1)
+        return rows @ rows.mT
+    # few rows that are long: a GPU is busy only with many products, of parts of them
+    parts = math.gcd(rows.shape[-1], PARTS)
+    short = rows.unflatten(-1, (parts, -1)).flatten(1, 2).transpose(0, 1)  # [B parts, C, n / parts]
+    half = short.dtype.itemsize < 4
+    products = torch.bmm(short, short.mT, out_dtype=torch.float32) if half else torch.bmm(short, short.mT)
+    return products.unflatten(0, (-1, parts)).sum(1)
+
+
+def input_noise(layer: LayerRows, g: Tensor, variances: Sequence[Params]) -> Tensor:
+    """What independent noise of a layer's inputs adds by way of the weights' variances, for each of these: [G, B, C, C]."""
+    assert layer.spread is not None
+    assert layer.part.weight is not None
+    weights = [v[layer.part.weight] for v in variances]
+    return torch.stack([gram((g * (layer.spread @ w.reshape(w.shape[0], -1).mT).sqrt()).flatten(2)) for w in weights])
+
+
+def single_position(layer: LayerRows, variance: Params) -> Tensor:
+    """Variances [B, O] of the outputs of an affine layer with one position and independent weights."""
+    part = layer.part
+    total: Tensor | float = 0.0
+    if part.weight is not None:
+        weight = variance[part.weight]
+        total = layer.squared @ weight.reshape(weight.shape[0], -1).mT
+    if part.bias is not None:
+        total = total + variance[part.bias]
+    assert isinstance(total, Tensor)
+    return total.expand(layer.batch, -1) if total.ndim == 1 else total
+
+
+def weight_gradients(layer: LayerRows, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
+    """Gradients of a layer's weights [C, b, *shape], with their name, in pieces of the batch."""
+    part, size = layer.part, sum(layer.shapes[name].numel() for name in layer.part.names)
+    affine = part.kind == "affine" and part.weight is not None
+    for piece in pieces(layer.batch, len(g) * size, g, CACHE):
+        if affine:  # all outputs in one product
+            assert part.weight is not None
+            rows = g[:, piece]
+            yield (rows.mT @ layer.inputs[piece].to(g.dtype)).unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
+            if part.bias is not None:
+                yield rows.sum(2), part.bias, piece
+            continue
+        each = [layer.examples(piece).gradients(one[piece].float() if one.dtype.itemsize < 4 else one[piece]) for one in g]
+        for name in each[0]:
+            yield torch.stack([e[name] for e in each]), name, piece
+
+
+def propagate_independent(variances: Sequence[Params], layers: Gradients, others: Params, total: Tensor) -> Tensor:
+    """[G, B, C, C] of independent weights, for each of several variances: added to `total`, which may change in place."""
+    for name, leaf in others.items():
+        total = total + torch.stack([gram(flat(leaf * v[name].sqrt(), 2)) for v in variances])
+    for layer, g in layers:
+        part = layer.part
+        if part.kind == "affine" and layer.positions == 1:
+            rows = g.squeeze(2)
+            total = total + torch.stack([gram(rows * single_position(layer, v).sqrt()) for v in variances])
+        elif part.kind == "lookup":
+            total = _add_lookups(variances, layer, g, total)
+        else:
+            roots = {name: [v[name].sqrt().to(g.dtype) for v in variances] for name in part.names}
+            for leaf, name, piece in weight_gradients(layer, g):
+                scaled = [leaf.mul_(roots[name][0])] if len(variances) == 1 else [leaf * root for root in roots[name]]
+                total[:, piece] += torch.stack([gram(rows.flatten(2)) for rows in scaled])
+            if layer.spread is not None:
+                total = total + input_noise(layer, g, variances)
+    return total
+
+
+def _add_lookups(variances: Sequence[Params], layer: LayerRows, g: Tensor, total: Tensor) -> Tensor:
+    """The same of a table of which each example looks up some rows."""
+    assert layer.part.weight is not None
+    each = [layer.lookups(rows) for rows in g.to(total.dtype)]
+    sums, example, index = torch.stack([rows for rows, _, _ in each]), each[0][1], each[0][2]  # sums [C, U, E]
+    inner = torch.stack([gram(sums * v[layer.part.weight][index].sqrt()) for v in variances])
+    return total.index_add(1, example, inner)
