@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from dubito import SGHMC, Categorical, Model
 from dubito.data import cifar10
 from dubito.diagnostics import agreement, total_variation
-from dubito.inference.fit import Start
+from dubito.inference.method import Start
 from dubito.inference.recorded_target import Recorded
 from dubito.model import Target
 from dubito.network.reinitialize import reinitialize

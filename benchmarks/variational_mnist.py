@@ -44,7 +44,7 @@ from dubito.apps.compression.report import interleaved
 from dubito.data import mnist
 from dubito.families import Grouped, MatrixNormal
 from dubito.inference.descent import Descent
-from dubito.inference.fit import Event
+from dubito.inference.method import Event
 from dubito.posteriors import Gaussian, Posterior
 from dubito.priors import LogUniform, Normal, Prior, ScaleMixture
 

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 import dubito
 from dubito import IVON, Variational
-from dubito.inference.fit import Start
+from dubito.inference.method import Start
 from dubito.model import Target
 from dubito.priors import Normal
 

@@ -246,7 +246,7 @@ def test_what_cannot_be_is_refused():
         QLearning(one, dubito.Ensemble(dubito.MAP(), 2), 4)
     with pytest.raises(ValueError, match="warmup"):
         QLearning(one, dubito.MAP(warmup=0.1), 4)
-    with pytest.raises(ValueError, match="kl_warmup is a share"):
+    with pytest.raises(ValueError, match="kl_warmup depends"):
         QLearning(one, dubito.Variational(kl_warmup=0.1), 4)
     with pytest.raises(ValueError, match="give hessian_momentum"):
         QLearning(one, dubito.IVON(), 4)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dubito
 from contract.methods import ULA
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+from dubito.inference.method import Traits
 from dubito.posteriors import Samples, Stored
 from dubito.tensors import store
 
@@ -255,7 +256,7 @@ def test_a_run_that_is_over_gives_its_posterior_again_at_once(tmp_path):
 
 @dataclass(frozen=True)
 class Growing(ULA):
-    may_grow: ClassVar[str] = "n_draws"
+    traits: ClassVar[Traits] = Traits(length_field="n_draws")
 
 
 @dataclass(frozen=True)

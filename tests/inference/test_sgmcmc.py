@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dubito
 from dubito import Categorical, Ensemble, Gaussian, Model
 from dubito.data import digits
-from dubito.inference.fit import Event
+from dubito.inference.method import Event
 from dubito.inference.sgmcmc import Move
 from dubito.model import Target
 from dubito.posteriors import Samples

@@ -10,7 +10,7 @@ from torch import nn
 import dubito
 from dubito import MAP, SWAG, Categorical, Ensemble, MCDropout, Model, OnlineLaplace, Variational
 from dubito.families import Grouped
-from dubito.inference.fit import Start
+from dubito.inference.method import Start
 from dubito.inference.recorded_target import Recorded
 from dubito.model import Target
 from dubito.priors import Normal, ScaleMixture

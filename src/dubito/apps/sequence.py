@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dubito.inference.fit import Method, fit
+from dubito.inference.fit import fit
+from dubito.inference.method import Method, traits_of
 from dubito.model import Model
 from dubito.posteriors import Posterior
 from dubito.tensors.tree import Params
@@ -42,7 +43,7 @@ def fit_in_turn(
     posterior: Posterior | None = None
     for method in chain(methods, len(data[1])):
         begin: Any = start if posterior is None else posterior
-        begin = None if getattr(method, "starts_anew", False) else begin
+        begin = None if traits_of(method).starts_anew else begin
         posterior = fit(
             model, method, data, start=begin, seed=seed, batch_size=batch_size, validation=validation, patience=patience,
             progress=progress,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito.inference.fit import Info, Start
+from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods.likelihood import PREFIX
 from dubito.network.cuda_graphs import Steps
@@ -71,6 +71,10 @@ class Descent(ABC):
     @property
     def data(self) -> Literal["batches", "full"]:
         return "batches"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(stacks=True, length_settings=("warmup=0",) if self.warmup else ())
 
     @property
     def pace(self) -> float:

@@ -10,15 +10,16 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dubito.inference.batches import Arrays, Batches, batches, reseed
+from dubito.inference.method import Event, Info, Method, Start, traits_of
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target
 from dubito.model.inspect import warn_if_padding_is_random, warn_if_random, warn_if_targets_are_far
@@ -27,60 +28,6 @@ from dubito.posteriors import Posterior, Stored
 from dubito.posteriors.identity import belonging, differences
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.tree import Buffers, Params
-
-State = TypeVar("State")
-Info = Mapping[str, Any]  # what a diagnostic or a person wants to see of a step; tensors may stay on their device
-
-
-class Start(NamedTuple):
-    """Where a method begins: the Bayesian parameters, and all the rest of the network."""
-
-    params: Params
-    buffers: Buffers
-    unset: tuple[str, ...] = ()  # learned quantities beside the weights that nobody has given: they stand at a first guess
-    given: bool = False  # whether the user named a start; otherwise it is the network as it stands
-    draws: Params | None = None  # several settings, leaves [K, ...], for methods that begin at many
-    own: Buffers | None = None  # buffers that each of these has for itself, such as BatchNorm statistics, [K, ...]
-
-
-class Method(Protocol[State]):
-    """An inference method: a frozen dataclass of hyperparameters with these few functions.
-
-    A state is a dataclass of tensors, numbers, dicts, lists and optimisers; `step` consumes it and may change it in place. It holds
-    what the next step needs and never grows: draws are returned by `draw` and kept by the loop.
-    """
-
-    @property
-    def data(self) -> Literal["batches", "full"]:
-        """A mini-batch a step, or all data a step."""
-        ...
-
-    def steps(self, n_batches: int) -> int:
-        """How many steps to make, for so many batches in a pass over the data."""
-        ...
-
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> State: ...
-
-    def step(self, target: Target, state: State, data: Iterable[Any], generator: torch.Generator) -> tuple[State, Info]:
-        """One step on `data`, an iterable of batches (of one, unless gradients are accumulated or the method is full-batch)."""
-        ...
-
-    def draw(self, state: State) -> Params | None:
-        """A draw to keep, after a step, or None."""
-        ...
-
-    def posterior(self, target: Target, state: State, draws: store.Draws) -> Posterior: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """What a callback is told after every step."""
-
-    step: int
-    steps: int
-    epoch: int
-    info: Info
-    state: Any
 
 
 @dataclasses.dataclass
@@ -149,7 +96,8 @@ def fit(
     """
     _check_parts(model, method)
     _check_arguments(accumulate, patience, validation, precision, resume, checkpoint, store_dtype)
-    if start is not None and getattr(method, "starts_anew", False):
+    traits = traits_of(method)
+    if start is not None and traits.starts_anew:
         raise ValueError(f"{type(method).__name__} initialises its members anew and would ignore `start`: leave it out")
     if device is not None and torch.device(device) != model.device:
         model = dataclasses.replace(model, network=copied(model.network).to(device))
@@ -161,11 +109,11 @@ def fit(
         first = next(iter(source), None)
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
-        begin = _start(model, start, model.split(first)[1], many=getattr(method, "many_starts", False))
+        begin = _start(model, start, model.split(first)[1], many=traits.many_starts)
         inspection = model.check(begin.params, first, begin.buffers)
-        if method.data == "batches" and not _says(method, "keeps_dropout"):
+        if method.data == "batches" and not traits.keeps_dropout:
             warn_if_random(model, begin.params, begin.buffers, first, inspection, rows=isinstance(source.source, Arrays))
-        if _says(method, "draws_weights"):
+        if traits.draws_weights:
             warn_if_padding_is_random(model)
         warn_if_targets_are_far(model, begin.params, first, inspection)
         per_epoch = math.ceil(source.n_batches / accumulate) if method.data == "batches" else 1
@@ -179,7 +127,7 @@ def fit(
                 "seed": seed,
                 "accumulate": accumulate,
                 "store_dtype": store_dtype,
-                **({} if getattr(method, "may_grow", None) else {"steps": steps}),
+                **({} if traits.length_field else {"steps": steps}),
             }
         draws = store.Draws(
             keeper.folder,
@@ -417,8 +365,8 @@ def _checksum(data: Any) -> str:
 
 
 def _described(method: Method) -> str:
-    """The method, without the field that only says how long a run is to be (`may_grow`), where it has one."""
-    length = getattr(method, "may_grow", None)
+    """The method, without the field that only says how long a run is to be (`Traits.length_field`), where it has one."""
+    length = traits_of(method).length_field
     if length is None:
         return store.described(method)
     fields = [f.name for f in dataclasses.fields(method) if f.name != length]  # pyright: ignore[reportArgumentType]
@@ -427,10 +375,9 @@ def _described(method: Method) -> str:
 
 def _about(model: Model, method: Method) -> dict:
     """What draws on disk must say of themselves, so that they can be read without the run that made them."""
-    adjusted = getattr(method, "adjusted", getattr(method, "exact", None))
-    sampler: dict[str, Any] = {"method": type(method).__name__}
-    sampler |= {} if adjusted is None else {"adjusted": bool(adjusted)}
-    sampler |= {"learning_rate": method.rate} if hasattr(method, "rate") else {}  # pyright: ignore[reportAttributeAccessIssue]
+    traits = traits_of(method)
+    known = {"adjusted": traits.adjusted, "learning_rate": traits.learning_rate}
+    sampler = {"method": type(method).__name__, **{name: value for name, value in known.items() if value is not None}}
     return {**belonging(model), "sampler": sampler}
 
 
@@ -460,11 +407,6 @@ def _start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool
         tuple(name for name in params if ":" in name and name not in known),
         given=True,
     )
-
-
-def _says(method: Any, what: str) -> bool:
-    """Whether that is so of a method, or of the one inside it."""
-    return getattr(method, what, False) or (hasattr(method, "method") and _says(method.method, what))
 
 
 def _several(start: Params | Posterior, params: Params) -> tuple[Params, Buffers] | None:

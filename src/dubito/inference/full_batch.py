@@ -10,14 +10,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dubito.inference.fit import Info, Start
 from dubito.inference.integrators import Point, kinetic, leapfrog, rise
 from dubito.inference.log_density import Density
+from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import own
 from dubito.model.priors import Prior, concerned
@@ -60,12 +60,6 @@ class Chains(ABC):
     thin: int = field(default=1, kw_only=True)  # transitions in a step, of which the last is kept
     compile: bool = field(default=False, kw_only=True)  # let torch compile the gradient: a minute that pays in long runs
 
-    may_grow: ClassVar[str] = "draws"  # a run that has ended can go on with more of them
-    many_starts: ClassVar[bool] = True  # `start` may be a set of samples, one for each chain
-    draws_weights: ClassVar[bool] = True
-    exact: ClassVar[bool] = True  # whether an accept step leaves the posterior as it is, at any step size
-    weighs: ClassVar[bool] = False  # the examples are taken as they are: no bootstrap, no adversarial neighbours
-
     def __post_init__(self):
         if self.chains < 1 or self.draws < 1 or self.burn_in < 0 or self.thin < 1:
             raise ValueError(
@@ -78,6 +72,10 @@ class Chains(ABC):
     @property
     def data(self) -> Literal["batches", "full"]:
         return "full"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(many_starts=True, draws_weights=True, takes_example_weights=False, adjusted=True, length_field="draws")
 
     @abstractmethod
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
@@ -191,7 +189,7 @@ class Chains(ABC):
 
     def posterior(self, target: Target, state: ChainState, draws: store.Draws) -> Posterior:
         """The draws; of a run that was stopped before the first, the weights as they stand, and it says so."""
-        sampler = {"method": type(self).__name__, "adjusted": getattr(self, "adjusted", self.exact), "burnt_in": len(draws) > 0}
+        sampler = {"method": type(self).__name__, "adjusted": self.traits.adjusted, "burnt_in": len(draws) > 0}
         if not len(draws):
             draws = store.Draws()
             draws.append(self._noted(state))

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from dubito.curvature.collect import Collector
 from dubito.curvature.gather import Gather, Plain, Subnetwork
 from dubito.curvature.memory import Need, alternatives, available, need, refusal, written
-from dubito.inference.fit import Method, Start, _start
+from dubito.inference.fit import _start
+from dubito.inference.method import Method, Start
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.inference.methods.swag import _norms, _places
 from dubito.model import Model, Target

@@ -25,7 +25,7 @@ from torch import nn
 
 from dubito._moved import renamed
 from dubito.inference.augment import Noise
-from dubito.inference.fit import Method
+from dubito.inference.method import Method, traits_of
 from dubito.inference.methods import (
     IVON,
     MAP,
@@ -277,7 +277,7 @@ def wrapped_field(method: Callable[..., Method]) -> str | None:
 
 def expects_training(method: object) -> bool:
     """Whether a method expects a trained network and does not train one, as Laplace."""
-    return getattr(method, "post_hoc", False)
+    return traits_of(method).post_hoc
 
 
 def dropout_places(network: nn.Module, *, inputs: bool = False) -> str | None:

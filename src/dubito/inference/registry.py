@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dubito.inference.fit import Method
+from dubito.inference.method import Method
 from dubito.inference.methods import (
     HMC,
     IVON,

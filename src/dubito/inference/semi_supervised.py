@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from dubito.inference.augment import Augmentation
 from dubito.inference.descent import Descent, DescentState
-from dubito.inference.fit import Info, Method, Start
+from dubito.inference.method import Info, Method, Start, Traits, traits_of
 from dubito.model import Model, Target
 from dubito.model.likelihoods import own
 from dubito.network.examples import batch_size, split_batch
@@ -218,8 +218,6 @@ class Consistency(ABC):
     ramp_up: float = field(default=0.25, kw_only=True)  # share of the steps in which the weight rises
     unlabelled_size: int = field(default=100, kw_only=True)  # unlabelled examples beside each labelled batch
 
-    weighs: ClassVar[bool] = False  # examples count once each: bagging and adversarial neighbours would have to reach the teacher
-
     def __post_init__(self):
         name, inner = type(self).__name__, type(self.method)
         if not isinstance(self.method, Descent) or type(self.method).update is not Descent.update:
@@ -240,6 +238,15 @@ class Consistency(ABC):
     @property
     def data(self) -> Literal["batches", "full"]:
         return "batches"
+
+    @property
+    def traits(self) -> Traits:
+        inner = traits_of(self.method)
+        ramp_up = ("ramp_up=0",) if self.ramp_up else ()
+        # examples count once each: bagging and adversarial neighbors would have to reach the teacher
+        return Traits(
+            keeps_dropout=inner.keeps_dropout, takes_example_weights=False, length_settings=(*ramp_up, *inner.length_settings)
+        )
 
     @property
     def _inner(self) -> Descent:

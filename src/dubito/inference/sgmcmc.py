@@ -26,8 +26,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dubito.inference.fit import Info, Start
 from dubito.inference.full_batch import BUFFER, TRACE, own_buffers, samples, starts, within
+from dubito.inference.method import Info, Start, Traits
 from dubito.model import Model, Target
 from dubito.model.likelihoods import own as learned
 from dubito.posteriors import Posterior
@@ -129,9 +129,6 @@ class Langevin(ABC):
     preconditioner: Literal["none", "rmsprop"] = field(default="none", kw_only=True)  # a step size for every weight
     vectorize: bool | None = field(default=None, kw_only=True)  # run all chains in one batched pass, or never; None decides
 
-    many_starts: ClassVar[bool] = True  # `start` may be a set of samples, one for each chain
-    draws_weights: ClassVar[bool] = True
-    exact: ClassVar[bool] = False  # there is no accept step
     rates: ClassVar[dict[str, float]]  # default of the learning rate, for each preconditioner
 
     def __post_init__(self):
@@ -164,9 +161,9 @@ class Langevin(ABC):
         return "batches"
 
     @property
-    def may_grow(self) -> str | None:
-        """A run that has ended can go on with more draws, unless its cycles are laid out over all of them."""
-        return None if self.cycles else "draws"
+    def traits(self) -> Traits:
+        grows = None if self.cycles else "draws"  # cycles are laid out over all draws
+        return Traits(many_starts=True, draws_weights=True, adjusted=False, learning_rate=self.rate, length_field=grows)
 
     @property
     def rate(self) -> float:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import dubito
 from dubito.inference import integrators
-from dubito.inference.fit import Start
 from dubito.inference.full_batch import ChainState
 from dubito.inference.integrators import Point, on_sphere
 from dubito.inference.kernels import mlp_cpu
 from dubito.inference.log_density import Density
+from dubito.inference.method import Start
 from dubito.model import Model, Target
 from dubito.priors import Normal
 

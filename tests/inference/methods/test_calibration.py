@@ -26,8 +26,8 @@ from torch.distributions import Gamma
 from torch.func import vmap
 
 from dubito import HMC, MALA, MAMS, NUTS, Gaussian, Metropolis, Model
-from dubito.inference.fit import Start
 from dubito.inference.log_density import Density
+from dubito.inference.method import Start
 from dubito.likelihoods import NOISE
 from dubito.model import Target
 from dubito.tensors import tree

@@ -12,6 +12,7 @@ from torch import nn
 import dubito
 from contract.methods import ULA
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+from dubito.inference.method import Traits
 from dubito.model import Target
 from dubito.posteriors import Mixture, Samples
 from dubito.tensors import tree
@@ -171,7 +172,7 @@ class CloudState:
 class Cloud:
     """A method for trained networks, such as Laplace: one pass for a spread around the weights it starts from, then two draws."""
 
-    post_hoc: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(post_hoc=True)
     seen: list = field(default_factory=list, compare=False, repr=False)
 
     @property

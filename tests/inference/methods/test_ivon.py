@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 
 import dubito
 from dubito import IVON, Categorical, Ensemble, Gaussian, Model, posteriors
-from dubito.inference.fit import Start
+from dubito.inference.method import Start
 from dubito.methods import ivon
 from dubito.model import Target
 from dubito.posteriors import Mixture

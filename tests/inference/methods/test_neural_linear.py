@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dubito
 from dubito import Categorical, Ensemble, Gaussian, HeteroscedasticGaussian, Model
-from dubito.inference.fit import Event
+from dubito.inference.method import Event
 from dubito.methods import NeuralLinear
 from dubito.posteriors import Conjugate
 from dubito.posteriors.predict.sampled import sampled

@@ -10,7 +10,7 @@ from torch import nn
 import dubito
 from dubito import Variational
 from dubito.families import Binary, Factorised, Grouped, LowRank, MeanField
-from dubito.inference.fit import Start
+from dubito.inference.method import Start
 from dubito.model import Target
 from dubito.posteriors import Drawn, Gaussian
 from dubito.posteriors.families.reparametrized import layers

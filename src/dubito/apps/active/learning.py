@@ -22,6 +22,7 @@ from dubito.apps.active.view import View
 from dubito.apps.network import joined, only_network
 from dubito.apps.sequence import Methods, chain, fit_in_turn
 from dubito.evaluation.judge import judge
+from dubito.inference.method import traits_of
 from dubito.model import Model
 from dubito.model.likelihoods import MultiTask
 from dubito.network.reinitialize import reinitialize
@@ -93,7 +94,7 @@ class ActiveLearning:
             raise ValueError("active learning is for one task at a time: a label of several tasks has no one price")
         if start not in ("network", "anew", "last"):
             raise ValueError(f"start is 'network', 'anew' or 'last'; got {start!r}")
-        if start == "last" and any(getattr(one, "starts_anew", False) for one in chain(method, 1)):
+        if start == "last" and any(traits_of(one).starts_anew for one in chain(method, 1)):
             raise ValueError("this method initialises its members anew and cannot go on from the last fit: use start='network'")
         if (most is not None and most < 1) or size < 1:
             raise ValueError(f"most and size count inputs and are at least 1; got {most} and {size}")

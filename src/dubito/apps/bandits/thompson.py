@@ -12,6 +12,7 @@ from dubito.apps.action_values import check_width, taken
 from dubito.apps.bandits.agent import Log, first
 from dubito.apps.function import one_function
 from dubito.apps.sequence import Methods, chain, fit_in_turn
+from dubito.inference.method import traits_of
 from dubito.inference.methods.neural_linear import NeuralLinear
 from dubito.model import Model
 from dubito.network.reinitialize import reinitialize
@@ -65,7 +66,7 @@ class Thompson:
                 "there are at least two arms, every, initial and members are at least 1, and epsilon is in [0, 1]; got "
                 f"{arms}, {every}, {initial}, {members} and {epsilon}"
             )
-        if members > 1 and any(getattr(one, "starts_anew", False) for one in chain(method, 1)):
+        if members > 1 and any(traits_of(one).starts_anew for one in chain(method, 1)):
             raise ValueError("this method has members of its own, that start anew: leave out `members`")
         if any(isinstance(one, NeuralLinear) for one in chain(method, 1)):
             raise ValueError(

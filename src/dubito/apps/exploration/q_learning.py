@@ -17,7 +17,7 @@ from dubito.apps.action_values import check_width, taken
 from dubito.apps.exploration.explore import Explore, Thompson
 from dubito.apps.exploration.replay import Replay, Transitions
 from dubito.apps.network import Network, only_network
-from dubito.inference.fit import Method, Start
+from dubito.inference.method import Method, Start, traits_of
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target
 from dubito.posteriors import Point, Posterior, Samples
@@ -114,19 +114,17 @@ class QLearning:
                 "there are at least two actions, capacity, batch_size, initial, every and sync are at least 1, and discount is in "
                 f"[0, 1]; got {actions}, {capacity}, {batch_size}, {initial}, {every}, {sync} and {discount}"
             )
-        if method.data != "batches" or getattr(method, "post_hoc", False) or getattr(method, "starts_anew", False):
+        traits = traits_of(method)
+        if method.data != "batches" or traits.post_hoc or traits.starts_anew:
             raise ValueError(
                 f"{type(method).__name__} does not learn step by step from mini-batches at one setting of the weights: use MAP, "
                 "MCDropout, Variational or IVON"
             )
-        if shares := [name for name in ("warmup", "kl_warmup", "ramp_up") if getattr(method, name, 0.0)]:
+        if traits.length_settings:
+            setting = traits.length_settings[0]
             raise ValueError(
-                f"{shares[0]} is a share of all steps, of which there is no number here: leave it out, or set it to 0"
-            )
-        if getattr(method, "hessian_momentum", 0.0) is None:
-            raise ValueError(
-                "how fast the Hessian is learned depends on the number of steps, of which there is none here: give hessian_momentum, "
-                "such as IVON(hessian_momentum=0.999)"
+                f"{setting.partition('=')[0]} depends on the total number of steps, which is not known here: give {setting}, as in "
+                f"{type(method).__name__}({setting})"
             )
         self.model, self.method, self.actions, self.explore = taken(model), method, actions, explore
         self.discount, self.batch_size, self.initial, self.every = discount, batch_size, initial, every

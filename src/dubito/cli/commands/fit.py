@@ -21,8 +21,8 @@ from dubito.cli.commands.scores import show
 from dubito.cli.commands.tables import Kind, Rows, output_names, read_table, split
 from dubito.evaluation import judge
 from dubito.evaluation.data import Table
-from dubito.inference.fit import Method, Start
 from dubito.inference.fit import fit as run
+from dubito.inference.method import Method, Start
 from dubito.inference.methods import MCDropout, NeuralLinear, PiModel
 from dubito.inference.presets import expects_training, wrapped_field
 from dubito.model import Model, Target

@@ -16,7 +16,7 @@ from dubito.cli.commands.errors import usage_errors
 from dubito.cli.commands.flags import combine, parse
 from dubito.cli.commands.network import Network
 from dubito.cli.commands.tables import Data
-from dubito.inference.fit import Method
+from dubito.inference.method import Method
 from dubito.inference.methods import MAP
 from dubito.inference.presets import Training, assemble, chain, dropout_places, expects_training, preset, table_training
 from dubito.inference.registry import METHODS

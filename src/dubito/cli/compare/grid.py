@@ -19,7 +19,8 @@ from dubito.cli.compare.result import Cell, Key, versions
 from dubito.cli.compare.spec import Entry
 from dubito.cli.threads import one_thread
 from dubito.evaluation.problems import Part, Problem
-from dubito.inference.fit import Event, Method, fit
+from dubito.inference.fit import fit
+from dubito.inference.method import Event, Method
 from dubito.inference.methods import MAP
 from dubito.inference.progress import Progress
 from dubito.model import Model

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dubito.evaluation.problems import Problem
-from dubito.inference.fit import Method
+from dubito.inference.method import Method
 from dubito.inference.methods import MAP, Ensemble, MCDropout
 from dubito.inference.presets import Training, configure, dropout_places, label, preset
 from dubito.inference.registry import METHODS

@@ -20,7 +20,7 @@ from torch.func import grad_and_value, vmap
 from dubito.cli.compare.spec import LENGTH_SCALE, Entry, Noise, unclipped
 from dubito.evaluation.problems import Part, Problem
 from dubito.inference.descent import Descent, advance, clip, share
-from dubito.inference.fit import Method
+from dubito.inference.method import Method
 from dubito.inference.methods import MAP, Ensemble, MCDropout
 from dubito.model import Model
 from dubito.model.likelihoods import PREFIX as LIKELIHOOD

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from dubito.inference.fit import Info, Method, Start, _start
+from dubito.inference.fit import _start
+from dubito.inference.method import Info, Method, Stacking, Start, Traits, traits_of
 from dubito.inference.methods.map import MAP
 from dubito.model import Target
 from dubito.network.reinitialize import reinitialize
@@ -77,9 +78,9 @@ class Ensemble:
         if self.adversarial is not None and not self.adversarial > 0:
             raise ValueError(f"adversarial is a positive share of the inputs' range, such as 0.01; got {self.adversarial}")
         names = [type(method).__name__ for method in self.methods]
-        if (self.bagging or self.adversarial is not None) and not getattr(self.method, "weighs", True):
+        if (self.bagging or self.adversarial is not None) and not traits_of(self.method).takes_example_weights:
             raise ValueError(f"{names[-1]} takes all examples as they are: leave out bagging and adversarial")
-        if self.vectorize and not any(getattr(method, "unstack", None) for method in self.methods):
+        if self.vectorize and not any(traits_of(method).stacks for method in self.methods):
             raise ValueError(f"{' and '.join(names)} cannot run members in one pass: leave out `vectorize`")
         if self.methods[0].data != self.data:
             raise ValueError(
@@ -87,12 +88,15 @@ class Ensemble:
                 f"both: choose a start that takes them as {self.data!r}"
             )
 
-    starts_anew: ClassVar[bool] = True  # members do not start from the weights that `fit` is given
+    @property
+    def traits(self) -> Traits:
+        inner = traits_of(self.method)
+        return Traits(starts_anew=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights)
 
     @property
     def methods(self) -> tuple[Method, ...]:
         """What each member goes through: the start, if there is one, and the method."""
-        if self.start is None and not getattr(self.method, "post_hoc", False):
+        if self.start is None and not traits_of(self.method).post_hoc:
             return (self.method,)
         return (self.start or MAP(), self.method)
 
@@ -199,7 +203,7 @@ class Ensemble:
         """What every member has come to in a stage."""
         method, states = self.methods[stage], state.stages[stage].members
         if state.stages[stage].stacked:
-            states = method.unstack(self._stack(target), states[0])  # pyright: ignore[reportAttributeAccessIssue]
+            states = cast(Stacking, method).unstack(self._stack(target), states[0])
         return [method.posterior(target, own, draws.column(i)) for i, own in enumerate(states)]
 
     def posterior(self, target: Target, state: EnsembleState, draws: store.Draws) -> Posterior:
@@ -219,7 +223,7 @@ class Ensemble:
     def _vectorized(self, target: Target, stage: int = -1) -> bool:
         """One batched pass pays where launching many small operations costs more than doing them: not for convolutions or
         wide layers on a CPU, whose batched kernels are slower than one member after another."""
-        if self.vectorize is False or getattr(self.methods[stage], "unstack", None) is None:
+        if self.vectorize is False or not traits_of(self.methods[stage]).stacks:
             return False
         if self.vectorize:
             return True

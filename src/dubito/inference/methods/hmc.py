@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, welford
 from dubito.inference.integrators import Point, kinetic, leapfrog, potential, rise
 from dubito.inference.log_density import Density
+from dubito.inference.method import Traits
 from dubito.model import Target
 
 DIVERGED = 1000.0  # a change of energy that no sound trajectory makes
@@ -65,6 +66,10 @@ class HMC(Chains):
             raise ValueError(
                 "a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in of at least 10"
             )
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, adjusted=self.adjusted)
 
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
         return averaging(self.step_size or 0.01, state)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dubito.inference.descent import share
-from dubito.inference.fit import Info, Start
+from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.priors import Normal, Prior
 from dubito.posteriors import Gaussian, Posterior
@@ -65,7 +65,6 @@ class IVON:
     torch.Size([3, 1, 1])
     """
 
-    draws_weights: ClassVar[bool] = True
     epochs: int = field(default=100, kw_only=True)  # passes over the data
     learning_rate: float = field(default=0.1, kw_only=True)  # at its highest
     momentum: float = field(default=0.9, kw_only=True)  # share of the mean gradient that a step keeps
@@ -99,6 +98,11 @@ class IVON:
     @property
     def data(self) -> Literal["batches", "full"]:
         return "batches"
+
+    @property
+    def traits(self) -> Traits:
+        settings = {"warmup=0": self.warmup > 0, "hessian_momentum=0.999": self.hessian_momentum is None}
+        return Traits(draws_weights=True, stacks=True, length_settings=tuple(value for value, used in settings.items() if used))
 
     def steps(self, n_batches: int) -> int:
         return self.epochs * n_batches

@@ -13,7 +13,7 @@ import torch
 from dubito.curvature.collect import Collector, Spec
 from dubito.curvature.gather import Corrected, Gather, Hessian, Main, Plain, Subnetwork, Sums, last_layer
 from dubito.curvature.memory import check
-from dubito.inference.fit import Info, Start
+from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import Gaussian as GaussianLikelihood
 from dubito.model.priors import MultivariateNormal, Normal
@@ -73,8 +73,7 @@ class Laplace:
     clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
     check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
 
-    post_hoc: ClassVar[bool] = True  # expects a trained network
-    weighs: ClassVar[bool] = False  # examples cannot be given weights
+    traits: ClassVar[Traits] = Traits(post_hoc=True, takes_example_weights=False)
 
     def __post_init__(self):
         _one_of("structure", self.structure, ("kronecker", "diagonal", "lowrank", "dense"))

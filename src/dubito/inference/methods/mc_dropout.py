@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from dubito.inference.descent import Descent, DescentState
-from dubito.inference.fit import Start
+from dubito.inference.method import Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import PREFIX as LIKELIHOOD
 from dubito.model.priors import Normal
@@ -58,7 +58,6 @@ class MCDropout(Descent):
     (torch.Size([5, 3]), True)
     """
 
-    keeps_dropout: ClassVar[bool] = True
     at: str | None = field(default=None, kw_only=True)  # further layers to drop inputs of, by a pattern; "" takes all
     rate: float = field(default=0.1, kw_only=True)  # dropout rate at those layers
     learn_rates: bool = field(default=False, kw_only=True)  # learn the rates there (concrete dropout)
@@ -80,6 +79,10 @@ class MCDropout(Descent):
             raise ValueError(f"recurrent is 'sequence' or 'batch'; got {self.recurrent!r}")
         if (self.length_scale is None) != (self.weight_decay is None):
             raise ValueError("the model precision needs both length_scale and weight_decay")
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, keeps_dropout=True)
 
     def _dropout(self, target: Target) -> Dropout:
         return Dropout.find(target.model.network, self.at, self.rate, self.recurrent)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from dubito.inference.full_batch import Chains, ChainState, averaging, welford
 from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, refreshed, rise
 from dubito.inference.log_density import Density
+from dubito.inference.method import Traits
 from dubito.model import Target
 
 MEMORY = 150  # steps over which the error of the energy is averaged while the step size is tuned
@@ -46,8 +47,6 @@ class MCLMC(Chains):
     units: Literal["prior", "posterior"] = field(default="prior", kw_only=True)  # whose standard deviations measure lengths
     thin: int = field(default=20, kw_only=True)  # integrator steps in a step, after which a draw is kept
 
-    exact: ClassVar[bool] = False
-
     def __post_init__(self):
         super().__post_init__()
         if (self.step_size is not None and not self.step_size > 0) or not self.path_length > 0 or not self.energy_variance > 0:
@@ -57,6 +56,10 @@ class MCLMC(Chains):
             )
         if self.step_size is None and (not self.tune or self.burn_in < 1):
             raise ValueError("a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in")
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, adjusted=False)
 
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
         if state.position.shape[1] < 2:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.curvature.evidence import highest
-from dubito.inference.fit import Info, Start
+from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import Gaussian, Likelihood
 from dubito.model.priors import Normal
@@ -70,7 +70,7 @@ class NeuralLinear:
     a0: float = field(default=1e-3, kw_only=True)  # prior of the noise, InvGamma(a0, b0): worth 2 a0 observations
     b0: float = field(default=1e-3, kw_only=True)  # of variance b0 / a0
 
-    post_hoc: ClassVar[bool] = True  # expects a trained network
+    traits: ClassVar[Traits] = Traits(post_hoc=True)
 
     def __post_init__(self):
         given = {"prior_precision": self.prior_precision, "a0": self.a0, "b0": self.b0}

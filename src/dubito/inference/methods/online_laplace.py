@@ -15,7 +15,7 @@ from dubito.curvature.evidence import maximize
 from dubito.curvature.gather import Plain, Sums
 from dubito.curvature.memory import check
 from dubito.inference.descent import Descent, DescentState
-from dubito.inference.fit import Info, Start
+from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import Normal, Prior
@@ -145,8 +145,8 @@ class OnlineLaplace(Descent):
     # -- the method
 
     @property
-    def unstack(self):  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise AttributeError("curvature is of one network: members of an ensemble run one after another")
+    def traits(self) -> Traits:
+        return replace(super().traits, stacks=False)  # curvature is of one network: members of an ensemble run one after another
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> OnlineLaplaceState:
         prior, period = target.model.prior, steps // self.passes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dubito.inference.descent import Descent, DescentState
-from dubito.inference.fit import Info, Start
+from dubito.inference.method import Info, Start
 from dubito.model import Model, Target
 from dubito.network.weights import mode
 from dubito.posteriors import Gaussian, Point, Posterior, Samples

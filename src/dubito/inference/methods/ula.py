@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, langevin
 from dubito.inference.integrators import leapfrog
 from dubito.inference.log_density import Density
+from dubito.inference.method import Traits
 from dubito.model import Target
 
 
@@ -40,8 +40,6 @@ class ULA(Chains):
     target_acceptance: float = field(default=0.95, kw_only=True)  # of MALA at the step size that is found
     thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
 
-    exact: ClassVar[bool] = False
-
     def __post_init__(self):
         super().__post_init__()
         if (self.step_size is not None and not self.step_size > 0) or not 0 < self.target_acceptance < 1:
@@ -51,6 +49,10 @@ class ULA(Chains):
             )
         if self.step_size is None and self.burn_in < 1:
             raise ValueError("a step size is found during the burn-in: give step_size=..., or a burn_in")
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, adjusted=False)
 
     @property
     def tune(self) -> bool:

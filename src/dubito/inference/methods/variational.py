@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dubito.inference.descent import Descent, DescentState, advance, clip
-from dubito.inference.fit import Start
+from dubito.inference.method import Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import own
 from dubito.model.priors import Normal
@@ -80,9 +80,6 @@ class Variational(Descent):
     learn_prior: bool = field(default=False, kw_only=True)  # scales of a Normal() without any, by the ELBO
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
 
-    draws_weights: ClassVar[bool] = True
-    unstack: ClassVar[None] = None  # members of an ensemble are fitted one after another  # pyright: ignore
-
     def __post_init__(self):
         super().__post_init__()
         if isinstance(self.family, str) and self.family not in FAMILIES:
@@ -111,6 +108,12 @@ class Variational(Descent):
                 "path_only scores q and a given prior at draws of the weights: leave out learn_prior, and use estimator='auto' or "
                 "'weights'"
             )
+
+    @property
+    def traits(self) -> Traits:
+        inherited = super().traits
+        warmup = ("kl_warmup=0",) if self.kl_warmup else ()
+        return replace(inherited, draws_weights=True, stacks=False, length_settings=(*inherited.length_settings, *warmup))
 
     @property
     def q(self) -> Family:
