@@ -339,7 +339,7 @@ def test_weights_in_bfloat16_on_disk_do_not_change_the_chain(tmp_path):
     assert all(torch.equal(half.params[name], leaf.bfloat16().float()) for name, leaf in plain.params.items())
     with pytest.raises(ValueError, match="store_dtype"):
         dubito.fit(model, method, data(), checkpoint=tmp_path, resume=True)
-    with pytest.raises(ValueError, match="store_dtype is None or"):
+    with pytest.raises(ValueError, match="store_dtype must be None or"):
         dubito.fit(model, method, data(), store_dtype="int8")
 
 
@@ -688,9 +688,9 @@ def test_targets_out_of_reach_are_warned_of(recwarn):
 def test_arguments_in_the_wrong_place_are_told():
     net, x, y = nn.Linear(2, 2), torch.randn(8, 2), torch.zeros(8).long()
     model = Model(net, Categorical())
-    with pytest.raises(TypeError, match=r"the first argument is a dubito.Model\(network, likelihood\); got Linear"):
+    with pytest.raises(TypeError, match=r"the first argument must be a dubito.Model\(network, likelihood\); got Linear"):
         dubito.fit(net, MAP(), (x, y))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="the second argument is a method such as .* and the third the data; got tuple"):
+    with pytest.raises(TypeError, match="the second argument must be a method such as .* and the third the data; got tuple"):
         dubito.fit(model, (x, y), MAP())  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="got the class MAP"):
         dubito.fit(model, MAP, (x, y))  # pyright: ignore[reportArgumentType]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from dubito.inference.fit import fit
+from dubito.inference.fit import fit_with
 from dubito.inference.method import Method, traits_of
+from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.posteriors import Posterior
-from dubito.tensors.tree import Params
 
 # one method; several; or a function of the number of examples that says which
 Methods = Method | Sequence[Method] | Callable[[int], Method | Sequence[Method]]
@@ -27,27 +28,12 @@ def chain(methods: Methods, n: int) -> list[Method]:
     return list(methods) if isinstance(methods, Sequence) else [methods]  # pyright: ignore[reportReturnType]
 
 
-def fit_in_turn(
-    model: Model,
-    methods: Methods,
-    data: tuple[Any, Any],
-    *,
-    start: Params | None = None,
-    seed: int = 0,
-    batch_size: int = 128,
-    validation: Any = None,
-    patience: int | None = None,
-    progress: bool | None = False,
-) -> Posterior:
-    """The posterior of the last of the methods. `start` is where the first begins, unless it starts anew; the rest is for `fit`."""
+def fit_in_turn(model: Model, methods: Methods, data: tuple[Any, Any], options: FitOptions) -> Posterior:
+    """The posterior of the last of the methods. `options.start` is where the first begins, unless it starts anew."""
     posterior: Posterior | None = None
     for method in chain(methods, len(data[1])):
-        begin: Any = start if posterior is None else posterior
-        begin = None if traits_of(method).starts_anew else begin
-        posterior = fit(
-            model, method, data, start=begin, seed=seed, batch_size=batch_size, validation=validation, patience=patience,
-            progress=progress,
-        )  # fmt: skip
+        begin = options.start if posterior is None else posterior
+        posterior = fit_with(model, method, data, replace(options, start=None if traits_of(method).starts_anew else begin))
     if posterior is None:
         raise ValueError("there is no method: give one, or a list of at least one")
     return posterior

@@ -2,7 +2,8 @@
 
 Read in this order:
 
-- `fit`: the one loop, `init -> step -> posterior`, with seeds, progress and checkpoints
+- `method`: the `Method` protocol, `init -> step -> posterior`, and its `Traits`
+- `fit`, `options`, `start`, `loop`, `checkpoint`: the public function, its settings as one value, and the one loop over the data
 - `batches`, `progress`, `plan`, `elbo`: data counted right; a progress bar; memory and time before a fit; the bound after it
 - `methods`, `registry`, `presets`: one file a method; their names; how each is configured for ordinary problems
 - `descent`, `sgmcmc`, `semi_supervised`, `augment`: what methods on mini-batches share

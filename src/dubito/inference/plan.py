@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from dubito.curvature.collect import Collector
 from dubito.curvature.gather import Gather, Plain, Subnetwork
 from dubito.curvature.memory import Need, alternatives, available, need, refusal, written
-from dubito.inference.fit import _start
 from dubito.inference.method import Method, Start
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.inference.methods.swag import _norms, _places
+from dubito.inference.start import make_start
 from dubito.model import Model, Target
 from dubito.model.priors import Normal
 from dubito.network.examples import batch_size
@@ -112,7 +112,7 @@ class _Case(NamedTuple):
 
     def start(self) -> Start:
         # a noise that would have to be given is of no account for sizes
-        return _start(self.model, None, self.model.split(self.batch)[1])._replace(unset=())
+        return make_start(self.model, None, self.model.split(self.batch)[1])._replace(unset=())
 
 
 def _plan(case: _Case) -> Plan:

@@ -23,6 +23,7 @@ from dubito.apps.network import joined, only_network
 from dubito.apps.sequence import Methods, chain, fit_in_turn
 from dubito.evaluation.judge import judge
 from dubito.inference.method import traits_of
+from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.model.likelihoods import MultiTask
 from dubito.network.reinitialize import reinitialize
@@ -324,10 +325,11 @@ class ActiveLearning:
         known = any(one.of == digest for one in now.history)  # made again after a resume
         with self._working():
             start = self._start(seed, digest)
-            posterior = fit_in_turn(
-                self.model, self.method, (x, now.targets), start=start, seed=seed, batch_size=self.batch_size,
-                validation=self.validation, patience=self.patience, progress=self.progress,
+            options = FitOptions(
+                start, seed=seed, batch_size=self.batch_size, validation=self.validation, patience=self.patience,
+                progress=self.progress,
             )  # fmt: skip
+            posterior = fit_in_turn(self.model, self.method, (x, now.targets), options)
             seconds = {"fit": time.perf_counter() - began}
             held_out = {} if self.held_out is None or known else self._judged(posterior)
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from dubito.apps.function import one_function
 from dubito.apps.sequence import Methods, chain, fit_in_turn
 from dubito.inference.method import traits_of
 from dubito.inference.methods.neural_linear import NeuralLinear
+from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Posterior, Samples
@@ -132,17 +134,11 @@ class Thompson:
             self._shift, self._scale = float(reward.mean()), spread if spread > 1e-8 * (1 + abs(float(reward.mean()))) else 1.0
         y = self._ready((reward - self._shift) / self._scale)
         data = ((self._ready(x), action.to(self.model.device)), y)
-        fitted = [
-            fit_in_turn(
-                self.model,
-                self.method,
-                data,
-                start=start or None,
-                seed=derive(self.seed, "fit", n, i),
-                batch_size=self.batch_size,
-            )
-            for i, start in enumerate(self._before)
+        options = FitOptions(batch_size=self.batch_size, progress=False)
+        settings = [
+            replace(options, start=start or None, seed=derive(self.seed, "fit", n, i)) for i, start in enumerate(self._before)
         ]
+        fitted = [fit_in_turn(self.model, self.method, data, setting) for setting in settings]
         self._after = [self._end(posterior) for posterior in fitted]
         self.posterior = fitted[0] if len(fitted) == 1 else Mixture.equal(fitted)
         return self.posterior

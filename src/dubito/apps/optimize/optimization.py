@@ -15,6 +15,7 @@ from dubito.apps.function import one_function
 from dubito.apps.optimize.improvement import greedy_improvement
 from dubito.apps.optimize.surrogate import drawn
 from dubito.apps.sequence import Methods, fit_in_turn
+from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.model.likelihoods import Gaussian
 from dubito.network.examples import split_batch
@@ -117,8 +118,8 @@ class Optimization:
         if self._fitted is None or self._fitted[0] != len(self.y):
             shift, scale = self._units()
             data = (self._scaled(self.x), ((self.y - shift) / scale).to(self._like.dtype).unsqueeze(1))
-            seed = derive(self.seed, "fit", len(self.y))
-            found = fit_in_turn(self.model, self.method, data, seed=seed, batch_size=self.batch_size)
+            options = FitOptions(seed=derive(self.seed, "fit", len(self.y)), batch_size=self.batch_size, progress=False)
+            found = fit_in_turn(self.model, self.method, data, options)
             if isinstance(found, Point):
                 raise ValueError(
                     "the posterior of this method is a point: with no uncertainty nothing is looked for but what is known to be good. "

@@ -10,9 +10,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from dubito.inference.fit import _start
 from dubito.inference.method import Info, Method, Stacking, Start, Traits, traits_of
 from dubito.inference.methods.map import MAP
+from dubito.inference.start import make_start
 from dubito.model import Target
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
@@ -177,7 +177,7 @@ class Ensemble:
         del state.stages[1:]
         y, name = target.model.split(batch)[1], type(self.methods[0]).__name__
         try:
-            starts = [_start(target.model, ended, y) for ended in self._posteriors(0, target, state, store.Draws())]
+            starts = [make_start(target.model, ended, y) for ended in self._posteriors(0, target, state, store.Draws())]
         except ValueError as error:
             raise ValueError(
                 f"{name} cannot be a start, which ends at a single setting of the weights as MAP does ({error})"

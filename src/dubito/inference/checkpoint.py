@@ -1,0 +1,172 @@
+"""Checkpoints: how far a run has come, in one file beside the shards of its draws.
+
+The file is written whole or not at all. It holds a fingerprint of everything that the result depends on, so that a run is not resumed
+with other data, another network or other settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.inference.batches import Arrays, Batches
+from dubito.inference.method import Method, traits_of
+from dubito.inference.options import FitOptions
+from dubito.model import Model, Target
+from dubito.posteriors.identity import belonging, differences
+from dubito.tensors import randomness, store, tree
+from dubito.tensors.checks import require
+
+
+@dataclasses.dataclass
+class Run:
+    """How far a run has come: what a checkpoint holds. The names of the fields are in its file."""
+
+    state: Any
+    generator: torch.Generator
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # steps made in this epoch
+    draws: int = 0
+    best: float = math.inf
+    waited: int = 0
+    stopped: bool = False
+    best_state: Any = None
+    random: Any = None  # the global generators' states; set in a run that was just read, until they are put back
+
+
+class Checkpoint:
+    """The checkpoint of a run in `options.checkpoint`; without a folder nothing is ever written."""
+
+    def __init__(self, options: FitOptions):
+        self.folder = None if options.checkpoint is None else Path(options.checkpoint)
+        self.every, self.fingerprint = options.checkpoint_every, {}
+        self.due = time.monotonic() + self.every
+
+    @property
+    def path(self) -> Path:
+        """The file, in a folder that must have been given."""
+        assert self.folder is not None
+        return self.folder / "checkpoint.safetensors"
+
+    def open(self, run: Run, draws: store.Draws, *, resume: bool, device: torch.device, steps: int) -> Run:
+        """The run that the folder holds, or `run` itself where it holds none."""
+        if self.folder is None:
+            return run
+        if not self.path.exists():
+            self._check_without_file(resume)
+            draws.keep(0)  # killed before its first checkpoint: what it left is made again
+            return run
+        if not resume:
+            raise FileExistsError(f"{self.folder} holds a run already: pass resume=True to go on with it, or another folder")
+        tensors, meta = store.read(self.path)
+        fields = meta["run"]["fields"]
+        self._check_same(meta.get("fingerprint", {}), fields["step"]["value"], steps)
+        best, random = fields.pop("best_state"), fields.pop("random")
+        filled = {name: store.unpack(item, tensors, getattr(run, name)) for name, item in fields.items()}
+        run = Run(**filled, random=store.unpack(random, tensors))
+        if "value" not in best:  # a nested description of its own: {"description": ..., "tensors": ...}
+            kept = {name[5:]: tensor for name, tensor in tensors.items() if name.startswith("best:")}
+            run.best_state = {"description": meta["best"], "tensors": tree.move(kept, device)}
+        draws.keep(run.draws, device)
+        return run
+
+    def _check_without_file(self, resume: bool) -> None:
+        """Raise where draws lie in the folder without a checkpoint from which their run could go on."""
+        assert self.folder is not None
+        shards = list(self.folder.glob(store.SHARDS))
+        if shards and not resume:
+            raise FileExistsError(f"{self.folder} holds draws of another run: give an empty folder")
+        if shards and len(store.Archive.open(self.folder)) > 1:  # the first draw is followed by a checkpoint at once
+            raise store.FileError(
+                f"{self.folder} holds draws but no checkpoint from which a run could go on: read them with "
+                "dubito.load(folder, model), or give an empty folder"
+            )
+
+    def _check_same(self, fingerprint: dict[str, Any], made: int, steps: int) -> None:
+        """Raise where the file belongs to another run, or to a longer one."""
+        changed = "; ".join(f"{name} ({how})" for name, how in differences(fingerprint, self.fingerprint))
+        require(not changed, f"{self.folder} belongs to another run; different: {changed}")
+        require(made <= steps, f"{self.folder} holds {made} steps of this run already, more than the {steps} that are asked for")
+
+    def write_if_due(self, run: Run, draws: store.Draws) -> None:
+        """Write when it is due, and at the first draw, so that there are no draws without a state from which to go on."""
+        if self.folder is not None and (time.monotonic() > self.due or (len(draws) and not run.draws)):
+            self.write(run, draws)
+
+    def write(self, run: Run, draws: store.Draws) -> None:
+        """Write the draws made so far, and then the checkpoint that counts them."""
+        if self.folder is None:
+            return
+        with store.telling(self.folder):
+            draws.flush()
+            run.draws = len(draws)
+            tensors: dict[str, Tensor] = {}
+            best, run.best_state = run.best_state, None
+            run.random = randomness.global_state()
+            description = store.pack(run, tensors)
+            run.random, run.best_state = None, best
+            meta = {"fingerprint": self.fingerprint, "run": description}
+            if best is not None:
+                description["fields"]["best_state"] = {"dict": []}
+                meta["best"] = best["description"]
+                tensors |= {f"best:{name}": tensor for name, tensor in best["tensors"].items()}
+            store.write(self.path, tensors, meta)
+            self.due = time.monotonic() + self.every
+
+
+def fingerprint(
+    target: Target, method: Method, options: FitOptions, source: Batches, held_out: Batches | None, first: Any, steps: int
+) -> dict[str, Any]:
+    """What must be the same for a run to go on.
+
+    Data in memory are known by all of them; others by their first batch, whose order the seed has fixed, and others to validate on by
+    their being there.
+    """
+    return {
+        "method": _described(method),
+        "prior": store.described(target.model.prior),
+        **belonging(target.model),
+        "n_data": target.n_data,
+        "temperature": target.temperature,
+        "precision": str(target.precision),
+        "batches": source.n_batches,
+        "data": _checksum(first),
+        "all data": _held(source.source),
+        "validation": None if held_out is None else _held(held_out.source),
+        "seed": options.seed,
+        "accumulate": options.accumulate,
+        "store_dtype": options.store_dtype,
+        **({} if traits_of(method).length_field else {"steps": steps}),
+    }
+
+
+def about(model: Model, method: Method) -> dict[str, Any]:
+    """What draws on disk must say of themselves, so that they can be read without the run that made them."""
+    traits = traits_of(method)
+    known = {"adjusted": traits.adjusted, "learning_rate": traits.learning_rate}
+    sampler = {"method": type(method).__name__, **{name: value for name, value in known.items() if value is not None}}
+    return {**belonging(model), "sampler": sampler}
+
+
+def _held(source: Any) -> str:
+    return _checksum((source.x, source.y)) if isinstance(source, Arrays) else "batches"
+
+
+def _checksum(data: Any) -> str:
+    return store.checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(data))})
+
+
+def _described(method: Method) -> str:
+    """The method, without the field that only says how long a run is to be (`Traits.length_field`), where it has one."""
+    length = traits_of(method).length_field
+    if length is None:
+        return store.described(method)
+    fields = [f.name for f in dataclasses.fields(method) if f.name != length]  # pyright: ignore[reportArgumentType]
+    return f"{type(method).__name__}({', '.join(f'{name}={store.described(getattr(method, name))}' for name in fields)})"

@@ -1,0 +1,145 @@
+"""The one loop: every method is a fold over data, `init -> step -> posterior`, and this is where its steps are made.
+
+The loop owns what no method should have to think of: seeds, progress, gradient accumulation, early stopping, draws and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.inference.batches import Batches, reseed
+from dubito.inference.checkpoint import Checkpoint, Run
+from dubito.inference.method import Event, Info, Method
+from dubito.inference.options import FitOptions
+from dubito.inference.progress import Progress
+from dubito.model import Target
+from dubito.tensors import randomness, store, tree
+from dubito.tensors.checks import require
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The steps of one fit; calling it takes a run from where it stands to its end."""
+
+    target: Target
+    method: Method
+    source: Batches
+    held_out: Batches | None
+    options: FitOptions
+    generators: list[torch.Generator]  # of the user's loader, seeded at the start of every epoch
+    checkpoint: Checkpoint
+    draws: store.Draws
+    steps: int
+
+    def __call__(self, run: Run, bar: Progress) -> Run:
+        before, halted, info = (
+            run.step,
+            False,
+            {},
+        )  # halted by a callback; unlike early stopping, a resumed run goes on from there
+        while run.step < self.steps and not run.stopped and not halted:
+            info, halted = self._epoch(run, bar)
+        _check_finite(info, run.step)
+        _restore_random(run)  # of a run that was over already: what is still to be drawn is drawn as it was then
+        # Without data to validate on, a run that ends within an epoch stays there, and can go on from there if it is to be longer.
+        if run.step >= self.steps and run.batch and self.held_out is not None:
+            self._end_epoch(run, info)
+            self._validate(run)
+        if run.step > before or not before:
+            self.checkpoint.write(run, self.draws)
+        return run
+
+    def _epoch(self, run: Run, bar: Progress) -> tuple[Info, bool]:
+        """The rest of a pass over the data: what its last step showed, and whether a callback has stopped the run."""
+        method, callbacks, info = self.method, self.options.callbacks, {}
+        seen, skip = 0, run.batch
+        if method.data == "batches" or run.epoch == 0:
+            reseed(self.generators, randomness.derive(self.options.seed, run.epoch))
+        groups = self._groups()
+        for _ in islice(groups, skip):  # a checkpoint fell into this epoch: take up the same order of the data where it was left
+            pass
+        _restore_random(run)
+        for size, group in groups:
+            run.state, info = method.step(self.target, run.state, group, run.generator)
+            run.step, run.batch, seen = run.step + 1, run.batch + 1, seen + size
+            if seen > self.source.n_data:
+                self._confirm(seen)
+            if (draw := method.draw(run.state)) is not None:
+                self.draws.append(draw)
+            if bar.update(run.step, info):
+                _check_finite(info, run.step)
+            self.checkpoint.write_if_due(run, self.draws)
+            answers = [callback(Event(run.step, self.steps, run.epoch, info, run.state)) for callback in callbacks]
+            halted = any(answer is True for answer in answers)
+            if run.step >= self.steps or halted:
+                return info, halted
+        if not skip:
+            self._confirm(seen)
+        self._end_epoch(run, info)
+        return {**info, **self._validate(run)}, False
+
+    def _groups(self) -> Iterator[tuple[int, Iterable[Any]]]:
+        """(number of examples, batches) for every step of an epoch."""
+        if self.method.data == "full":
+            yield self.source.n_data, self.source
+            return
+        iterator = iter(self.source)
+        while group := list(islice(iterator, self.options.accumulate)):
+            yield sum(self.target._size(batch) for batch in group), group
+
+    def _end_epoch(self, run: Run, info: Info) -> None:
+        require(run.batch, "the data gave no batch in this pass: an iterable must give its batches again every time")
+        _check_finite(info, run.step)
+        run.epoch, run.batch = run.epoch + 1, 0
+
+    def _confirm(self, seen: int) -> None:
+        """A whole pass must give as many examples as were counted, or the posterior would be scaled wrongly."""
+        if self.source.counted and seen != self.source.n_data:
+            raise ValueError(
+                f"a pass over the data gave {seen} examples (or more) where {self.source.n_data} were counted, so the posterior "
+                "would be scaled wrongly: give n_data=..., the number of examples that the posterior is conditioned on"
+            )
+
+    def _validate(self, run: Run) -> Info:
+        """Score the held-out data and keep the best state; the run stops when patience has run out."""
+        if self.held_out is None:
+            return {}
+        require(
+            not len(self.draws), "early stopping picks one state and would bias a set of draws: samplers take no `validation`"
+        )
+        with randomness.forked():  # scoring must not move the generators that training draws from
+            posterior = self.method.posterior(self.target, run.state, self.draws)
+            pairs = (self.target.model.split(batch) for batch in self.held_out)
+            scores = [posterior.predict(x).log_prob(y) for x, y in pairs]
+        nll = float(-torch.cat(scores).double().mean())
+        if nll < run.best:
+            tensors: dict[str, Tensor] = {}
+            description = store.pack(run.state, tensors)
+            run.best, run.waited = nll, 0
+            run.best_state = {"description": description, "tensors": tree.clone(tensors)}
+        else:
+            run.waited += 1
+            run.stopped = self.options.patience is not None and run.waited >= self.options.patience
+        return {"validation_nll": nll}
+
+
+def _restore_random(run: Run) -> None:
+    """Put back the global generators as a checkpoint has found them, once."""
+    if run.random is not None:
+        randomness.set_global_state(run.random)
+        run.random = None
+
+
+def _check_finite(info: Info, step: int) -> None:
+    value = info.get("log_likelihood")
+    if isinstance(value, Tensor) and not torch.isfinite(value).all():
+        raise FloatingPointError(
+            f"the log likelihood is not finite after step {step}: the steps are probably too large (lower learning_rate, "
+            "or set clip or preconditioner where the method has them), or the data contain NaN"
+        )

@@ -1,0 +1,59 @@
+"""The settings of a fit as one value, which `fit`, the loop, checkpoints and applications pass on whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dubito.inference.method import Event
+from dubito.posteriors import Posterior
+from dubito.tensors.checks import at_least, require
+from dubito.tensors.tree import Params
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The keyword arguments of `dubito.fit`, which documents them.
+
+    >>> FitOptions(accumulate=0)
+    Traceback (most recent call last):
+        ...
+    ValueError: accumulate must be at least 1; got 0
+    """
+
+    start: Params | Posterior | None = None
+    n_data: int | None = None
+    temperature: float = 1.0
+    device: torch.device | str | None = None
+    seed: int = 0
+    batch_size: int = 128
+    accumulate: int = 1
+    precision: Literal["bfloat16"] | None = None
+    validation: Any = None
+    patience: int | None = None
+    checkpoint: str | os.PathLike | None = None
+    checkpoint_every: float = 60.0
+    resume: bool = False
+    store_dtype: Literal["bfloat16"] | None = None
+    memory: float = 4.0
+    progress: bool | None = None
+    callbacks: Sequence[Callable[[Event], object]] = ()
+
+    def __post_init__(self):
+        at_least(1, accumulate=self.accumulate)
+        require(
+            self.patience is None or self.validation is not None,
+            f"patience={self.patience} needs validation data: give validation=...",
+        )
+        require(
+            self.precision in (None, "bfloat16"),
+            f"precision must be None or 'bfloat16'; got {self.precision!r} (float16 would need loss scaling)",
+        )
+        require(self.store_dtype in (None, "bfloat16"), f"store_dtype must be None or 'bfloat16'; got {self.store_dtype!r}")
+        require(
+            not self.resume or self.checkpoint is not None, "resume=True needs a folder to resume from: give checkpoint='folder'"
+        )

@@ -1,0 +1,85 @@
+"""Where a fit begins: the network as it stands, weights that the user gives, or an earlier posterior."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dubito.inference.method import Start
+from dubito.model import Model
+from dubito.posteriors import Posterior
+from dubito.tensors import tree
+from dubito.tensors.checks import require
+from dubito.tensors.tree import Buffers, Params
+
+
+def make_start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool = False) -> Start:
+    """The start of a method, as copies on the model's device.
+
+    Quantities that the likelihood or the prior learns, and that `start` does not hold, begin at the model's first guess from the
+    targets `y`; they are `Start.unset`. With `many` a set of draws gives a start for each chain, `Start.draws`.
+    """
+    params, buffers = model.parameters(y), model.buffers()
+    if start is None:
+        return Start(params, buffers, tuple(name for name in params if ":" in name))
+    several = _several(start, params) if many else None
+    if several is not None:
+        return _many(model, start, *several, y)
+    values, shared = _single(start)
+    _check_fit(params, values, shared)
+    known = {**shared, **values}
+    return Start(
+        tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in params.items()}), model.device),
+        tree.move(tree.clone({name: known.get(name, leaf) for name, leaf in buffers.items()}), model.device),
+        tuple(name for name in params if ":" in name and name not in known),
+        given=True,
+    )
+
+
+def _many(model: Model, start: Params | Posterior, draws: Params, own: Buffers, y: Any) -> Start:
+    """A start for every draw; `params` and `buffers` are those of the first."""
+    params, buffers = model.parameters(y), model.buffers()
+    draws, own = (tree.move(tree.clone(leaves), model.device) for leaves in (draws, own))
+    own = {name: leaf for name, leaf in own.items() if name in buffers}
+    shared = {name: leaf for name, leaf in getattr(start, "buffers", {}).items() if name in buffers}
+    first = make_start(model, {**shared, **tree.select(own, 0), **tree.select(draws, 0)}, y)
+    count = tree.count(draws)
+    missing = tree.repeat({name: leaf for name, leaf in params.items() if name not in draws}, count)
+    known = {**missing, **draws}
+    return first._replace(draws={name: known[name] for name in params}, own=own)
+
+
+def _single(start: Params | Posterior) -> tuple[Params, Buffers]:
+    """The one setting of the weights, and the buffers, that a start stands for."""
+    if isinstance(start, dict):
+        return start, {}
+    params = None if hasattr(start, "own_buffers") else getattr(start, "params", None)
+    if params is None:
+        raise ValueError(
+            f"a {type(start).__name__} posterior has no single setting of the weights to start from: give one as a dict of weights"
+        )
+    return params, getattr(start, "buffers", {})
+
+
+def _several(start: Params | Posterior, params: Params) -> tuple[Params, Buffers] | None:
+    """The settings of a start that holds many, leaves [K, ...] (draws of a posterior, modes of a mixture, or stacked weights), and the
+    buffers that each has for itself; None for a start that holds one."""
+    if isinstance(start, dict):
+        known = [name for name in start if name in params]
+        stacked = known and all(start[name].shape[1:] == params[name].shape for name in known)
+        return (start, {}) if stacked else None
+    members = getattr(start, "members", None)
+    if isinstance(members, tuple):
+        points = [point for member in members if isinstance(point := getattr(member, "params", None), dict)]
+        if len(points) < len(members):
+            return None
+        return tree.stack(points), tree.stack([getattr(member, "buffers", {}) for member in members])
+    own = getattr(start, "own_buffers", None)
+    return None if own is None else (start.params, own)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _check_fit(params: Params, values: Params, shared: Buffers) -> None:
+    """Raise where a start does not fit the network."""
+    wrong = [name for name, leaf in values.items() if name in params and leaf.shape != params[name].shape]
+    missing = [name for name in params if ":" not in name and name not in values and name not in shared]
+    require(not wrong, f"start does not fit the network: {wrong} have other shapes")
+    require(not missing, f"start does not fit the network: {missing} are missing")
