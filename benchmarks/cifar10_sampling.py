@@ -46,7 +46,6 @@ from dubito import SGHMC, Categorical, Model
 from dubito.data import cifar10
 from dubito.diagnostics import agreement, total_variation
 from dubito.inference.method import Start
-from dubito.inference.recorded_target import Recorded
 from dubito.model import Target
 from dubito.network.reinitialize import reinitialize
 from dubito.priors import Normal
@@ -54,6 +53,7 @@ from dubito.tensors import tree
 from dubito.tensors.tree import Params
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from kernels.recorded_target import Recorded
 from resnet20_frn import Layer, ResNet20FRN, normalised
 
 VARIANCE = 0.2

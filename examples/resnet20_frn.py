@@ -22,10 +22,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from kernels.convolution import How, convolution
+from kernels.frn import filter_response_norm
 from torch import Tensor, nn
-
-from dubito.inference.kernels.convolution import How, convolution
-from dubito.inference.kernels.frn import filter_response_norm
 
 
 def normalised(images: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ class Layer(nn.Module):
     """A convolution and its filter response normalisation, and perhaps a shortcut that is added and the swish.
 
     `fused` normalises with our own kernel on a GPU, several times faster, but with first derivatives only; `convolutions` says how
-    these are done: see `dubito.inference.kernels`.
+    these are done: see `kernels`, beside this file.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import torch
 from curvature.networks import DOUBLE, NETWORKS, build, ggn, hessian, numbers, output, part, size, targets
 from curvature.test_collect import LIKELIHOODS, halves
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Model
-from dubito.curvature.products import batch_product, conjugate_gradients, lanczos, product
+from dubito.curvature.products import batch_product, conjugate_gradients, product
 from dubito.tensors import tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")  # torch, of its own accord
@@ -88,28 +88,6 @@ def test_conjugate_gradients_tell_of_negative_curvature():
     assert torch.linalg.eigvalsh(matrix)[0] < 0
     with pytest.raises(ValueError, match="a direction has curvature -.*add damping"):
         conjugate_gradients(times, {name: torch.randn_like(leaf) for name, leaf in params.items()})
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-@pytest.mark.parametrize("kind", ["ggn", "hessian"])
-def test_lanczos_against_an_eigensolver(kind, rank):
-    times, params, matrix = system(kind, damping=0.0)
-    values, vectors = torch.linalg.eigh(matrix)
-    order = values.abs().argsort(descending=True)[:rank]
-    found, directions = lanczos(times, params, rank, generator=torch.Generator().manual_seed(0), extra=20)
-    torch.testing.assert_close(found, values[order], rtol=1e-6, atol=1e-8)
-    rows = tree.flatten(directions, stacked=True)
-    torch.testing.assert_close(rows @ rows.mT, torch.eye(rank, dtype=DOUBLE), rtol=0, atol=1e-8)
-    assert ((rows * vectors[:, order].mT).sum(1).abs() > 1 - 1e-6).all()
-
-
-def test_lanczos_where_there_is_less_rank_than_asked_for():
-    a = torch.randn(2, 12, dtype=DOUBLE)
-    found, directions = lanczos(lambda v: {"w": v["w"] @ (a.mT @ a)}, {"w": torch.zeros(12, dtype=DOUBLE)}, 5)
-    exact = torch.linalg.eigvalsh(a @ a.mT).flip(0)
-    torch.testing.assert_close(found[:2], exact, rtol=1e-8, atol=1e-8)
-    assert (found[2:].abs() < 1e-7).all()
-    assert directions["w"].shape[1:] == (12,)
 
 
 def test_a_heteroscedastic_hessian_is_indefinite_and_its_ggn_is_not():

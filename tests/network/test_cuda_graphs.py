@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels.recorded_target import Recorded
 from torch import nn
 
 import dubito
 from dubito import MAP, SWAG, Categorical, Ensemble, MCDropout, Model, OnlineLaplace, Variational
 from dubito.families import Grouped
 from dubito.inference.method import Start
-from dubito.inference.recorded_target import Recorded
 from dubito.model import Target
 from dubito.priors import Normal, ScaleMixture
 

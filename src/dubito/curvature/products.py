@@ -119,39 +119,5 @@ def conjugate_gradients(times: Product, b: Params, *, steps: int = 100, toleranc
     return x
 
 
-def lanczos(
-    times: Product, like: Params, rank: int, *, generator: torch.Generator | None = None, extra: int = 10
-) -> tuple[Tensor, Params]:
-    """The `rank` eigenvalues of largest size and their eigenvectors (leaves [rank, *shape]) of a symmetric A given by its products.
-
-    Lanczos with full orthogonalisation, in rank + `extra` products.
-    """
-    size = sum(leaf.numel() for leaf in like.values())
-    steps = min(size, rank + extra)
-    first = next(iter(like.values()))
-    q = torch.randn(size, generator=generator, dtype=first.dtype, device=first.device if generator is None else generator.device)
-    basis = [(q / q.norm()).to(first.device)]
-    alphas, betas = [], []
-    for i in range(steps):
-        w = tree.flatten(times(tree.unflatten(basis[-1].unsqueeze(0), like)), stacked=True)[0]
-        alphas.append(w @ basis[-1])
-        for _ in range(2):  # once is not enough in floating point
-            stacked = torch.stack(basis)
-            w = w - stacked.mT @ (stacked @ w)
-        beta = w.norm()
-        if i + 1 == steps or float(beta) < 1e-7 * float(max(abs(float(a)) for a in alphas) or 1.0):
-            break
-        betas.append(beta)
-        basis.append(w / beta)
-    t = torch.diag(torch.stack(alphas))
-    if betas:
-        off = torch.stack(betas[: len(alphas) - 1])
-        t = t + torch.diag(off, 1) + torch.diag(off, -1)
-    values, vectors = torch.linalg.eigh(t.double())
-    order = values.abs().argsort(descending=True)[:rank]
-    rows = vectors[:, order].mT.to(first) @ torch.stack(basis[: len(alphas)])
-    return values[order].to(first), tree.unflatten(rows, like)
-
-
 def _dot(a: Params, b: Params) -> Tensor:
     return torch.stack([(a[name] * b[name]).double().sum() for name in a]).sum()

@@ -3,10 +3,9 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels import convolution as ours
+from kernels.convolution import Layout, convolution
 from torch import Tensor
-
-from dubito.inference.kernels import convolution as ours
-from dubito.inference.kernels.convolution import Layout, convolution
 
 # channels, outputs, height and width, taps, stride: those of ResNet-20
 SHAPES = [

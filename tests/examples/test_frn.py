@@ -3,10 +3,9 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels import frn as ours
+from kernels.frn import filter_response_norm, fits
 from torch import Tensor
-
-from dubito.inference.kernels import frn as ours
-from dubito.inference.kernels.frn import filter_response_norm, fits
 
 
 def problem(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, list[Tensor]]:
