@@ -69,7 +69,7 @@ def plain(target: Target, data: tuple[Tensor, Tensor], q: Tensor, v: Tensor) -> 
 
 def fused(target: Target, data: tuple[Tensor, Tensor], q: Tensor, v: Tensor) -> Run:
     """Our kernel."""
-    plan = mlp.recognise(target, data, target.model.parameters())
+    plan = mlp.recognize(target, data, target.model.parameters())
     if plan is None:
         raise SystemExit("the kernel does not know this posterior, or Triton is not there")
     chains, size = q.shape

@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Model
 from dubito.inference import log_density as density
+from dubito.inference import tracing
 from dubito.inference.batches import batches
-from dubito.inference.log_density import Density, _Traced
+from dubito.inference.log_density import Density
+from dubito.inference.tracing import Traced
 from dubito.model import Target
 from dubito.priors import MultivariateNormal, Normal
 from dubito.tensors import tree
@@ -179,7 +181,7 @@ def test_values_and_gradients_are_those_of_the_target(name, chains):
     held = make(build(), [batch])
     assert_agrees(held, [batch], chains=chains)
     if chains > 1:
-        assert traced == all(isinstance(run, _Traced) for run in held._traced.values()), "runs as it was thought to"
+        assert traced == all(isinstance(run, Traced) for run in held._traced.values()), "runs as it was thought to"
 
 
 @pytest.mark.parametrize("name", ["mlp", "learned noise, gamma", "lstm"])
@@ -320,7 +322,7 @@ def test_cleaning_the_operations_changes_nothing(name, monkeypatch):
     clean, as_traced = make(model, [batch]), make(model, [batch])
     position = positions(clean, 3)
     one = clean(position)
-    monkeypatch.setattr(density, "_clean", lambda graph: 0)
+    monkeypatch.setattr(tracing, "clean", lambda graph: 0)
     two = as_traced(position)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     count = {held: sum(len(run.module.graph.nodes) for run in held._traced.values()) for held in (clean, as_traced)}

@@ -106,8 +106,8 @@ def minimal_norm(density: Density, point: Point, *, step: Tensor, scale: Tensor)
 
     Two gradients a step, with an error some ten times smaller than the leapfrog's. Chains with a step of 0 stay where they are.
     """
-    if (kernel := getattr(density.kernel, "minimal_norm", None)) is not None:
-        moved, risen = kernel(*point[:3], step=step, scale=scale, share=MINIMAL_NORM)
+    if density.kernel is not None:
+        moved, risen = density.kernel.minimal_norm(*point[:3], step=step, scale=scale, share=MINIMAL_NORM)
         return Point(*moved), risen
     velocity, first = turn(point.velocity, scale * point.gradient, MINIMAL_NORM * step)
     position = torch.addcmul(point.position, (0.5 * step).unsqueeze(1) * scale, velocity)

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from dubito.tensors import tree
 
+Batch = Any  # what the user's data give: tensors in tuples, lists or dicts, which `Model.split` reads as (inputs, targets)
+Inputs = Any  # what a network takes: a tensor, a tuple of arguments, or a dict of keyword arguments
+Targets = Any  # what a likelihood takes: a tensor, or a dict of them with one entry a task
+
 LABELS = ("labels", "label", "targets", "target", "y")
 
 

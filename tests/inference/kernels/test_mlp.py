@@ -20,7 +20,7 @@ from torch.distributions import Gamma, LogNormal
 import dubito
 from dubito.inference.integrators import MINIMAL_NORM, on_sphere, turn
 from dubito.inference.kernels import mlp
-from dubito.inference.log_density import Density, _same
+from dubito.inference.log_density import Density, same
 from dubito.model import Target
 from dubito.priors import MultivariateNormal, Normal
 from dubito.tensors import tree
@@ -92,7 +92,7 @@ def test_gradient_is_that_of_autograd(device, case):
     bias = tuple(choose.random() < 0.7 for _ in range(3))
     net, temperature = network(inputs, *widths, activation=activation, bias=bias), choose.choice([1.0, 0.3, 10.0])
     target, batch, like, q = problem(net, noise, n=n, device=device, temperature=temperature)
-    plan = mlp.recognise(replace(target, members=2), batch, like)
+    plan = mlp.recognize(replace(target, members=2), batch, like)
     assert plan is not None
     found, wanted = plan.gradient(*batch, q), exact(target, batch, like, q)
     assert apart(found[0], wanted[0]) < 5e-6
@@ -108,7 +108,7 @@ def test_gradient_is_that_of_autograd(device, case):
 )
 def test_leapfrog_goes_where_float64_goes(device, net, shared):
     target, batch, like, q = problem(net(), dubito.Gaussian(), chains=4, device=device, temperature=2.0)
-    plan = mlp.recognise(target, batch, like)
+    plan = mlp.recognize(target, batch, like)
     assert plan is not None
     step, left = torch.tensor([1e-3, 2e-3, 3e-3, 1e-3]).to(device), torch.tensor([5, 2, 9, 0], dtype=torch.int32).to(device)
     scale = (0.5 + torch.rand(q.shape[1:] if shared else q.shape)).to(device)
@@ -147,7 +147,7 @@ def microcanonical(target, batch, like, q, v, g, step, scale, kicks, fresh) -> t
 )
 def test_microcanonical_steps_go_where_float64_goes(device, net, kicked):
     target, batch, like, q = problem(net(), dubito.Gaussian(), chains=4, device=device, temperature=2.0)
-    plan = mlp.recognise(target, batch, like)
+    plan = mlp.recognize(target, batch, like)
     assert plan is not None
     step, left = torch.tensor([1e-2, 2e-2, 3e-2, 1e-2]).to(device), torch.tensor([3, 2, 9, 0], dtype=torch.int32).to(device)
     scale, kicks = (0.5 + torch.rand(q.shape)).to(device), torch.randn(3, *q.shape).to(device)
@@ -174,7 +174,7 @@ def test_microcanonical_steps_go_where_float64_goes(device, net, kicked):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, where a chain is lost
 def test_langevin_tells_the_error_of_its_last_step(device):
     target, batch, like, q = problem(network(4, 9), chains=3, device=device, temperature=2.0)
-    plan = mlp.recognise(target, batch, like)
+    plan = mlp.recognize(target, batch, like)
     assert plan is not None
     kernel = mlp.Trajectories(plan, *batch, 2.0)
     v, step, ones = on_sphere(torch.randn_like(q)), torch.tensor([1e-2, 2e-2, 3e-2]).to(device), torch.ones(q.shape[1]).to(device)
@@ -208,7 +208,7 @@ def test_langevin_tells_the_error_of_its_last_step(device):
 
 def test_a_trajectory_can_be_run_back_and_in_parts(device):
     target, batch, like, q = problem(network(3, 12), device=device)
-    plan = mlp.recognise(target, batch, like)
+    plan = mlp.recognize(target, batch, like)
     assert plan is not None
     chains, ones = len(q), torch.ones(q.shape[1]).to(device)
     step, left = torch.full((chains,), 1e-3).to(device), torch.full((chains,), 100, dtype=torch.int32).to(device)
@@ -237,7 +237,7 @@ def test_a_trajectory_can_be_run_back_and_in_parts(device):
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
 def test_one_chain_that_diverges_leaves_the_others_alone(device):
     target, batch, like, q = problem(network(3, 12), dubito.Gaussian(), chains=3, device=device)
-    plan = mlp.recognise(target, batch, like)
+    plan = mlp.recognize(target, batch, like)
     assert plan is not None
     step, left = torch.tensor([1e-3, 1e15, 1e-3]).to(device), torch.full((3,), 6, dtype=torch.int32).to(device)
     g, *energies = plan.gradient(*batch, q)
@@ -251,7 +251,7 @@ def test_one_chain_that_diverges_leaves_the_others_alone(device):
 
 def test_data_that_changed_are_read_anew(device):
     target, (x, y), like, q = problem(network(3, 12), device=device)
-    plan = mlp.recognise(target, (x, y), like)
+    plan = mlp.recognize(target, (x, y), like)
     assert plan is not None
     plan.gradient(x, y, q)
     y += 1
@@ -262,7 +262,7 @@ def test_data_that_changed_are_read_anew(device):
 
 def test_wrong_shapes_are_said(device):
     target, batch, like, q = problem(network(3, 12), device=device)
-    plan = mlp.recognise(target, batch, like)
+    plan = mlp.recognize(target, batch, like)
     assert plan is not None
     g, *energies = plan.gradient(*batch, q)
     step, left, scale = torch.ones(2).to(device), torch.ones(2, dtype=torch.int32).to(device), torch.ones_like(q)
@@ -321,17 +321,17 @@ def test_other_networks_are_not_recognised(monkeypatch, name):
     net = OTHERS[name]()
     model = dubito.Model(net, dubito.Gaussian(scale=1.0))
     x, y = torch.randn(9, net[0].in_features).to(net[0].weight.dtype), torch.randn(9, 1)
-    assert mlp.recognise(Target(model, 9), (x, y), model.parameters()) is None
+    assert mlp.recognize(Target(model, 9), (x, y), model.parameters()) is None
 
 
 def test_what_is_recognised_and_what_else_must_hold(monkeypatch):
     monkeypatch.setattr(mlp, "available", lambda device: True)
     target, (x, y), like, _ = problem(network(3, 4), dubito.Gaussian())
-    plan = mlp.recognise(target, (x, y), like)
+    plan = mlp.recognize(target, (x, y), like)
     assert plan is not None
     assert plan.places == (0, 12, -1, -1, 16, 20, 21)
     assert plan.precision.tolist() == pytest.approx([4.0] * 12 + [0.25] * 4 + [0.3**-2] * 4 + [0.25, 0.0])
-    assert mlp.recognise(replace(target, members=5), (x, y.squeeze(1)), like) is not None
+    assert mlp.recognize(replace(target, members=5), (x, y.squeeze(1)), like) is not None
     model = target.model
     no = [
         (replace(target, n_data=99), (x, y)),  # a part of the data
@@ -350,10 +350,10 @@ def test_what_is_recognised_and_what_else_must_hold(monkeypatch):
         (replace(target, model=replace(model, only="weight")), (x, y)),
     ]
     for i, (other, batch) in enumerate(no):
-        assert mlp.recognise(other, batch, other.model.parameters() if i == len(no) - 1 else like) is None, i
+        assert mlp.recognize(other, batch, other.model.parameters() if i == len(no) - 1 else like) is None, i
     monkeypatch.undo()
     if importlib.util.find_spec("triton") is None:
-        assert mlp.recognise(target, (x, y), like) is None
+        assert mlp.recognize(target, (x, y), like) is None
 
 
 def test_the_kernel_takes_over_where_the_gradient_cancels(device):
@@ -367,6 +367,6 @@ def test_the_kernel_takes_over_where_the_gradient_cancels(device):
     density = Density(target, [(x, y)], like, {})
     density.fit_chunks(2)
     assert isinstance(density.kernel, mlp.Trajectories) or device == "cpu"  # the interpreter's tensors are the CPU's
-    plan = mlp.recognise(target, (x, y), like)
+    plan = mlp.recognize(target, (x, y), like)
     assert plan is not None
-    assert _same(plan.gradient(x, y, density._near()), density(density._near()))
+    assert same(plan.gradient(x, y, density._near()), density(density._near()))

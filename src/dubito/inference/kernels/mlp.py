@@ -1,6 +1,6 @@
 r"""Networks with one hidden layer or two, Gaussian noise and Gaussian weights: whole trajectories in one launch.
 
-`recognise` tells whether a posterior is one of these, by its structure alone; the kernel itself is in `mlp_triton`, which is
+`recognize` says whether a posterior is one of these, by its structure alone; the kernel itself is in `mlp_triton`, which is
 imported on first use.
 """
 
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Gamma
 
+from dubito.inference.kernels.kernel import Kernel, Moved
+from dubito.inference.kernels.structure import all_bayesian, gamma, is_hooked, is_plain, offsets
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE, Gaussian
 from dubito.model.priors import Normal
-from dubito.network.examples import pick_output
+from dubito.network.examples import Batch, Inputs, Targets
 from dubito.tensors.tree import Params
 
 WIDEST_INPUT, WIDEST_LAYER, WIDEST_OF_TWO = 64, 128, 64  # what one thread block can keep
@@ -37,7 +38,7 @@ def available(device: torch.device) -> bool:
     )
 
 
-def recognise(target: Target, batch: Any, like: Params) -> Plan | None:
+def recognize(target: Target, batch: Batch, like: Params) -> Plan | None:
     """The plan for a posterior over all the data of `batch`, or None where it is not exactly of the kind the kernels know.
 
     An `nn.Sequential` of Linear, activation, Linear with one output, or of Linear, activation, Linear, activation, Linear; all
@@ -45,21 +46,18 @@ def recognise(target: Target, batch: Any, like: Params) -> Plan | None:
     `like` is one chain's tree, unstacked.
     """
     model, device = target.model, next(iter(like.values())).device
-    plain = target.around is None and target.weights is None and target.adversary is None and target.precision is None
-    if not plain or model.output is not pick_output or not available(device):
+    layers, activation = _layers(model.network)
+    if activation is None or not is_plain(target) or not available(device):
         return None
-    found = _layers(model.network)
-    if found is None:
-        return None
-    layers, activation = found
-    x, y = model.split(batch)
-    widths = [layer.in_features for layer in layers.values()]
+    widths = tuple(layer.in_features for layer in layers.values())
     places, constants = _places(like, layers, device), _constants(target, like)
-    if places is None or constants is None or not _fits(x, y, target.n_data, widths[0], device):
+    if places is None or constants is None or not _fits(*model.split(batch), target.n_data, widths[0], device):
         return None
-    precision = [torch.full((p.numel(),), 0.0 if name == NOISE else _precision(model.prior, name)) for name, p in like.items()]
+    prior = model.prior
+    assert isinstance(prior, Normal)
+    precision = [torch.full((p.numel(),), 0.0 if name == NOISE else prior.scale_of(name) ** -2) for name, p in like.items()]
     return Plan(
-        widths=tuple(widths),
+        widths=widths,
         activation=activation,
         places=places,
         constants=torch.tensor(constants, dtype=torch.float64, device=device),
@@ -67,59 +65,38 @@ def recognise(target: Target, batch: Any, like: Params) -> Plan | None:
     )
 
 
-def _layers(network: nn.Module) -> tuple[dict[str, nn.Linear], str] | None:
-    """The linear layers by name, and the activation between them."""
-    if type(network) is not nn.Sequential or len(network) not in (3, 5) or any(map(_hooked, network.modules())):
-        return None
-    layers: dict[str, nn.Linear] = {}
-    for name, layer in list(network.named_children())[::2]:
-        if type(layer) is nn.Linear:
-            layers[name] = layer
+def _layers(network: nn.Module) -> tuple[dict[str, nn.Linear], str | None]:
+    """The linear layers by name, and the activation between them; None for an activation of another network."""
+    if type(network) is not nn.Sequential or len(network) not in (3, 5) or any(map(is_hooked, network.modules())):
+        return {}, None
+    layers = {name: layer for name, layer in list(network.named_children())[::2] if type(layer) is nn.Linear}
     between = list(network)[1::2]
-    activation = ACTIVATIONS.get(type(between[0]))
-    if len(layers) <= len(between) or activation is None or any(type(layer) is not type(between[0]) for layer in between):
-        return None
-    if any(isinstance(layer, nn.GELU) and layer.approximate != "none" for layer in between):
-        return None
-    first, *later = layers.values()
+    alike = all(type(layer) is type(between[0]) and getattr(layer, "approximate", "none") == "none" for layer in between)
+    if len(layers) <= len(between) or not alike or not _narrow(*layers.values()):
+        return {}, None
+    return layers, ACTIVATIONS.get(type(between[0]))
+
+
+def _narrow(first: nn.Linear, *later: nn.Linear) -> bool:
+    """Whether one thread block can keep all layers, the last of which has one output."""
     widest = WIDEST_LAYER if len(later) == 1 else WIDEST_OF_TWO
     inputs = first.in_features + (first.bias is not None)
-    if later[-1].out_features != 1 or inputs > WIDEST_INPUT or any(layer.in_features > widest for layer in later):
-        return None
-    return layers, activation
+    return later[-1].out_features == 1 and inputs <= WIDEST_INPUT and all(layer.in_features <= widest for layer in later)
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def _fits(x: Any, y: Any, n: int, width: int, device: torch.device) -> bool:
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return False
-    return (
-        x.shape == (n, width) and x.dtype == torch.float32 and x.device == device
-        and y.shape in ((n,), (n, 1)) and y.dtype == torch.float32 and y.device == device
-    )  # fmt: skip
+def _fits(x: Inputs, y: Targets, n: int, width: int, device: torch.device) -> bool:
+    """Whether the data are plain tensors on the device, of a regression with one output."""
+    tensors = all(isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.device == device for leaf in (x, y))
+    return tensors and x.shape == (n, width) and y.shape in ((n,), (n, 1))
 
 
 def _places(like: Params, layers: dict[str, nn.Linear], device: torch.device) -> tuple[int, ...] | None:
     """Where weight and bias of the first, middle and last layer and the log noise start in a chain's vector; -1: there is none."""
-    starts, total = {}, 0
-    for name, leaf in like.items():
-        if leaf.dtype != torch.float32 or leaf.device != device:
-            return None
-        starts[name], total = total, total + leaf.numel()
-    expected = {f"{key}.{name}": p.shape for key, layer in layers.items() for name, p in layer.named_parameters()}
-    found = {name: leaf.shape for name, leaf in like.items() if name != NOISE}
-    if found != expected:
+    if not all_bayesian(like, layers) or any(leaf.dtype != torch.float32 or leaf.device != device for leaf in like.values()):
         return None
-    first, *middle, last = layers
+    starts, (first, *middle, last) = offsets(like), layers
     names = [f"{key}.{name}" for key in (first, *(middle or [""]), last) for name in ("weight", "bias")]
     return tuple(starts.get(name, -1) for name in (*names, NOISE))
-
-
-def _precision(prior: Any, name: str) -> float:
-    return prior.scale_of(name) ** -2
 
 
 def _constants(target: Target, like: Params) -> list[float] | None:
@@ -131,16 +108,15 @@ def _constants(target: Target, like: Params) -> list[float] | None:
     weights = {name: leaf.numel() for name, leaf in like.items() if name != NOISE}
     log_prior = -sum(n * (math.log(prior.scale_of(name)) + 0.5 * math.log(2 * math.pi)) for name, n in weights.items())
     cold, one = 1 / target.temperature, -0.5 * math.log(2 * math.pi)
-    if isinstance(likelihood.scale, float):
-        return None if NOISE in like else [cold, likelihood.scale**-2, 0.0, 0.0, log_prior, one - math.log(likelihood.scale)]
-    if likelihood.scale is not None or likelihood.outputs != 1 or NOISE not in like or like[NOISE].shape != (1,):
+    scale = likelihood.scale
+    if isinstance(scale, float):
+        return None if NOISE in like else [cold, scale**-2, 0.0, 0.0, log_prior, one - math.log(scale)]
+    shape_and_rate = gamma(likelihood.prior)
+    if scale is not None or NOISE not in like or like[NOISE].shape != (1,) or shape_and_rate is None:
         return None
-    if likelihood.prior is None:
-        return [cold, 1.0, 0.0, 0.0, log_prior, one]
-    if type(likelihood.prior) is not Gamma or likelihood.prior.concentration.numel() != 1 or likelihood.prior.rate.numel() != 1:
-        return None
-    shape, rate = float(likelihood.prior.concentration), float(likelihood.prior.rate)
-    log_prior += shape * math.log(rate) - math.lgamma(shape) + math.log(2)
+    shape, rate = shape_and_rate
+    if likelihood.prior is not None:
+        log_prior += shape * math.log(rate) - math.lgamma(shape) + math.log(2)
     return [cold, 1.0, shape, rate, log_prior, one]
 
 
@@ -244,7 +220,7 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Trajectories:
+class Trajectories(Kernel):
     """What samplers ask of a kernel, for one posterior and its data; `trajectories_cpu` has the same."""
 
     plan: Plan
@@ -262,14 +238,14 @@ class Trajectories:
 
     def minimal_norm(
         self, position: Tensor, velocity: Tensor, gradient: Tensor, *, step: Tensor, scale: Tensor, share: float
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    ) -> Moved:
         """One microcanonical step: the new point, and the rise of its kinetic energy [C]."""
         return self.microcanonical(position, velocity, gradient, step=step, count=None, scale=scale, share=share)
 
     def microcanonical(
         self, position: Tensor, velocity: Tensor, gradient: Tensor,
         *, step: Tensor, count: Tensor | None, scale: Tensor, share: float,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
+    ) -> Moved:  # fmt: skip
         """`count` [C] of them, or one."""
         energies = position.new_empty(2, len(position), dtype=torch.float64)
         point = (*(leaf.clone(memory_format=torch.contiguous_format) for leaf in (position, velocity, gradient)), *energies)
@@ -282,7 +258,7 @@ class Trajectories:
     def langevin(
         self, position: Tensor, velocity: Tensor, gradient: Tensor, log_likelihood: Tensor, log_prior: Tensor,
         *, step: Tensor, scale: Tensor, share: float, length: float, steps: int, generator: torch.Generator,
-    ) -> tuple[tuple[Tensor, ...], Tensor] | None:  # fmt: skip
+    ) -> Moved | None:  # fmt: skip
         """`steps` microcanonical steps, after each of which the direction is partly drawn anew.
 
         The new point, and the error of the energy in the last step [C]; or nothing at all, and the generator as it was, where a chain

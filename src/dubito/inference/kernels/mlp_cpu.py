@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dubito.inference.kernels.structure import all_bayesian, is_hooked, is_plain, is_real, offsets
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE, Categorical, Gaussian, Likelihood
-from dubito.network.examples import pick_output
+from dubito.network.examples import Batch, Inputs, Targets
+from dubito.tensors import tree
 from dubito.tensors.tree import Params
 
 CACHE = 200_000  # numbers in the activations of a group of chains that is run together: they should stay in a core's own cache
@@ -57,75 +59,58 @@ class Network:
     size: int
 
 
-def recognise(target: Target, batch: Any, like: Params) -> Network | None:
+def recognize(target: Target, batch: Batch, like: Params) -> Network | None:
     """What the network of a posterior is made of, or None where it is not exactly of the kind that is known here.
 
     `nn.Linear` with ReLU, Tanh or SiLU between, in an `nn.Sequential` without hooks; all parameters Bayesian; Gaussian noise, known or
     learned, or classes.
     """
     model = target.model
-    plain = target.around is None and target.weights is None and target.adversary is None and target.precision is None
-    if not plain or model.output is not pick_output or not _known(model.likelihood):
-        return None
-    found = _stack(model.network)
+    linear, activations = _stack(model.network)
     x, y = model.split(batch)
-    if found is None or not isinstance(x, Tensor) or not isinstance(y, Tensor):
+    if not linear or not is_plain(target) or not _known(model.likelihood) or not _fits(x, y, like):
         return None
-    linear, activations = found
-    dtypes = {leaf.dtype for leaf in like.values()} | {x.dtype}
-    if x.ndim != 2 or len(dtypes) != 1 or not dtypes < {torch.float32, torch.float64} or x.device.type != "cpu":
+    if not all_bayesian(like, linear):
         return None
-    starts, total = {}, 0
-    for name, leaf in like.items():
-        starts[name], total = total, total + leaf.numel()
-    expected = {f"{key}.{name}": p.shape for key, layer in linear.items() for name, p in layer.named_parameters()}
-    if {name: leaf.shape for name, leaf in like.items() if name != NOISE} != expected:
-        return None
+    starts = offsets(like)
     layers = tuple(
-        Layer(one.in_features, one.out_features, starts[f"{key}.weight"], starts.get(f"{key}.bias", -1))
-        for key, one in linear.items()
+        Layer(layer.in_features, layer.out_features, starts[f"{key}.weight"], starts.get(f"{key}.bias", -1))
+        for key, layer in linear.items()
     )
-    return Network(layers, activations, model.likelihood, starts.get(NOISE, -1), total)
+    return Network(layers, activations, model.likelihood, starts.get(NOISE, -1), tree.size(like))
+
+
+def _fits(x: Inputs, y: Targets, like: Params) -> bool:
+    """Whether the data are plain tensors on a CPU, all in the precision of the weights."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.ndim != 2 or x.device.type != "cpu":
+        return False
+    return is_real(x.dtype) and all(leaf.dtype == x.dtype for leaf in like.values())
 
 
 def _known(likelihood: Likelihood) -> bool:
     if type(likelihood) is Categorical:
         return likelihood.dim == -1 and likelihood.scale == 1.0
-    return (
-        type(likelihood) is Gaussian
-        and likelihood.dim == -1
-        and (likelihood.scale is None or isinstance(likelihood.scale, float))
-    )
+    if type(likelihood) is not Gaussian:
+        return False
+    return likelihood.dim == -1 and (likelihood.scale is None or isinstance(likelihood.scale, float))
 
 
-def _stack(network: nn.Module) -> tuple[dict[str, nn.Linear], tuple[str, ...]] | None:
-    if type(network) is not nn.Sequential or any(map(_hooked, network.modules())):
-        return None
+def _stack(network: nn.Module) -> tuple[dict[str, nn.Linear], tuple[str, ...]]:
+    """The linear layers by name, and the activations between them; nothing for another network."""
+    if type(network) is not nn.Sequential or any(map(is_hooked, network.modules())):
+        return {}, ()
     kept = [(key, layer) for key, layer in network.named_children() if type(layer) not in PASSED]
     linear = {key: layer for key, layer in kept[::2] if type(layer) is nn.Linear}
-    between = [layer for _, layer in kept[1::2]]
-    if (
-        len(kept) < 3
-        or len(kept) % 2 == 0
-        or len(linear) != len(between) + 1
-        or any(type(one) not in ACTIVATIONS for one in between)
-    ):
-        return None
-    if any(a.out_features != b.in_features for a, b in pairwise(linear.values())) or len(
-        {id(one) for one in linear.values()}
-    ) < len(linear):
-        return None
-    return linear, tuple(ACTIVATIONS[type(one)] for one in between)
+    activations = tuple(ACTIVATIONS[type(layer)] for _, layer in kept[1::2] if type(layer) in ACTIVATIONS)
+    alternate = len(kept) >= 3 and len(linear) == len(activations) + 1 and len(linear) + len(activations) == len(kept)
+    joined = all(a.out_features == b.in_features for a, b in pairwise(linear.values()))
+    once = len({id(layer) for layer in linear.values()}) == len(linear)
+    return (linear, activations) if alternate and joined and once else ({}, ())
 
 
-def _hooked(module: nn.Module) -> bool:
-    changed = "forward" in vars(module) or "parametrizations" in module._modules
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or changed)
-
-
-def field(target: Target, batch: Any, like: Params) -> Field | None:
+def field(target: Target, batch: Batch, like: Params) -> Field | None:
     """What computes the log likelihood of `batch` and its gradient, or None where this network is not known."""
-    network = recognise(target, batch, like)
+    network = recognize(target, batch, like)
     if network is None:
         return None
     x, y = target.model.split(batch)

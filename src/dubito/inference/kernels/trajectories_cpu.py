@@ -14,9 +14,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributions import Gamma
 
+from dubito.inference.kernels.kernel import Kernel, Moved
 from dubito.inference.kernels.mlp_cpu import Field, Memory
+from dubito.inference.kernels.structure import gamma
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import Normal
@@ -50,11 +51,11 @@ class Prior(NamedTuple):
                 precision.append(torch.full((leaf.numel(),), scale**-2, dtype=torch.float64))
                 constant -= leaf.numel() * (math.log(scale) + 0.5 * math.log(2 * math.pi))
             at += leaf.numel()
-        believed, shape, rate = getattr(likelihood, "prior", None), 0.0, 0.0
+        believed = getattr(likelihood, "prior", None)
+        if (shape_and_rate := gamma(believed)) is None:
+            return None
+        shape, rate = shape_and_rate
         if believed is not None:
-            if type(believed) is not Gamma or believed.concentration.numel() != 1 or believed.rate.numel() != 1:
-                return None
-            shape, rate = float(believed.concentration), float(believed.rate)
             constant += (noise.stop - noise.start) * (shape * math.log(rate) - math.lgamma(shape) + math.log(2))
         return Prior(torch.cat(precision), constant, noise, shape, rate)
 
@@ -97,7 +98,7 @@ class Cores:
             return [task(self.memories[core]) for task in tasks]
 
 
-class Trajectories:
+class Trajectories(Kernel):
     """Trajectories on the posterior of a field and a prior; see `dubito.inference.integrators` for what they are."""
 
     def __init__(self, field: Field, prior: Prior, temperature: float):
@@ -175,7 +176,7 @@ class Trajectories:
 
     def minimal_norm(
         self, position: Tensor, velocity: Tensor, gradient: Tensor, *, step: Tensor, scale: Tensor, share: float
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    ) -> Moved:
         """One microcanonical step: the new point, and the rise of its kinetic energy [C]."""
 
         def task(number: int, part: slice) -> Callable[[Memory], tuple[Tensor, ...]]:
@@ -192,7 +193,7 @@ class Trajectories:
     def langevin(
         self, position: Tensor, velocity: Tensor, gradient: Tensor, log_likelihood: Tensor, log_prior: Tensor,
         *, step: Tensor, scale: Tensor, share: float, length: float, steps: int, generator: torch.Generator,
-    ) -> tuple[tuple[Tensor, ...], Tensor] | None:  # fmt: skip
+    ) -> Moved | None:  # fmt: skip
         """`steps` microcanonical steps, after each of which the direction is partly drawn anew.
 
         The new point, and the error of the energy in the last step [C]; or nothing at all, and the generator as it was, where a chain

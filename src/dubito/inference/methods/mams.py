@@ -85,9 +85,9 @@ class MAMS(Chains):
         }
 
     def _trajectory(self, density: Density, before: Point, step: Tensor, count: Tensor, scale: Tensor) -> tuple[Point, Tensor]:
-        if (kernel := getattr(density.kernel, "microcanonical", None)) is not None:
-            point, gain = kernel(*before[:3], step=step, count=count, scale=scale, share=MINIMAL_NORM)
-            return Point(*point), gain
+        kernel, options = density.kernel, {"step": step, "count": count, "scale": scale, "share": MINIMAL_NORM}
+        if kernel is not None and (moved := kernel.microcanonical(*before[:3], **options)) is not None:
+            return Point(*moved[0]), moved[1]
 
         def once(position, velocity, gradient, likelihood, prior, gain, left, step, scale):
             point = Point(position, velocity, gradient, likelihood, prior)

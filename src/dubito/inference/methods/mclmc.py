@@ -74,12 +74,12 @@ class MCLMC(Chains):
 
     def moves(self, density: Density, state: ChainState, generator: torch.Generator) -> Iterable[dict[str, Tensor]]:
         """All of them at once where a kernel does that, and there is nothing to tune in between."""
-        tuning, kernel = state.step < self.burn_in and self.tune, getattr(density.kernel, "langevin", None)
+        tuning, kernel = state.step < self.burn_in and self.tune, density.kernel
         step = state.tuning["log_step"].exp().to(state.position.dtype)
         options = {"share": MINIMAL_NORM, "length": self.path_length, "steps": self.thin, "generator": generator}
         found = None
         if kernel is not None and not tuning:
-            found = kernel(*self.here(state, state.velocity), step=step, scale=state.scale, **options)
+            found = kernel.langevin(*self.here(state, state.velocity), step=step, scale=state.scale, **options)
         if found is None:
             yield from super().moves(density, state, generator)
             return
