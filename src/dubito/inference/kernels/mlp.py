@@ -112,7 +112,7 @@ def _constants(target: Target, like: Params) -> list[float] | None:
     if isinstance(scale, float):
         return None if NOISE in like else [cold, scale**-2, 0.0, 0.0, log_prior, one - math.log(scale)]
     shape_and_rate = gamma(likelihood.prior)
-    if scale is not None or NOISE not in like or like[NOISE].shape != (1,) or shape_and_rate is None:
+    if scale is not None or likelihood.outputs != 1 or NOISE not in like or shape_and_rate is None:
         return None
     shape, rate = shape_and_rate
     if likelihood.prior is not None:
