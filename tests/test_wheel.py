@@ -34,7 +34,9 @@ def pip(command: str, *arguments: str) -> None:
 
 
 def sources(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in (root / "dubito").rglob("*.py")}
+    """All files of the package: modules, and the HTML, CSS and JavaScript of its pages."""
+    files = [path for path in (root / "dubito").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(root)) for path in files}
 
 
 def test_the_built_wheel_works_on_its_own(tmp_path):
@@ -43,6 +45,7 @@ def test_the_built_wheel_works_on_its_own(tmp_path):
     installed = tmp_path / "installed"
     pip("install", "--target", str(installed), str(wheel))
     assert sources(installed) == sources(PROJECT / "src")
+    assert {path.suffix for path in (installed / "dubito").rglob("*") if path.parent.name == "assets"} == {".html", ".css", ".js"}
     assert list(installed.glob("dubito-*.dist-info/licenses/LICENSE"))
 
     file, version, shape = json.loads(run("-W", "error", "-c", USE, PYTHONPATH=str(installed)))

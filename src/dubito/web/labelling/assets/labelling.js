@@ -1,6 +1,3 @@
-"""The script of the labelling page: keys, buttons, and what the state of the session looks like."""
-
-SCRIPT = """
 "use strict";
 (() => {
   const {classes, keys} = SETTINGS, base = location.pathname;
@@ -188,4 +185,3 @@ SCRIPT = """
   }
   follow();
 })();
-""".strip()

@@ -1,6 +1,3 @@
-"""The only script of a report, for pages with sortable tables or text to copy. It loads nothing, and a page reads well without it."""
-
-SCRIPT = """
 "use strict";
 (() => {
   const tables = [...document.querySelectorAll("table.sortable")];
@@ -30,7 +27,7 @@ SCRIPT = """
   if (box) {
     const input = box.querySelector("input"), told = box.querySelector("output");
     const filter = () => {
-      const wanted = input.value.toLowerCase().split(/\\s+/).filter(Boolean);
+      const wanted = input.value.toLowerCase().split(/\s+/).filter(Boolean);
       const hidden = new Set();
       for (const table of tables)
         for (const row of table.tBodies[0].rows) {
@@ -61,4 +58,3 @@ SCRIPT = """
     });
   }
 })();
-""".strip()  # noqa: E501 (a statement a line)
