@@ -344,11 +344,11 @@ def test_edges():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="no list of scores"):
+    with pytest.raises(ValueError, match="scores must be a list of names"):
         Tally(scores=("entropy",))
     with pytest.raises(ValueError, match="nothing to judge"):
         Tally().compute()
-    with pytest.raises(TypeError, match="a posterior, or a function"):
+    with pytest.raises(TypeError, match="expected a posterior, or a function"):
         maps(3, torch.zeros(1, 2, 5, 6))
     with pytest.raises(TypeError, match="returns a Tensor"):
         maps(network(3), torch.zeros(1, 2, 5, 6))

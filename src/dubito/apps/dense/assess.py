@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from dubito.apps.dense.confusion import Confusion
 from dubito.apps.dense.detector import Detector
 from dubito.apps.dense.maps import Maps, Piece, Portions, pieces, predictives
-from dubito.evaluation.metrics import QuantileCalibration, Reliability, wilson
-from dubito.evaluation.metrics.regression import LEVELS
-from dubito.inference.batches import Arrays
-from dubito.inference.progress import Progress
+from dubito.evaluation.judge import finite
+from dubito.evaluation.judge.batches import Predictor, for_each_batch, model_of, predictor
+from dubito.evaluation.judge.judgement import MEANINGS as USUAL
+from dubito.evaluation.judge.judgement import rows, score_text
+from dubito.evaluation.judge.means import Means, QuantileCounts
+from dubito.evaluation.judge.stream import check_names
+from dubito.evaluation.metrics import QuantileCalibration, Reliability
 from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
-from dubito.network.examples import split_batch
 from dubito.posteriors import Posterior
-from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
-from dubito.tensors.randomness import forked, lent
+from dubito.tensors.checks import at_least, require
 
 SCORES = ("total", "aleatoric", "epistemic", "spread", "noise", "one_minus_max")  # by which errors are looked for
 MEANINGS = {
     "miou": "mean intersection over union of the classes that occur",
     "accuracy": "share of pixels that are right",
     "class_accuracy": "the same for each class, averaged",
-    "rmse": "root mean squared error, in the target's units",
+    "rmse": USUAL["rmse"],
     "nll": "negative log likelihood of a pixel; lower is better",
-    "ece": "gap between confidence and accuracy; 0 is calibrated",
-    "quantile_error": "gap between levels and shares below quantiles; 0 is calibrated",
-    "total": "mean uncertainty, in nats for classes, a variance for numbers",
-    "aleatoric": "of which noise",
-    "epistemic": "of which ignorance",
+    "ece": USUAL["ece"],
+    "quantile_error": USUAL["quantile_error"],
+    "total": USUAL["total"],
+    "aleatoric": USUAL["aleatoric"],
+    "epistemic": USUAL["epistemic"],
     "spread": "variance of the network's outputs over the posterior",
     "noise": "variance that the network predicts for its own outputs",
 }
@@ -45,9 +45,10 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Assessment:
-    """What came out. `print` shows it; `values` holds the numbers by name, `detectors` the curves by score.
+    """The result of `assess`. `print` shows it; `values` holds the numbers by name, `detectors` the curves by score.
 
-    `confusion` and `reliability` are of classes, `quantiles` of numbers, and None otherwise.
+    `standard_errors` are those of values that are means, with images as the independent examples: pixels of one image are not
+    independent. `confusion` and `reliability` are of classes, `quantiles` of numbers, and None otherwise.
     """
 
     values: Mapping[str, float]
@@ -56,31 +57,28 @@ class Assessment:
     confusion: Confusion | None = field(repr=False, default=None)
     reliability: Reliability | None = field(repr=False, default=None)
     quantiles: QuantileCalibration | None = field(repr=False, default=None)
+    standard_errors: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
 
     @property
     def data(self) -> dict[str, Any]:
-        """The numbers in plain types, for JSON: what is not finite is None."""
-        found = {name: value if math.isfinite(value) else None for name, value in self.values.items()}
+        """The numbers in plain types, for JSON: None where a number is not finite."""
         iou = None if self.confusion is None else [one if math.isfinite(one) else None for one in self.confusion.iou.tolist()]
-        scores = {
-            name: {key: value for key, value in _figures(one).items() if math.isfinite(value)}
-            for name, one in self.detectors.items()
+        detectors = {
+            name: {key: value for key, value in detector.figures.items() if math.isfinite(value)}
+            for name, detector in self.detectors.items()
         }
-        return {"n": self.n, "values": found, "iou": iou, "detectors": scores}
+        errors = finite(self.standard_errors)
+        return {"n": self.n, "values": finite(self.values), "standard_errors": errors, "iou": iou, "detectors": detectors}
 
     def table(self, names: Sequence[str] | None = None) -> str:
         """Name, value and meaning, a line each; then how well each score finds errors, and, with `names`, the IoU of each class."""
-        rows = [(name, f"{value:.4g}", MEANINGS.get(name, "")) for name, value in self.values.items()]
-        for score, one in self.detectors.items():
-            rows += [(f"{key} by {score}", f"{value:.4g}", "") for key, value in _figures(one).items()]
+        more = {f"{key} by {score}": value for score, one in self.detectors.items() for key, value in one.figures.items()}
         if names is not None and self.confusion is not None:
-            rows += [(f"IoU of {name}", f"{one:.4g}", "") for name, one in zip(names, self.confusion.iou.tolist(), strict=True)]
-        left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
-        lines = [f"  {name:<{left}}  {value:>{right}}  {text}".rstrip() for name, value, text in rows]
-        return "\n".join([f"{self.n:,} pixels", *lines])
+            more |= {f"IoU of {name}": iou for name, iou in zip(names, self.confusion.iou.tolist(), strict=True)}
+        return score_text(f"{self.n:,} pixels", rows({**self.values, **more}, self.standard_errors, MEANINGS))
 
     def __str__(self) -> str:
         return self.table()
@@ -93,146 +91,116 @@ class Tally:
     Confidence is counted in `bins` of equal width, as in `metrics.ece`, and numbers are judged by quantiles in steps of 1 %.
 
     >>> import dubito
-    >>> found = Tally()
+    >>> tally = Tally()
     >>> f = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]]).reshape(1, 1, 1, 3, 2)
-    >>> found.update(LatentMixture(dubito.Categorical(dim=1, ignore_index=9), f), torch.tensor([[[0, 0, 9]]]))
-    >>> print(found.compute())
+    >>> tally.update(LatentMixture(dubito.Categorical(dim=1, ignore_index=9), f), torch.tensor([[[0, 0, 9]]]))
+    >>> print(tally.compute())
     2 pixels
       miou                        0.25  mean intersection over union of the classes that occur
       ...
     """
 
     def __init__(self, *, scores: Sequence[str] = ("total", "aleatoric", "epistemic"), bins: int = 15, memory: float = 1.0):
-        unknown = [scores] if isinstance(scores, str) else [name for name in scores if name not in SCORES]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is no list of scores: give some of {', '.join(SCORES)}")
-        if bins < 1:
-            raise ValueError(f"there is at least one bin; got bins={bins}")
+        check_names(SCORES, scores=scores)
+        at_least(1, bins=bins)
         self.scores, self.bins, self.memory = tuple(scores), bins, memory
-        self.discrete: bool | None = None
         self.n = 0
-        self.confusion: Confusion | None = None
         self.detectors = {name: Detector() for name in self.scores}
-        self._sums: dict[str, Tensor | float] = {}
-        self._width = 1
+        self._task: tuple[bool, int] | None = None  # whether there are classes, and the number of outputs
+        self._confusion: Confusion | None = None
+        self._bins: Tensor | None = None  # [3, bins]: count, summed confidence and successes in each bin of confidence
+        self._means, self._quantiles = Means(), QuantileCounts()
 
     @torch.no_grad()
     def update(self, p: Predictive, y: Tensor) -> None:
         """Take in a batch: its predictive and its targets, as the likelihood knows them."""
-        if isinstance(p.likelihood, MultiTask):
-            raise ValueError(f"a tally is of one task: give p.task(name), one of {list(p.likelihood.tasks)}, and its targets")
+        likelihood = p.likelihood
+        if isinstance(likelihood, MultiTask):
+            raise ValueError(f"a tally is of one task: give p.task(name), one of {list(likelihood.tasks)}, and its targets")
         y = tree.tensors(y).to(p.f_mean.device)
-        p.likelihood.check(p.f_mean, y)
-        target = p.likelihood.target(y, p.f_mean)
-        if self.discrete is None:
-            self.discrete, self._width = p.likelihood.discrete, p.likelihood.width(p.f_mean)
-        elif (self.discrete, self._width) != (p.likelihood.discrete, p.likelihood.width(p.f_mean)):
-            raise ValueError("the batches are of different tasks: tally them apart")
-        labels = target if isinstance(p.likelihood, Classes) else target.squeeze(-1).long() if self.discrete else target
-        keep = p.likelihood.observed(target)
+        likelihood.check(p.f_mean, y)
+        target = likelihood.target(y, p.f_mean)
+        task = (likelihood.discrete, likelihood.width(p.f_mean))
+        require(self._task in (None, task), "the batches are of different tasks: tally them apart")
+        self._task = task
+        labels = target if isinstance(likelihood, Classes) or not likelihood.discrete else target.squeeze(-1).long()
+        keep = likelihood.observed(target)
         truth = labels.flatten(0, p.f_mean.ndim - 2) if keep is None else labels[keep]
         if not len(truth):
             return
-        if not isinstance(p, LatentMixture):
-            self._add(nll=-p.log_prob(y).double().sum())
-        parts = []
-        for piece, at in pieces(p, self.memory, keep):
-            self._score(piece, truth[at])
+        parts, log_probs = [], []
+        for piece, place in pieces(p, self.memory, keep):
             parts.append(piece.maps)
-        self._take(Maps.joined(parts), truth)
+            log_probs += self._score(piece, truth[place])
+        self._add(Maps.joined(parts), truth, p, y, keep, log_probs)
         self.n += len(truth)
 
-    def _score(self, piece: Piece, truth: Tensor) -> None:
-        """Take in what needs the draws: log scores, and, of numbers, where targets lie in their distributions."""
+    def _score(self, piece: Piece, truth: Tensor) -> list[Tensor]:
+        """The log scores of a piece, [n], where it has draws; the PIT values of numbers are counted."""
         if not isinstance(piece.p, LatentMixture):
-            return
-        if not self.discrete:
-            self._add(nll=-piece.p.log_prob(truth).double().sum())
-            values = piece.p.cdf(truth).clamp(0, 1).flatten().double()
-            cuts = torch.tensor(LEVELS, dtype=torch.float64, device=values.device)
-            self._add(below=torch.bincount(torch.bucketize(values, cuts), minlength=len(cuts) + 1)[:-1].cumsum(0).double())
-            return
+            return []
+        if not piece.maps.discrete:
+            self._quantiles.add(piece.p.cdf(truth).clamp(0, 1))
+            return [piece.p.log_prob(truth)]
         true = piece.maps.mean.gather(-1, truth.unsqueeze(-1))
-        if bool((true < 1e4 * torch.finfo(true.dtype).tiny).any()):  # only logs are left of such a probability
+        if bool((true < 1e4 * torch.finfo(true.dtype).tiny).any()):  # only the logarithm of such a probability is a float
             given = truth.unsqueeze(-1).to(true.dtype) if isinstance(piece.p.likelihood, Bernoulli) else truth
-            self._add(nll=-piece.p.log_prob(given).double().sum())
-        else:
-            self._add(nll=-true.log().double().sum())
+            return [piece.p.log_prob(given)]
+        return [true.log().squeeze(-1)]
 
-    def _take(self, found: Maps, truth: Tensor) -> None:
-        """Take in maps of positions in a row, [n]."""
-        losses = self._classes(found, truth) if self.discrete else (found.mean - truth).double().square()
-        if not self.discrete:
-            self._add(squares=losses.sum())
-            losses = losses.sum(-1)
-        for name in ("total", "aleatoric", "epistemic", "spread", "noise"):
-            if (values := getattr(found, name)) is not None:
-                self._add(**{name: values.double().sum()})
+    def _add(self, maps: Maps, truth: Tensor, p: Predictive, y: Tensor, keep: Tensor | None, log_probs: list[Tensor]) -> None:
+        """Take in maps of the positions that have a target, in a row: [n]."""
+        losses = self._classes(maps, truth) if maps.discrete else (maps.mean - truth).double().square()
+        values = {name: getattr(maps, name) for name in ("total", "aleatoric", "epistemic", "spread")}
+        values["accuracy" if maps.discrete else "squares"] = (~losses).double() if maps.discrete else losses.mean(-1)
+        if maps.noise is not None:
+            values["noise"] = maps.noise
+        if log_probs:
+            values["nll"] = -torch.cat(log_probs)
+        everywhere = torch.ones(p.f_mean.shape[:-1], dtype=torch.bool, device=truth.device) if keep is None else keep
+        self._means.add(everywhere, values, None if log_probs else {"nll": -p.log_prob(y)})
         for name, detector in self.detectors.items():
-            if name == "one_minus_max":
-                if not self.discrete:
-                    raise ValueError("one_minus_max is a score of classes; numbers have total, aleatoric and epistemic variances")
-                top = found.mean.argmax(-1, keepdim=True)
-                beside = found.mean.scatter(-1, top, 0.0).sum(-1)  # all but the largest: 1 - max without its rounding
-                detector.add(beside, losses)
-            elif (score := getattr(found, name)) is not None:
-                detector.add(score.clamp_min(0), losses)
-            else:
-                raise ValueError("this likelihood predicts no noise of its own, so 'noise' is no score of it: leave it out")
+            detector.add(_uncertainty(maps, name), losses if maps.discrete else losses.sum(-1))
 
-    def _classes(self, found: Maps, truth: Tensor) -> Tensor:
+    def _classes(self, maps: Maps, truth: Tensor) -> Tensor:
         """Take in classes; which of them are wrong, [n]."""
-        confidence, top = found.mean.max(-1)
-        counts = Confusion.of(top, truth, classes=found.mean.shape[-1])
-        self.confusion = counts if self.confusion is None else self.confusion + counts
+        confidence, top = maps.mean.max(-1)
+        counts = Confusion.of(top, truth, classes=maps.mean.shape[-1])
+        self._confusion = counts if self._confusion is None else self._confusion + counts
         # bins (a, b], as those of `metrics.ece`
         edges = torch.arange(1, self.bins, dtype=confidence.dtype, device=confidence.device) / self.bins
         which, right = torch.bucketize(confidence, edges), (top == truth) & ~confidence.isnan()
-        self._add(
-            count=torch.bincount(which, minlength=self.bins).double(),
-            confidence=torch.bincount(which, confidence.double(), minlength=self.bins),
-            right=torch.bincount(which, right.double(), minlength=self.bins),
-        )
+        weights = (torch.ones_like(confidence), confidence, right)
+        bins = torch.stack([torch.bincount(which, one.double(), minlength=self.bins) for one in weights])
+        self._bins = bins if self._bins is None else self._bins + bins
         return ~right
-
-    def _add(self, **values: Tensor | float) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value  # tensors stay on their device: nobody waits for them
 
     def compute(self) -> Assessment:
         """The assessment of all batches so far."""
-        if self.discrete is None or not self.n:
-            raise ValueError("there is nothing to judge: no batch, or none with a labelled pixel")
-        sums = {name: value.double().cpu() if isinstance(value, Tensor) else value for name, value in self._sums.items()}
-        means = {
-            name: float(sums[name]) / self.n
-            for name in ("nll", "total", "aleatoric", "epistemic", "spread", "noise")
-            if name in sums
-        }
-        if not self.discrete:
-            quantiles = None
-            values = {"rmse": math.sqrt(float(sums["squares"]) / (self.n * self._width)), **means}
-            if "below" in sums:
-                observed = torch.as_tensor(sums["below"]) / (self.n * self._width)
-                quantiles = QuantileCalibration(torch.tensor(LEVELS, dtype=torch.float64), observed, self.n * self._width)
-                values["quantile_error"] = float(quantiles.error)
-            return Assessment(_ordered(values), self.n, self.detectors, quantiles=quantiles)
-        assert self.confusion is not None
-        confusion, count = self.confusion.cpu(), torch.as_tensor(sums["count"])
-        accuracy = torch.as_tensor(sums["right"]) / count
+        require(self.n, "there is nothing to judge: no batch, or none with a labelled pixel")
+        values, errors = self._means.values(), self._means.standard_errors()
+        if self._confusion is None or self._bins is None:
+            return self._numbers(values, errors)
+        confusion, (count, confidence, right) = self._confusion.cpu(), self._bins.cpu()
         edges = torch.arange(self.bins + 1, dtype=torch.float64) / self.bins
-        reliability = Reliability(edges, count, torch.as_tensor(sums["confidence"]) / count, accuracy, *wilson(accuracy, count))
-        values = {"miou": confusion.miou, "accuracy": confusion.accuracy, "class_accuracy": confusion.class_accuracy}
-        if bool(
-            torch.as_tensor(sums["confidence"]).isnan().any()
-        ):  # as the other figures are: predictions that are NaN have no class
-            values = dict.fromkeys(values, math.nan)
-        values |= {"ece": float(reliability.ece), **means}
-        return Assessment(_ordered(values), self.n, self.detectors, confusion, reliability)
+        reliability = Reliability.from_sums(edges, count, confidence, right)
+        hits = {"miou": confusion.miou, "accuracy": confusion.accuracy, "class_accuracy": confusion.class_accuracy}
+        if bool(confidence.isnan().any()):  # as the other figures are: predictions that are NaN have no class
+            hits = dict.fromkeys(hits, math.nan)
+        values |= {**hits, "ece": float(reliability.ece)}
+        return Assessment(_ordered(values), self.n, self.detectors, confusion, reliability, standard_errors=_ordered(errors))
+
+    def _numbers(self, values: dict[str, float], errors: dict[str, float]) -> Assessment:
+        rmse = math.sqrt(values["squares"])
+        values["rmse"], errors["rmse"] = rmse, errors["squares"] / (2 * rmse) if rmse else math.nan  # by the delta method
+        quantiles = self._quantiles.calibration if self._quantiles.n else None
+        if quantiles is not None:
+            values["quantile_error"] = float(quantiles.error)
+        return Assessment(_ordered(values), self.n, self.detectors, quantiles=quantiles, standard_errors=_ordered(errors))
 
 
 def assess(
-    posterior: Posterior | Callable[[Any], Predictive],
+    posterior: Posterior | Predictor,
     data: Any,
     *,
     task: str | None = None,
@@ -257,47 +225,29 @@ def assess(
     >>> found.n, sorted(found.detectors), found.confusion.counts.shape
     (210, ['aleatoric', 'epistemic', 'total'], torch.Size([4, 4]))
     """
-    tally, model = Tally(scores=scores, bins=bins, memory=memory), posterior.model if isinstance(posterior, Posterior) else None
-    kind = torch.get_default_dtype() if model is None else next(model.network.parameters()).dtype
-    loader, portions = _batches(data, kind), Portions(memory)
-    total = len(loader) if hasattr(loader, "__len__") else 0  # pyright: ignore[reportArgumentType]
-    with Progress("Assessing", total, show=progress if total else False) as bar, lent(loader), forked():
-        for i, batch in enumerate(loader):
-            x, y = split_batch(batch) if model is None else inputs_of(model, batch)
-            if y is None:
-                raise ValueError("the batches hold inputs only: judging needs the targets as well")
-            y, done = y[task] if isinstance(y, dict) and task is not None else y, 0
-            for p in predictives(posterior, x, portions, task=task, how=how, draws=draws, seed=seed):
-                n = p.f_mean.shape[0]
-                tally.update(p, y[done : done + n])
-                done += n
-            bar.update(i + 1, {"pixels": tally.n})
+    tally, portions = Tally(scores=scores, bins=bins, memory=memory), Portions(memory)
+    predict, model = predictor(posterior, how=how, draws=draws, memory=memory, seed=seed), model_of(posterior)
+
+    def take(x: Any, y: Any) -> int:
+        y, done = y[task] if isinstance(y, dict) and task is not None else y, 0
+        for p in predictives(predict, model, x, portions, task=task):
+            n = p.f_mean.shape[0]
+            tally.update(p, y[done : done + n])
+            done += n
+        return tally.n
+
+    for_each_batch(data, model, take, size=32, title="Assessing", unit="pixels", progress=progress)
     return tally.compute()
 
 
-def _batches(data: Any, kind: torch.dtype) -> Iterable[Any]:
-    if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
-        x, y = tree.tensors(data[0], kind), tree.tensors(data[1], kind)
-        counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
-        if len(counts) != 1 or counts == {0}:
-            raise ValueError(f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
-        return Arrays(x, y, 32, shuffle=False)
-    if isinstance(data, Dataset):
-        return DataLoader(data, batch_size=32)
-    if not isinstance(data, Iterable) or isinstance(data, Tensor):
-        raise TypeError(f"data is a tuple (x, y), a Dataset, a DataLoader or batches; got a {type(data).__name__}")
-    return data
-
-
-def _figures(one: Detector) -> dict[str, float]:
-    """Average precision and AUROC of errors, where they are that, and the mean risk over all coverages."""
-    found = one.ranking
-    wrong = float(found.losses.sum())
-    if bool((found.losses > found.size).any()) or bool((found.losses % 1 != 0).any()):
-        return {"aurc": one.aurc}
-    if not 0 < wrong < float(found.size.sum()):
-        return {"aurc": one.aurc}
-    return {"average_precision": one.average_precision, "auroc": one.auroc, "aurc": one.aurc}
+def _uncertainty(maps: Maps, name: str) -> Tensor:
+    """The score by which errors are looked for, [n]."""
+    if name == "one_minus_max":
+        require(maps.discrete, "one_minus_max is a score of classes; numbers have total, aleatoric and epistemic variances")
+        return maps.mean.scatter(-1, maps.mean.argmax(-1, keepdim=True), 0.0).sum(-1)  # 1 - max without its rounding
+    values = getattr(maps, name)
+    require(values is not None, "this likelihood predicts no noise of its own, so 'noise' is no score of it: leave it out")
+    return values.clamp_min(0)
 
 
 def _ordered(values: Mapping[str, float]) -> dict[str, float]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dubito.tensors.checks import require
+
 
 @dataclass(frozen=True)
 class Confusion:
@@ -26,8 +28,8 @@ class Confusion:
     @staticmethod
     def of(prediction: Tensor, y: Tensor, *, classes: int, ignore_index: int | None = None) -> Confusion:
         """From predicted and true classes of the same shape; positions whose truth is `ignore_index` are left out."""
-        if prediction.shape != y.shape:
-            raise ValueError(f"predictions {list(prediction.shape)} and labels {list(y.shape)} must have the same shape")
+        same = prediction.shape == y.shape
+        require(same, f"predictions {list(prediction.shape)} and labels {list(y.shape)} must have the same shape")
         prediction, y = prediction.flatten(), y.flatten().to(prediction.device)
         if ignore_index is not None:
             prediction, y = prediction[y != ignore_index], y[y != ignore_index]
@@ -43,10 +45,12 @@ class Confusion:
         return Confusion(self.counts + other.counts)
 
     def cpu(self) -> Confusion:
+        """The same counts on the CPU."""
         return Confusion(self.counts.cpu())
 
     @property
     def n(self) -> int:
+        """All pixels that were counted."""
         return int(self.counts.sum())
 
     @property
@@ -62,6 +66,7 @@ class Confusion:
 
     @property
     def miou(self) -> float:
+        """The mean of `iou` over the classes that occur."""
         return float(self.iou.nanmean())
 
     @property

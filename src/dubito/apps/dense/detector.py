@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.metrics.decisions import Ranking
+from dubito.tensors.checks import require
 
 SHIFT = 12  # of a float32's 23 binary digits that are dropped: eleven are left
 BINS = 2 ** (31 - SHIFT)  # every exponent, with those digits
@@ -35,10 +36,8 @@ class Detector:
     def add(self, score: Tensor, loss: Tensor) -> None:
         """Count scores, at least 0, and whether each is an error, or its loss."""
         score, loss = score.detach().float().flatten(), loss.detach().flatten().to(score.device, torch.float64)
-        if score.shape != loss.shape:
-            raise ValueError(f"there are {len(score)} scores for {len(loss)} errors: give one for each")
-        if bool(score.isnan().any()) or bool((score < 0).any()):
-            raise ValueError("scores of uncertainty are numbers of at least 0: these hold NaN or negative ones")
+        require(score.shape == loss.shape, f"there are {len(score)} scores for {len(loss)} errors: give one for each")
+        require((score >= 0).all(), "scores of uncertainty must be at least 0; these hold NaN or negative numbers")
         # the bits of numbers that are not negative are ordered as the numbers are; adding 0 makes a plus of the sign of -0
         which = (score + 0.0).view(torch.int32) >> SHIFT
         size, losses = torch.bincount(which, minlength=BINS), torch.bincount(which, loss, minlength=BINS)
@@ -56,6 +55,7 @@ class Detector:
 
     @property
     def n(self) -> int:
+        """How many pixels were counted."""
         return 0 if self._size is None else int(self._size.sum())
 
     def precision_recall(self) -> tuple[Tensor, Tensor]:
@@ -66,19 +66,29 @@ class Detector:
 
     @property
     def average_precision(self) -> float:
+        """Area under the precision-recall curve of the errors."""
         return float(self._errors().average_precision())
 
     @property
     def auroc(self) -> float:
+        """The chance that an error has a larger score than a pixel that is right."""
         return float(self._errors().auroc())
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """`aurc`, and `average_precision` and `auroc` if the losses are 0 or 1 and both occur."""
+        ranking = self.ranking
+        if not _are_errors(ranking) or not 0 < float(ranking.losses.sum()) < float(ranking.size.sum()):
+            return {"aurc": self.aurc}
+        return {"average_precision": self.average_precision, "auroc": self.auroc, "aurc": self.aurc}
+
     def _errors(self) -> Ranking:
-        found = self.ranking
-        if bool((found.losses > found.size).any()) or bool((found.losses % 1 != 0).any()):
-            raise ValueError("precision and recall are of errors that are 0 or 1: for other losses use kept() or aurc")
-        if not float(found.losses.sum()):
-            raise ValueError("no pixel is wrong, so there is no error to be found: precision and recall need some")
-        return found
+        ranking = self.ranking
+        require(_are_errors(ranking), "precision and recall are of errors that are 0 or 1: for other losses use kept() or aurc")
+        require(
+            float(ranking.losses.sum()), "no pixel is wrong, so there is no error to be found: precision and recall need some"
+        )
+        return ranking
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """(coverage, risk), each [G] in float64: the mean loss of all pixels up to a score, from the most certain up."""
@@ -98,3 +108,8 @@ class Detector:
         before, lost, each = size.cumsum(0) - size, losses.cumsum(0) - losses, losses / size
         steps = torch.special.digamma(before + size + 1) - torch.special.digamma(before + 1)
         return float((losses + (lost - before * each) * steps).sum() / size.sum())
+
+
+def _are_errors(ranking: Ranking) -> bool:
+    """Whether the losses can be sums of zeros and ones."""
+    return not bool((ranking.losses > ranking.size).any() or (ranking.losses % 1 != 0).any())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dubito.evaluation.judge.batches import Predictor, input_dtype, model_of, predictor
 from dubito.inference.progress import Progress
+from dubito.model import Model
 from dubito.model.likelihoods import (
     Bernoulli,
     Classes,
@@ -23,6 +25,7 @@ from dubito.network.examples import batch_size
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 
 GIGABYTE = 2**30
 EVERYWHERE = ("mean", "total", "aleatoric", "epistemic", "spread")  # the maps that every predictive has
@@ -61,6 +64,7 @@ class Maps:
         return self.mean.amax(-1)
 
     def to(self, device: torch.device | str) -> Maps:
+        """The same maps on another device."""
         noise = None if self.noise is None else self.noise.to(device)
         return Maps(**{name: getattr(self, name).to(device) for name in EVERYWHERE}, noise=noise, discrete=self.discrete)
 
@@ -78,7 +82,7 @@ class Maps:
 
 
 def maps(
-    posterior: Posterior | Callable[[Any], Predictive],
+    posterior: Posterior | Predictor,
     x: Any,
     *,
     task: str | None = None,
@@ -101,9 +105,10 @@ def maps(
     >>> found.prediction.shape, found.aleatoric.shape, bool((found.epistemic > 0).all())
     (torch.Size([5, 6, 8]), torch.Size([5, 6, 8]), True)
     """
-    x, parts, done = tree.tensors(x, _kind(posterior)), [], 0
+    predict, model = predictor(posterior, how=how, draws=draws, memory=memory, seed=seed), model_of(posterior)
+    x, parts, done = tree.tensors(x, input_dtype(model)), [], 0
     with torch.no_grad(), Progress("Maps", batch_size(x), show=progress) as bar:
-        for p in predictives(posterior, x, Portions(memory), task=task, how=how, draws=draws, seed=seed):
+        for p in predictives(predict, model, x, Portions(memory), task=task):
             parts.append(maps_of(p, memory=memory).to("cpu"))
             done += len(parts[-1].total)
             bar.update(done, {"images": done})
@@ -134,59 +139,21 @@ class Portions:
 
     @property
     def size(self) -> int:
+        """How many inputs fit; 1 as long as it is not known how much one takes."""
         return max(1, int(self.memory * GIGABYTE / 3 / self.each)) if self.each else 1
 
 
-def predictives(
-    posterior: Posterior | Callable[[Any], Predictive],
-    x: Any,
-    portions: Portions,
-    *,
-    task: str | None,
-    how: str | None,
-    draws: int | None,
-    seed: int,
-) -> Iterator[Predictive]:
+def predictives(predict: Predictor, model: Model | None, x: Any, portions: Portions, *, task: str | None) -> Iterator[Predictive]:
     """The predictives of inputs, portion by portion; the very first input goes alone, to tell how much one takes."""
-    x = tree.tensors(x, _kind(posterior))
+    x = tree.tensors(x, input_dtype(model))
     n, done = batch_size(x), 0
-    if not n:
-        raise ValueError("there are no inputs: x is empty")
+    require(n, "there are no inputs: x is empty")
     while done < n:
-        part = tree.apply_leaves(lambda leaf, at=slice(done, done + portions.size): leaf[at], x)
+        rows = slice(done, done + portions.size)
         done += portions.size
-        p = _predict(posterior, part, how, draws, portions.memory, seed)
+        p = predict(tree.apply_leaves(lambda leaf, rows=rows: leaf[rows], x))
         portions.each = portions.each or max(1, (p.means if isinstance(p, LatentMixture) else p.f_mean).nbytes)
         yield of_task(p, task)
-
-
-def _kind(posterior: Any) -> torch.dtype:
-    """What the network computes in, which NumPy's float64 becomes."""
-    return next(posterior.model.network.parameters()).dtype if isinstance(posterior, Posterior) else torch.get_default_dtype()
-
-
-def _predict(
-    posterior: Posterior | Callable[[Any], Predictive],
-    x: Any,
-    how: str | None,
-    draws: int | None,
-    memory: float,
-    seed: int,
-) -> Predictive:
-    """The predictive at x."""
-    if isinstance(posterior, Posterior):
-        p = posterior.predict(x, how, draws=draws, memory=memory, seed=seed)
-    elif callable(posterior):
-        if how is not None or draws is not None:
-            raise ValueError("`how` and `draws` are for posteriors: a function predicts as it does")
-        p = posterior(x)
-    else:
-        raise TypeError(f"a posterior, or a function from inputs to a Predictive, is needed; got a {type(posterior).__name__}")
-    if not isinstance(p, Predictive):
-        raise TypeError(
-            f"the function returns a {type(p).__name__}: for outputs f [B, ..., C] return LatentMixture(likelihood, f[None])"
-        )
-    return p
 
 
 def of_task(p: Predictive, task: str | None) -> Predictive:

@@ -88,11 +88,12 @@ class Judgement:
         title = f"{self.n:,} examples" + (f" by {scores[0]}" if scores else "")
         tables = [(title, rows(self.values, self.standard_errors, texts))]
         tables += [(f"by {score}", rows(self.decisions[score].values, {}, texts)) for score in scores[1:]]
-        return "\n".join(_plain(*table) for table in tables)
+        return "\n".join(score_text(*table) for table in tables)
 
     def __str__(self) -> str:
         return self.table()
 
 
-def _plain(title: str, lines: list[tuple[str, str, str, str]]) -> str:
+def score_text(title: str, lines: Iterable[tuple[str, str, str, str]]) -> str:
+    """The table of `score_table` as plain text, without its header."""
     return str(TextTable(score_table(title, lines).rows, title=title, right=(1,)))

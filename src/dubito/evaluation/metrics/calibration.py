@@ -56,15 +56,14 @@ class Reliability:
         edges = _edges(confidence, bins, by)
         which = torch.bucketize(confidence, edges[1:-1])
         zero = torch.zeros(len(edges) - 1, dtype=torch.float64, device=confidence.device)
-        count = zero.index_add(0, which, torch.ones_like(confidence, dtype=torch.float64))
-        accuracy = zero.index_add(0, which, correct.double()) / count
-        return Reliability(
-            edges.double(),
-            count,
-            zero.index_add(0, which, confidence.double()) / count,
-            accuracy,
-            *wilson(accuracy, count, level=level),
-        )
+        sums = (zero.index_add(0, which, one.double()) for one in (torch.ones_like(confidence), confidence, correct))
+        return Reliability.from_sums(edges.double(), *sums, level=level)
+
+    @staticmethod
+    def from_sums(edges: Tensor, count: Tensor, confidence: Tensor, correct: Tensor, *, level: float = 0.9) -> Reliability:
+        """From the number of predictions, the sum of their confidences and the number of successes in each bin."""
+        accuracy = correct / count
+        return Reliability(edges, count, confidence / count, accuracy, *wilson(accuracy, count, level=level))
 
 
 def reliability(p: Predictive, y: Array, *, bins: int = 15, by: Binning = "width", level: float = 0.9) -> Reliability:
