@@ -38,7 +38,7 @@ from dubito.apps.bandits import (
     NeuralLinear,
     Regressions,
     Thompson,
-    Unfinished,
+    UnfinishedRun,
     Uniform,
     epochs,
     simulate,
@@ -91,7 +91,7 @@ def run(problem: str, agent: str, seed: int, args: argparse.Namespace) -> dict[s
     file = None if args.folder is None else Path(args.folder) / f"{problem}-{agent}-{seed}.safetensors"
     try:
         done = simulate(bandit, agents(args)[agent](bandit, seed), file=file, until=args.until, progress=False)
-    except Unfinished:
+    except UnfinishedRun:
         return None
     curve = (100 * done.regret.cumsum(0) / done.uniform)[:: max(1, len(bandit) // 50)]
     return {

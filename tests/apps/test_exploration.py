@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dubito
+from dubito.apps.action_values import action_value_model
 from dubito.apps.exploration import EpsilonGreedy, History, Maze, QLearning, Replay, Thompson
 from dubito.apps.network import only_network
 from dubito.posteriors import Point, Stochastic
@@ -99,7 +100,7 @@ def test_curves_are_of_windows():
 
 
 def test_epsilon_is_the_share_of_random_choices():
-    one = _taken(model(3))
+    one = action_value_model(model(3))
     posterior = Point(one, one.parameters(), one.buffers())
     seen, explore = torch.ones(3), EpsilonGreedy(0.5, 0.5, steps=1)
     best = int(only_network(posterior, "")((seen.unsqueeze(0),))[0].argmax())
@@ -107,14 +108,8 @@ def test_epsilon_is_the_share_of_random_choices():
     assert sum(action == best for action in chosen) / 1000 == pytest.approx(0.5 + 0.5 / 4, abs=0.06)
 
 
-def _taken(one: dubito.Model) -> dubito.Model:
-    from dubito.apps.action_values import taken
-
-    return taken(one)
-
-
 def test_a_function_is_held_as_long_as_it_should_be():
-    one = _taken(model(3, rate=0.5))
+    one = action_value_model(model(3, rate=0.5))
     posterior = Stochastic(one, one.parameters(), one.buffers(), Dropout())
 
     def values(hold, episode, step):
@@ -252,11 +247,11 @@ def test_what_cannot_be_is_refused():
         QLearning(one, dubito.IVON(), 4)
     with pytest.raises(ValueError, match="two actions"):
         QLearning(one, dubito.MAP(), 1)
-    with pytest.raises(ValueError, match="rewards are numbers"):
+    with pytest.raises(ValueError, match="likelihood of rewards"):
         QLearning(dubito.Model(one.network, dubito.Categorical()), dubito.MAP(), 4)
     with pytest.raises(ValueError, match="nothing was learned"):
         QLearning(one, dubito.MAP(), 4).posterior  # noqa: B018
-    with pytest.raises(ValueError, match="gives 4 numbers for 3"):
+    with pytest.raises(ValueError, match="4 outputs for 3"):
         QLearning(one, dubito.MAP(), 3, initial=5).learn(Maze("S.G"), steps=10)
     with pytest.raises(ValueError, match="hold"):
         Thompson(hold=0)

@@ -1,4 +1,4 @@
-"""Several methods, one after the other, each from where the one before has come."""
+"""Several methods one after another, each starting from the posterior of the one before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.posteriors import Posterior
 
-# one method; several; or a function of the number of examples that says which
+# a method, several of them, or a function of the number of examples that returns either
 Methods = Method | Sequence[Method] | Callable[[int], Method | Sequence[Method]]
 
 
@@ -20,7 +20,7 @@ def chain(methods: Methods, n: int) -> list[Method]:
     """The methods to run one after another for n examples.
 
     >>> import dubito
-    >>> [type(one).__name__ for one in chain(lambda n: [dubito.MAP(epochs=n), dubito.Laplace()], 5)]
+    >>> [type(method).__name__ for method in chain(lambda n: [dubito.MAP(epochs=n), dubito.Laplace()], 5)]
     ['MAP', 'Laplace']
     """
     if callable(methods) and not hasattr(methods, "init"):
@@ -29,11 +29,11 @@ def chain(methods: Methods, n: int) -> list[Method]:
 
 
 def fit_in_turn(model: Model, methods: Methods, data: tuple[Any, Any], options: FitOptions) -> Posterior:
-    """The posterior of the last of the methods. `options.start` is where the first begins, unless it starts anew."""
+    """Fit the methods one after another; the posterior of the last. The first starts at `options.start`, if it uses a start."""
     posterior: Posterior | None = None
     for method in chain(methods, len(data[1])):
         begin = options.start if posterior is None else posterior
         posterior = fit_with(model, method, data, replace(options, start=None if traits_of(method).starts_anew else begin))
     if posterior is None:
-        raise ValueError("there is no method: give one, or a list of at least one")
+        raise ValueError("the list of methods is empty: give at least one method")
     return posterior

@@ -1,9 +1,13 @@
-"""Contextual bandits: Thompson sampling from any posterior, and regret relative to uniform choice.
+"""Contextual bandits: Thompson sampling with any posterior, and regret relative to uniform choice.
 
-An agent is asked `act(context)` and told `update(context, action, reward)`: `Thompson` (any model and method), `NeuralLinear` and
-`Linear` (exact posteriors), `Uniform`. `compare` plays them on a `Bandit`: those of `PROBLEMS`, or one made of data of your own.
+An agent has `act(context)` and `update(context, action, reward)`. The agents are `Thompson` (any model and method), `NeuralLinear` and
+`Linear` (exact posteriors) and `Uniform`. `compare` plays them on a `Bandit`: one of `PROBLEMS`, or one made from your own data.
+
+Read agent, bandit, problems, regressions, thompson, neural_linear, simulate. A part of the room `apps`: it imports from `apps.network`,
+`apps.function`, `apps.sequence` and `apps.action_values`, and from the rooms below.
 """
 
+from dubito._moved import renamed
 from dubito.apps.bandits.agent import Agent as Agent
 from dubito.apps.bandits.agent import Uniform as Uniform
 from dubito.apps.bandits.bandit import Bandit as Bandit
@@ -19,8 +23,10 @@ from dubito.apps.bandits.problems import wheel as wheel
 from dubito.apps.bandits.regressions import Regressions as Regressions
 from dubito.apps.bandits.simulate import Run as Run
 from dubito.apps.bandits.simulate import Standings as Standings
-from dubito.apps.bandits.simulate import Unfinished as Unfinished
+from dubito.apps.bandits.simulate import UnfinishedRun as UnfinishedRun
 from dubito.apps.bandits.simulate import compare as compare
 from dubito.apps.bandits.simulate import simulate as simulate
 from dubito.apps.bandits.thompson import Thompson as Thompson
 from dubito.apps.bandits.thompson import epochs as epochs
+
+__getattr__ = renamed(__name__, {"Unfinished": "UnfinishedRun"})

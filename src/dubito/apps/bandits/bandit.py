@@ -1,4 +1,4 @@
-"""A contextual bandit whose answers are all known beforehand, so that regret can be counted."""
+"""A contextual bandit whose rewards are all known in advance, so that regret can be computed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from dubito.tensors import store
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
 class Bandit:
-    r"""T rounds: a context, and what each of K arms would pay in it.
+    r"""T rounds, each with a context and the reward of each of K arms.
 
     An agent sees the context and the reward of the arm that it takes. Its regret in a round is
-    :math:`\max_k E[r_k] - E[r_a]`, of expected rewards, so that luck has no part in it.
+    :math:`\max_k E[r_k] - E[r_a]`, a difference of expected rewards, so it does not depend on luck.
 
     >>> bandit = Bandit(torch.zeros(2, 1), rewards=torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
     >>> bandit.regret(torch.tensor([0, 0])), bandit.uniform
@@ -28,26 +29,26 @@ class Bandit:
     name: str = ""
 
     def __post_init__(self):
-        if self.contexts.ndim < 2 or self.rewards.ndim != 2 or len(self.contexts) != len(self.rewards):
-            raise ValueError(
-                "a bandit has contexts [T, ...] and rewards [T, K], one for each arm; got "
-                f"{list(self.contexts.shape)} and {list(self.rewards.shape)}"
-            )
-        if self.rewards.shape[1] < 2 or not len(self.contexts):
-            raise ValueError(f"a bandit has at least one round and two arms; got rewards of shape {list(self.rewards.shape)}")
-        if self.expected is not None and self.expected.shape != self.rewards.shape:
-            raise ValueError(
-                f"expected rewards have the shape of the rewards, {list(self.rewards.shape)}; got {list(self.expected.shape)}"
-            )
-        for what in (self.contexts, self.rewards, *([] if self.expected is None else [self.expected])):
-            if not bool(torch.isfinite(what).all()):
-                raise ValueError("contexts and rewards are finite numbers: remove the rounds with NaN")
+        contexts, rewards, expected = self.contexts, self.rewards, self.rewards if self.expected is None else self.expected
+        shape = list(rewards.shape)
+        require(
+            contexts.ndim >= 2 and len(shape) == 2 and len(contexts) == len(rewards),
+            f"contexts must be [T, ...] and rewards [T, K]; got {list(contexts.shape)} and {shape}",
+        )
+        require(shape[1] >= 2 and shape[0], f"a bandit needs at least one round and two arms; got rewards of shape {shape}")
+        require(
+            expected.shape == rewards.shape,
+            f"expected must have the shape of rewards, {shape}; got {list(expected.shape)}",
+        )
+        finite = all(bool(torch.isfinite(leaf).all()) for leaf in (contexts, rewards, expected))
+        require(finite, "contexts and rewards must be finite: remove the rounds with NaN or infinity")
 
     def __len__(self) -> int:
         return len(self.contexts)
 
     @property
     def arms(self) -> int:
+        """The number of arms, K."""
         return self.rewards.shape[1]
 
     @property
@@ -58,19 +59,19 @@ class Bandit:
 
     @property
     def uniform(self) -> float:
-        """The expected regret over all rounds of one who chooses at random: what others are measured by."""
+        """The expected regret of uniform choice, summed over all rounds."""
         return float(self.gaps.mean(1).sum())
 
     def regret(self, actions: Tensor) -> Tensor:
-        """The regret of the actions of the first rounds, one for each, [n]."""
+        """The regret of one action for each of the first n rounds, [n]."""
         return self.gaps[: len(actions)].gather(1, actions.cpu().long().unsqueeze(1)).squeeze(1)
 
     def first(self, n: int) -> Bandit:
-        """Its first n rounds."""
+        """The first n rounds."""
         expected = None if self.expected is None else self.expected[:n]
         return Bandit(self.contexts[:n], self.rewards[:n], expected, self.name)
 
     @property
     def digest(self) -> str:
-        """What tells it from others."""
+        """A checksum of contexts and rewards."""
         return store.checksum({"contexts": self.contexts, "rewards": self.rewards})

@@ -1,31 +1,30 @@
-"""Thompson sampling with exact posteriors: of linear arms, on contexts or on the features of a network."""
+"""Thompson sampling with exact posteriors of linear regressions, on the contexts or on the features of a network."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dubito.apps.bandits.agent import Log, first
+from dubito.apps.bandits.agent import AgentState, arm_to_try, check_reward
 from dubito.apps.bandits.regressions import Regressions
 from dubito.apps.bandits.thompson import Thompson
 from dubito.apps.network import last_linear, only_network
 from dubito.apps.sequence import Methods
 from dubito.model import Model
 from dubito.posteriors import Posterior
+from dubito.tensors.checks import at_least, require
 from dubito.tensors.randomness import generator
 
 
-def _with_one(x: Tensor) -> Tensor:
-    """Features and a constant."""
+def _with_constant(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
 
 class Linear:
     """A Bayesian linear regression for each arm on the context and a constant, with the exact posterior after every reward.
 
-    `precision`, `a0` and `b0` are the prior's, in the units of the rewards; see `Regressions`.
+    `precision`, `a0` and `b0` are the parameters of the prior, in the units of the rewards; see `Regressions`. An arm is chosen by a
+    draw of all weights from their posteriors.
 
     >>> agent = Linear(2, 1)
     >>> for i in range(100):
@@ -47,46 +46,48 @@ class Linear:
         b0: float = 6.0,
         seed: int = 0,
     ):
-        if arms < 2 or width < 1 or initial < 0:
-            raise ValueError(
-                f"there are at least two arms and one feature, and initial is not negative; got {arms}, {width} and {initial}"
-            )
+        at_least(2, arms=arms)
+        at_least(1, width=width)
+        at_least(0, initial=initial)
         self.arms, self.width, self.initial, self.seed = arms, width, initial, seed
         self.prior = dict(precision=precision, a0=a0, b0=b0)
         self.regressions = Regressions.prior(arms, width + 1, precision=precision, a0=a0, b0=b0)
-        self.a0, self.rounds, self.acts, self._waiting = a0, 0, 0, 0
+        self.rounds = self.acts = self._waiting = 0  # rewards, choices, and choices since the last reward
 
     def act(self, context: Tensor) -> int:
-        self.acts, waiting, self._waiting = self.acts + 1, self._waiting, self._waiting + 1
-        counts = (2 * (self.regressions.shape - self.a0)).round().long().tolist()  # each reward adds 1/2 to the shape
-        if (arm := first(counts, self.initial, waiting)) is not None:
+        """The best arm by a draw of all weights, after each was taken `initial` times."""
+        waiting, self.acts, self._waiting = self._waiting, self.acts + 1, self._waiting + 1
+        # every reward adds 1/2 to the shape of the noise's posterior
+        counts = (2 * (self.regressions.shape - self.prior["a0"])).round().long().tolist()
+        if (arm := arm_to_try(counts, self.initial, waiting)) is not None:
             return arm
         weights = self.regressions.sample(generator("cpu", self.seed, "draw", self.acts))
-        return int((weights @ _with_one(torch.as_tensor(context).to(weights))).argmax())
+        return int((weights @ _with_constant(torch.as_tensor(context).to(weights))).argmax())
 
     def update(self, context: Tensor, action: int, reward: float) -> None:
-        context = torch.as_tensor(context)
-        Log().add(context, action, reward, self.arms)  # for its checks: nothing but the sums needs to be kept
-        if context.shape != (self.width,):
-            raise ValueError(f"a context has {self.width} numbers; got {list(context.shape)}")
+        """Update the posterior of one arm exactly, in O(d^2)."""
+        context, action, reward = check_reward(context, action, reward, self.arms)
+        require(context.shape == (self.width,), f"a context must have {self.width} numbers; got the shape {list(context.shape)}")
         self.rounds, self._waiting = self.rounds + 1, 0
-        self.regressions.update(int(action), _with_one(context.double()), float(reward))
+        self.regressions.update(action, _with_constant(context.double()), reward)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> AgentState:
+        """The counters and the posteriors of all arms."""
         return {"rounds": self.rounds, "acts": self.acts, **{name: leaf.clone() for name, leaf in vars(self.regressions).items()}}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: AgentState) -> None:
+        """Continue from a `state`."""
         self.rounds, self.acts = state["rounds"], state["acts"]
         self.regressions = Regressions(**{name: state[name].clone() for name in ("mean", "root", "shape", "rate")})
 
 
 class NeuralLinear(Thompson):
-    """A network for its features, and for each arm an exact Bayesian linear regression on them.
+    """An exact Bayesian linear regression for each arm on the features of a network (Riquelme et al. 2018).
 
-    The network is trained as in `Thompson`, by `method` (`MAP(...)`) and `every` so many rewards; then the regressions are made anew,
-    on the input of its last linear layer and a constant. Between two trainings a reward costs O(d^2), and none of the old ones is
-    needed. What is drawn are the last layer's weights. Rewards are not standardised for the regressions, as published: `b0 / a0` is
-    about the variance of the noise.
+    The network is trained as in `Thompson`, by `method` (`MAP(...)`) after `every` rewards. The regressions are then fitted again, on
+    the input of its last linear layer and a constant. Between two fits a reward updates them in O(d^2). Thompson sampling draws the
+    weights of the last layer. As published, the regressions see rewards that are not standardized: choose `b0 / a0` near the variance
+    of the noise.
 
     >>> import dubito
     >>> net = torch.nn.Sequential(torch.nn.Linear(1, 20), torch.nn.Tanh(), torch.nn.Linear(20, 2))
@@ -122,21 +123,23 @@ class NeuralLinear(Thompson):
         self.layer = ""
 
     def features(self, x: Tensor) -> Tensor:
-        """Of contexts, [n, d], in float64."""
+        """The inputs of the last linear layer and a constant, [n, d] in float64, at contexts x."""
         if self.posterior is None:
-            raise ValueError("there is no network yet: each arm is to be taken `initial` times, or call refit()")
+            raise ValueError("the network is not trained yet: take each arm `initial` times, or call refit()")
         network = only_network(self.posterior, "NeuralLinear")
         x = self._ready(x)
         self.layer = self.layer or last_linear(network, (x[:1],))
         with torch.no_grad():
-            return _with_one(network.features((x,), self.layer)[0].double())
+            return _with_constant(network.features((x,), self.layer)[0].double())
 
     def values(self, context: Tensor, source: torch.Generator) -> Tensor:
+        """The rewards of all arms in a context by a draw of the last layer's weights, [K]."""
         phi = self.features(torch.as_tensor(context).unsqueeze(0))[0]
         assert self.regressions is not None
         return self.regressions.sample(source) @ phi
 
     def update(self, context: Tensor, action: int, reward: float) -> None:
+        """Add a round to the log and to the regressions."""
         super().update(context, action, reward)
         self._learn(context, int(action), float(reward))
 
@@ -152,7 +155,8 @@ class NeuralLinear(Thompson):
         self.regressions.observe(phi, action.to(phi.device), reward.to(phi.device))
         return posterior
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: AgentState) -> None:
+        """Fit again as in `Thompson`, then replay the rewards since that fit."""
         super().restore(state)
         if state["fitted"]:
             for i in range(state["fitted"], len(self.log)):

@@ -1,4 +1,4 @@
-r"""Bandit problems: generated as published (Riquelme, Tucker & Snoek 2018), or made of labelled data. Nothing is downloaded."""
+"""Bandit problems: generated as published (Riquelme, Tucker & Snoek 2018), or made from labelled data. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from dubito.apps.bandits.bandit import Bandit
+from dubito.tensors.checks import between, require
 from dubito.tensors.randomness import generator
 
-SAFE, BAD, GOOD, REFUSE, HARM = 5.0, -35.0, 5.0, 0.0, 0.5  # rewards of eating and of not eating; how often poison harms
-# values of the 22 attributes of the mushroom data: 117 columns, as published
+SAFE, BAD, GOOD, REFUSE, HARM = (
+    5.0,
+    -35.0,
+    5.0,
+    0.0,
+    0.5,
+)  # rewards of eating (safe, harmful, lucky) and of not eating; probability that poison harms
+# number of values of each of the 22 attributes of the mushroom data: 117 columns, as published
 ATTRIBUTES = (6, 4, 10, 2, 9, 2, 2, 2, 12, 2, 5, 4, 4, 9, 9, 1, 4, 3, 5, 9, 6, 7)
-SPECIES = 23  # of which those data are samples
+SPECIES = 23  # in the mushroom data
 
 
 def wheel(rounds: int = 2000, *, delta: float = 0.95, seed: int = 0) -> Bandit:
-    r"""The wheel: contexts uniform in the unit disc, five arms, and a reward that is large and rarely to be found.
+    r"""The wheel: contexts uniform in the unit disc, five arms, and a large reward that is rare.
 
     Arms 0 to 3 pay N(1, .05^2), arm 4 N(1.2, .05^2). Where :math:`\lVert x \rVert \ge \delta` one of the first four, chosen by the
     quadrant, pays N(50, .01^2): a share of :math:`1 - \delta^2` of all contexts.
@@ -27,8 +35,7 @@ def wheel(rounds: int = 2000, *, delta: float = 0.95, seed: int = 0) -> Bandit:
     >>> wheel(100, seed=0).rewards.shape
     torch.Size([100, 5])
     """
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta is a radius in [0, 1); got {delta}")
+    between(0, 1, delta=delta, include="low")
     source = generator("cpu", seed, "wheel")
     radius, angle = torch.rand((2, rounds), generator=source)
     radius, angle = radius.sqrt(), 2 * torch.pi * angle
@@ -43,7 +50,7 @@ def wheel(rounds: int = 2000, *, delta: float = 0.95, seed: int = 0) -> Bandit:
 
 
 def linear(rounds: int = 2000, *, width: int = 10, arms: int = 8, nonzero: int | None = None, seed: int = 0) -> Bandit:
-    """Arms that pay x . beta with x ~ N(0, 1), |beta| = 1 and noise of .01, .02, ...; with `nonzero` so many entries of beta are.
+    """Arm k pays x . beta_k + N(0, (k / 100)^2) with x ~ N(0, 1) and |beta_k| = 1; beta_k has `nonzero` nonzero entries (None: all).
 
     >>> linear(100, arms=7, nonzero=3).contexts.shape
     torch.Size([100, 10])
@@ -51,8 +58,7 @@ def linear(rounds: int = 2000, *, width: int = 10, arms: int = 8, nonzero: int |
     source = generator("cpu", seed, "linear")
     beta = 2 * torch.rand((width, arms), generator=source) - 1
     if nonzero is not None:
-        if not 1 <= nonzero <= width:
-            raise ValueError(f"nonzero is between 1 and the width {width}; got {nonzero}")
+        between(1, width, nonzero=nonzero, include="both")
         rank = torch.rand(beta.shape, generator=source).argsort(0).argsort(0)
         beta = beta * (rank < nonzero)
     beta = beta / beta.norm(dim=0)
@@ -61,17 +67,17 @@ def linear(rounds: int = 2000, *, width: int = 10, arms: int = 8, nonzero: int |
     return Bandit(x, x @ beta + noise, x @ beta, "linear" if nonzero is None else "sparse linear")
 
 
-def eating(x: Tensor, poisonous: Tensor, rounds: int | None = None, *, seed: int = 0) -> Bandit:
-    """The game of the mushrooms with any two classes: arm 0 leaves it, for 0; arm 1 eats, for 5 if it is safe, and else 5 or -35.
+def eating(x: Tensor, poisonous: Tensor, rounds: int | None = None, *, seed: int = 0, name: str = "eating") -> Bandit:
+    """The mushroom game with any two classes: arm 0 (leave it) pays 0; arm 1 (eat it) pays 5 if it is safe, else 5 or -35.
 
-    Rounds are drawn from the rows with replacement, as published; None takes every row once, in random order. What is eaten is
-    worth -15 on average if it is poisonous.
+    Rounds are rows of x drawn with replacement, as published; None takes every row once, in random order. The expected reward of
+    eating a poisonous one is -15.
 
     >>> eating(torch.zeros(4, 2), torch.tensor([0, 1, 1, 0]), 10).rewards.shape
     torch.Size([10, 2])
     """
-    if len(x) != len(poisonous) or set(poisonous.unique().tolist()) - {0, 1}:
-        raise ValueError(f"poisonous is 0 or 1 for every row; got {len(poisonous)} values for {len(x)} rows")
+    valid = len(x) == len(poisonous) and set(poisonous.unique().tolist()) <= {0, 1}
+    require(valid, f"poisonous must be 0 or 1 for every row; got {len(poisonous)} values for {len(x)} rows")
     source, n = generator("cpu", seed, "eating"), len(x)
     rows = torch.randperm(n, generator=source) if rounds is None else torch.randint(n, (rounds,), generator=source)
     bad = poisonous[rows].bool()
@@ -79,29 +85,28 @@ def eating(x: Tensor, poisonous: Tensor, rounds: int | None = None, *, seed: int
     eaten = torch.where(bad & harmed, BAD, torch.where(bad, GOOD, SAFE))
     expected = torch.where(bad, HARM * BAD + (1 - HARM) * GOOD, SAFE)
     leave = torch.full_like(eaten, REFUSE)
-    return Bandit(x[rows], torch.stack([leave, eaten], 1), torch.stack([leave, expected], 1), "eating")
+    return Bandit(x[rows], torch.stack([leave, eaten], 1), torch.stack([leave, expected], 1), name)
 
 
 def mushrooms(file: str | os.PathLike, rounds: int | None = 2000, *, seed: int = 0) -> Bandit:
-    """The mushroom game as published, from a copy of UCI's `agaricus-lepiota.data`: a class, "e" or "p", and 22 letters a line."""
+    """The mushroom game as published, from a copy of UCI's `agaricus-lepiota.data`: lines of a class, "e" or "p", and 22 letters."""
     with open(file, newline="") as lines:
         table = [row for row in csv.reader(lines) if row]
     if not table or any(row[0] not in ("e", "p") or len(row) != len(table[0]) for row in table):
-        raise ValueError(f"{file}: every line of the mushroom data is a class, e or p, and 22 letters, separated by commas")
+        raise ValueError(f"{file}: every line must be a class, e or p, and 22 letters, separated by commas")
     columns = []
     for values in list(zip(*table, strict=True))[1:]:
-        known = sorted(set(values))
-        columns.append(torch.nn.functional.one_hot(torch.tensor([known.index(value) for value in values]), len(known)))
+        letters = sorted(set(values))
+        columns.append(one_hot(torch.tensor([letters.index(value) for value in values]), len(letters)))
     poisonous = torch.tensor([row[0] == "p" for row in table]).long()
-    found = eating(torch.cat(columns, 1).float(), poisonous, rounds, seed=seed)
-    return Bandit(found.contexts, found.rewards, found.expected, "mushrooms")
+    return eating(torch.cat(columns, 1).float(), poisonous, rounds, seed=seed, name="mushrooms")
 
 
 def mushroom_like(rounds: int = 2000, *, concentration: float = 0.3, seed: int = 0) -> Bandit:
-    """The mushroom game on generated mushrooms, for those without the file: 22 attributes of 117 values, 23 species.
+    """The mushroom game on generated data, where the file is not at hand: 22 attributes with 117 values in all, 23 species.
 
-    The published data are samples of 23 species, too. Here each species has its own frequencies of each attribute's values, drawn
-    from a Dirichlet distribution, and every second one is poisonous.
+    Like the published data, these are samples of 23 species. Each species has its own frequencies of the values of each attribute,
+    drawn from a Dirichlet distribution with the given `concentration`; every second species is poisonous.
 
     >>> mushroom_like(50).contexts.shape
     torch.Size([50, 117])
@@ -112,23 +117,21 @@ def mushroom_like(rounds: int = 2000, *, concentration: float = 0.3, seed: int =
     for values in ATTRIBUTES:
         weights = torch._standard_gamma(torch.full((SPECIES, values), concentration), generator=source).clamp_min(1e-30)
         drawn = torch.multinomial(weights[species], 1, generator=source).squeeze(1)
-        columns.append(torch.nn.functional.one_hot(drawn, values))
+        columns.append(one_hot(drawn, values))
     poisonous = torch.randperm(SPECIES, generator=source)[species] % 2
-    found = eating(torch.cat(columns, 1).float(), poisonous, None, seed=seed)
-    return Bandit(found.contexts, found.rewards, found.expected, "mushroom-like")
+    return eating(torch.cat(columns, 1).float(), poisonous, None, seed=seed, name="mushroom-like")
 
 
 def classification(x: Tensor, y: Tensor, rounds: int | None = None, *, seed: int = 0, name: str = "classification") -> Bandit:
-    """Labelled data as a bandit: an arm for each class, which pays 1 where it is right and 0 where not.
+    """Labelled data as a bandit: one arm for each class, which pays 1 if it is the label and 0 otherwise.
 
-    Classes are the values that occur in y, in rising order. Rows come in random order, at most `rounds` of them; contexts are
-    standardised, as published.
+    Classes are the values that occur in y, in increasing order. Rows come in random order, at most `rounds` of them; contexts are
+    standardized, as published.
 
     >>> classification(torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])).rewards.sum(1)
     tensor([1., 1., 1., 1., 1., 1.])
     """
-    if len(x) != len(y) or y.ndim != 1:
-        raise ValueError(f"a label is one number for every row; got {list(y.shape)} for {len(x)} rows")
+    require(len(x) == len(y) and y.ndim == 1, f"y must have one label for every row; got {list(y.shape)} for {len(x)} rows")
     rows = torch.randperm(len(x), generator=generator("cpu", seed, "rows"))[: len(x) if rounds is None else rounds]
     x = x[rows].flatten(1).float()
     spread = x.std(0, correction=0)
@@ -140,17 +143,15 @@ def classification(x: Tensor, y: Tensor, rounds: int | None = None, *, seed: int
 def _digits(rounds: int, seed: int) -> Bandit:
     from sklearn.datasets import load_digits
 
-    x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    x, y = map(torch.from_numpy, load_digits(return_X_y=True))
     return classification(x, y, rounds, seed=seed, name="digits")
 
 
 def _tumours(rounds: int, seed: int) -> Bandit:
     from sklearn.datasets import load_breast_cancer
 
-    x, y = (torch.from_numpy(array) for array in load_breast_cancer(return_X_y=True))
-    x = ((x - x.mean(0)) / x.std(0)).float()
-    found = eating(x, 1 - y, rounds, seed=seed)  # there 1 is benign
-    return Bandit(found.contexts, found.rewards, found.expected, "tumours")
+    x, benign = map(torch.from_numpy, load_breast_cancer(return_X_y=True))
+    return eating(((x - x.mean(0)) / x.std(0)).float(), 1 - benign, rounds, seed=seed, name="tumours")
 
 
 def _mnist(rounds: int, seed: int) -> Bandit:
@@ -160,7 +161,7 @@ def _mnist(rounds: int, seed: int) -> Bandit:
     return classification(train.x, train.y, rounds, seed=seed, name="mnist")
 
 
-# by name: (rounds, seed) -> Bandit. `tumours` is the mushroom game with real data of scikit-learn's; `mnist` needs DUBITO_DATA
+# name: (rounds, seed) -> Bandit. `tumours` is the mushroom game with breast cancer data of scikit-learn; `mnist` needs DUBITO_DATA
 PROBLEMS: dict[str, Callable[[int, int], Bandit]] = {
     "mushroom_like": lambda rounds, seed: mushroom_like(rounds, seed=seed),
     "wheel": lambda rounds, seed: wheel(rounds, seed=seed),

@@ -1,4 +1,4 @@
-"""Exact Bayesian linear regression for each of several arms, observation by observation."""
+"""Exact Bayesian linear regressions, one for each arm, updated one observation at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dubito.tensors.checks import positive
 
 
 @dataclass
@@ -15,14 +17,14 @@ class Regressions:
     .. math:: y = \phi^T w + \epsilon, \quad \epsilon \sim N(0, \sigma^2), \quad w \mid \sigma^2 \sim N(0, \sigma^2 / \lambda), \quad
         \sigma^2 \sim \mathrm{InvGamma}(a_0, b_0).
 
-    The covariance is kept as a root, :math:`\Lambda^{-1} = R R^T`. An observation changes it by a matrix of rank one: with
+    The covariance is kept as a root, :math:`\Lambda^{-1} = R R^T`. An observation changes it by a rank-one matrix: with
     :math:`v = R^T \phi`, :math:`s = 1 + v^T v` and :math:`e = y - \phi^T m`,
 
     .. math:: R' = R - \frac{(R v) v^T}{s + \sqrt s}, \quad m' = m + \frac{R v}{s} e, \quad a' = a + \tfrac12, \quad
         b' = b + \frac{e^2}{2 s}.
 
-    That is :math:`O(d^2)`, as a draw :math:`m + \sigma R z` is, and nothing cancels: :math:`R R^T` cannot fail to be a covariance,
-    however many observations come in. All is in float64.
+    Both an update and a draw :math:`m + \sigma R z` cost :math:`O(d^2)`. :math:`R R^T` stays positive semi-definite however many
+    observations are added. All tensors are in float64.
 
     >>> arms = Regressions.prior(2, 3)
     >>> for _ in range(100):
@@ -40,15 +42,13 @@ class Regressions:
     def prior(
         arms: int, width: int, *, precision: float = 0.25, a0: float = 6.0, b0: float = 6.0, device: torch.device | str = "cpu"
     ) -> Regressions:
-        """Before any observation; `precision` is in units of the noise's. The defaults are the published ones."""
-        if not (precision > 0 and a0 > 0 and b0 > 0):
-            raise ValueError(f"precision, a0 and b0 are positive; got {precision}, {a0} and {b0}")
+        """The prior: `precision` is :math:`\\lambda`, in units of the noise's precision. The defaults are the published ones."""
+        positive(precision=precision, a0=a0, b0=b0)
         root = torch.eye(width, dtype=torch.float64, device=device).div(precision**0.5).repeat(arms, 1, 1)
-        full = torch.full((arms,), 1.0, dtype=torch.float64, device=device)
-        return Regressions(root.new_zeros(arms, width), root, a0 * full, b0 * full)
+        return Regressions(root.new_zeros(arms, width), root, root.new_full((arms,), a0), root.new_full((arms,), b0))
 
     def update(self, arm: int, phi: Tensor, y: float) -> None:
-        """One observation of one arm, in place."""
+        """Add one observation y of one arm at features phi [d], in place."""
         phi, mean, root = phi.to(self.mean), self.mean[arm], self.root[arm]
         v = phi @ root  # [d]
         gain, s, error = root @ v, 1 + v @ v, y - mean @ phi
@@ -58,17 +58,17 @@ class Regressions:
         self.rate[arm] += 0.5 * error * error / s
 
     def observe(self, phi: Tensor, action: Tensor, y: Tensor) -> None:
-        """Many observations at once, [n, d], [n] and [n], in place: by the sums of each arm, O(n d^2 + d^3)."""
+        """Add many observations in place: features [n, d], arms [n] and values [n]. Costs O(n d^2 + d^3) for each arm."""
         phi, y = phi.to(self.mean), y.to(self.mean)
         for arm in action.unique().tolist():
             rows = action == arm
             x, target = phi[rows], y[rows]
-            before = torch.linalg.inv(self.root[arm])  # R^-1, of which L^T L is the precision so far
-            known = before.mT @ (before @ self.mean[arm])
-            old = self.mean[arm] @ known
-            precision = before.mT @ before + x.mT @ x
+            inverse = torch.linalg.inv(self.root[arm])  # R^-1; the precision so far is R^-T R^-1
+            pull = inverse.mT @ (inverse @ self.mean[arm])  # the precision times the mean
+            old = self.mean[arm] @ pull
+            precision = inverse.mT @ inverse + x.mT @ x
             lower = torch.linalg.cholesky(precision)
-            mean = torch.cholesky_solve((known + x.mT @ target).unsqueeze(1), lower).squeeze(1)
+            mean = torch.cholesky_solve((pull + x.mT @ target).unsqueeze(1), lower).squeeze(1)
             self.rate[arm] += 0.5 * (target @ target + old - mean @ (precision @ mean)).clamp_min(0)
             self.shape[arm] += 0.5 * len(x)
             self.mean[arm] = mean
@@ -76,7 +76,7 @@ class Regressions:
             self.root[arm] = torch.linalg.solve_triangular(lower, unit, upper=False).mT
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        """A draw of all arms' weights, [K, d], each with its own noise."""
+        """A draw of the weights of all arms, [K, d]: :math:`\\sigma^2` from its inverse gamma, then w given :math:`\\sigma^2`."""
         device = generator.device
         unit = torch.randn(self.mean.shape, generator=generator, dtype=torch.float64, device=device).to(self.mean)
         precision = torch._standard_gamma(self.shape.to(device), generator=generator).to(self.rate)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dubito.apps.action_values import check_width, taken
+from dubito.apps.action_values import action_value_model, check_width
 from dubito.apps.exploration.explore import Explore, Thompson
 from dubito.apps.exploration.replay import Replay, Transitions
 from dubito.apps.network import Network, only_network
@@ -126,7 +126,7 @@ class QLearning:
                 f"{setting.partition('=')[0]} depends on the total number of steps, which is not known here: give {setting}, as in "
                 f"{type(method).__name__}({setting})"
             )
-        self.model, self.method, self.actions, self.explore = taken(model), method, actions, explore
+        self.model, self.method, self.actions, self.explore = action_value_model(model), method, actions, explore
         self.discount, self.batch_size, self.initial, self.every = discount, batch_size, initial, every
         self.sync, self.double, self.observe, self.seed = sync, double, observe, seed
         self.target = Target(self.model, n_data or capacity)
