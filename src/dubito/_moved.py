@@ -10,9 +10,13 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SHORT = {  # these stay
     "augment": "inference.augment",
@@ -85,6 +89,44 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
         return getattr(sys.modules[module], names[name])
 
     return find
+
+
+def renamed_fields(**names: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a dataclass whose fields were renamed, old=new: old keyword arguments and attributes work and warn.
+
+    >>> @renamed_fields(colour="color")
+    ... class Pen:
+    ...     def __init__(self, color="red"):
+    ...         self.color = color
+    >>> with warnings.catch_warnings(record=True):
+    ...     warnings.simplefilter("always")
+    ...     Pen(colour="blue").color
+    'blue'
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        init: Callable[..., None] = cls.__init__
+
+        @wraps(init)
+        def renaming(self: object, *args: object, **options: object) -> None:
+            for old in names.keys() & options.keys():
+                deprecate(f"{cls.__name__}({old}=...)", f"{cls.__name__}({names[old]}=...)")
+                options[names[old]] = options.pop(old)
+            init(self, *args, **options)
+
+        def reading(old: str) -> property:
+            def read(self: object) -> object:
+                deprecate(f"{cls.__name__}.{old}", f"{cls.__name__}.{names[old]}")
+                return getattr(self, names[old])
+
+            return property(read)
+
+        setattr(cls, "__init__", renaming)  # noqa: B010
+        for old in names:
+            setattr(cls, old, reading(old))
+        return cls
+
+    return decorate
 
 
 def place(path: str) -> str | None:

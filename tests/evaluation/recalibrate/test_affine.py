@@ -84,7 +84,7 @@ def test_a_penalty_is_chosen_on_held_out_data():
     free, chosen = MatrixScaling(penalty=1e-5).fit(p, y), MatrixScaling(penalty=(1e-5, 1e-1, 10.0)).fit(p, y)
     assert chosen.penalty > 1e-5
     assert nll(chosen(other), answers) < nll(free(other), answers)
-    tight = MatrixScaling(penalty=1e3, regulariser="l2").fit(p, y)
+    tight = MatrixScaling(penalty=1e3, regularizer="l2").fit(p, y)
     torch.testing.assert_close(tight.weight, torch.eye(8, dtype=DOUBLE), atol=1e-2, rtol=0)
     again = MatrixScaling(penalty=(1e-5, 1e-1, 10.0)).fit(p, y)
     assert torch.equal(again.weight, chosen.weight)
@@ -103,7 +103,7 @@ def test_what_cannot_be_done_is_said():
     with pytest.raises(ValueError, match="a penalty is 0 or more"):
         VectorScaling(penalty=-1.0)
     with pytest.raises(ValueError, match="'odir' or 'l2'"):
-        MatrixScaling(regulariser="l1")
+        MatrixScaling(regularizer="l1")
 
 
 def test_a_class_that_is_never_seen():

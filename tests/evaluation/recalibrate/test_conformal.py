@@ -93,10 +93,10 @@ def test_sets_by_brute_force():
     f, y = drawn(60, source(1), classes=5)
     p = LatentMixture(Categorical(), f)
     probs = p.mean
-    for settings in (ConformalSets("aps"), ConformalSets("raps", penalty=0.03, free=2), ConformalSets("aps", randomised=False)):
+    for settings in (ConformalSets("aps"), ConformalSets("raps", penalty=0.03, free=2), ConformalSets("aps", randomized=False)):
         rule = settings.fit(p, y, level=0.85, generator=source(7))
         scores = torch.zeros(60, 5, dtype=DOUBLE)
-        u = torch.rand(60, 1, 1, dtype=DOUBLE, generator=source(7)).flatten() if settings.randomised else torch.ones(60)
+        u = torch.rand(60, 1, 1, dtype=DOUBLE, generator=source(7)).flatten() if settings.randomized else torch.ones(60)
         for i in range(60):
             for c in range(5):
                 above = [d for d in range(5) if probs[i, d] > probs[i, c]]
@@ -274,7 +274,7 @@ def test_intervals_of_what_was_recalibrated():
 @pytest.mark.parametrize("score", ["lac", "aps"])
 def test_sets_of_labels_hold_their_promise_where_all_scores_are_tied(logit, score):
     y, p = torch.arange(200).view(-1, 1) % 2, LatentMixture(Bernoulli(), torch.full((1, 200, 1), logit))
-    assert ConformalSets(score, randomised=False).fit(p, y, level=0.9).judge(p, y).coverage == 1
+    assert ConformalSets(score, randomized=False).fit(p, y, level=0.9).judge(p, y).coverage == 1
 
 
 @pytest.mark.parametrize("score", ["absolute", "scaled", "quantile"])
@@ -293,3 +293,11 @@ def test_a_class_without_examples_is_in_every_set():
     with pytest.warns(UserWarning, match=r"class 2 \(0\)"):
         rule = ConformalSets(by_class=True).fit(p, torch.arange(50) % 2)
     assert bool(rule(p)[:, 2].all())
+
+
+def test_the_old_spelling_still_works():
+    with pytest.warns(DeprecationWarning, match=r"ConformalSets\(randomised=...\).*use ConformalSets\(randomized=...\)"):
+        settings = ConformalSets("aps", randomised=False)
+    assert settings == ConformalSets("aps", randomized=False)
+    with pytest.warns(DeprecationWarning, match="randomized"):
+        assert settings.randomised is False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dubito._moved import renamed_fields
 from dubito.evaluation.recalibrate import convex, forecasts
 from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
 from dubito.evaluation.recalibrate.forecasts import Batches, Held
@@ -47,6 +48,7 @@ class VectorScaling:
         return _chosen(forecasts.classes("VectorScaling", predictive, y), _vector, self.penalty)
 
 
+@renamed_fields(regulariser="regularizer")
 @dataclass(frozen=True)
 class MatrixScaling:
     r"""A matrix and an offset, with the best log score on held-out data.
@@ -56,7 +58,7 @@ class MatrixScaling:
         + \lambda \left(\frac{1}{C (C - 1)} \sum_{c \ne d} W_{cd}^2 + \frac{1}{C} \sum_c b_c^2\right)
 
     On log probabilities it is Dirichlet calibration, with the penalty on off-diagonal entries and offsets, ODIR, that goes with it
-    (Kull et al. 2019); `regulariser="l2"` draws all of W to the identity instead. So does ODIR with the diagonal entry of a class that
+    (Kull et al. 2019); `regularizer="l2"` draws all of W to the identity instead. So does ODIR with the diagonal entry of a class that
     is always or never seen, since nothing else would keep that from infinity. There are C (C + 1) numbers to fit: for many
     classes and few examples it overfits where the penalty is small, and `penalty`, of several, is chosen by cross-validation.
 
@@ -68,15 +70,15 @@ class MatrixScaling:
     """
 
     penalty: Penalties = CANDIDATES
-    regulariser: str = "odir"  # or l2
+    regularizer: str = "odir"  # or l2
 
     def __post_init__(self):
         _check(self.penalty)
-        if self.regulariser not in ("odir", "l2"):
-            raise ValueError(f"the regulariser is 'odir' or 'l2'; got {self.regulariser!r}")
+        if self.regularizer not in ("odir", "l2"):
+            raise ValueError(f"the regularizer is 'odir' or 'l2'; got {self.regularizer!r}")
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Affine:
-        odir = self.regulariser == "odir"
+        odir = self.regularizer == "odir"
         return _chosen(
             forecasts.classes("MatrixScaling", predictive, y), lambda f, penalty: _matrix(f, penalty, odir=odir), self.penalty
         )
@@ -104,7 +106,7 @@ def _affine(z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _vector(found: Held, penalty: float) -> Affine:
     features = torch.stack([found.logits, torch.ones_like(found.logits)], -1)  # [n, C, 2]
     fines = torch.full_like(features[0], 2 * penalty / features.shape[1])
-    change = convex.minimise(convex.Problem(found, features, fines), "VectorScaling")
+    change = convex.minimize(convex.Problem(found, features, fines), "VectorScaling")
     return Affine(1 + change[:, 0], change[:, 1].clone(), penalty, len(found.truth))
 
 
@@ -116,7 +118,7 @@ def _matrix(found: Held, penalty: float, *, odir: bool) -> Affine:
     if odir:  # the diagonal is free, but not where the data would take it to infinity
         share = found.hits.mean(0)
         fines.diagonal().masked_fill_((share > 0) & (share < 1), 0.0)
-    change = convex.minimise(convex.Problem(found, features, fines), "MatrixScaling")
+    change = convex.minimize(convex.Problem(found, features, fines), "MatrixScaling")
     return Affine(torch.eye(classes).to(change) + change[:, :-1], change[:, -1].clone(), penalty, len(found.truth))
 
 

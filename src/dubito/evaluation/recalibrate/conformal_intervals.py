@@ -36,7 +36,7 @@ class ConformalIntervals:
     - "absolute", :math:`|y - m(x)|`: :math:`m \pm q`, as wide everywhere.
     - "scaled", :math:`|y - m(x)| / s(x)` with the predictive's standard deviation: :math:`m \pm q\, s(x)` (Lei et al. 2018).
     - "quantile", :math:`\max(l(x) - y, y - u(x))` with the predictive's central interval of that level:
-      :math:`[l - q, u + q]`; q may be negative (conformalised quantile regression, Romano et al. 2019).
+      :math:`[l - q, u + q]`; q may be negative (conformalized quantile regression, Romano et al. 2019).
 
     The probability is over the held-out examples as well; it is at least `level`, and at most 1 / (n + 1) more if no scores are tied.
     Each output is covered on its own; with `joint` all outputs of an example at once, by the largest of their scores. Where a

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dubito._moved import renamed_fields
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.rank import check_level, conformal_quantile, tell
@@ -27,6 +28,7 @@ class SetCoverage(NamedTuple):
     n: int
 
 
+@renamed_fields(randomised="randomized")
 @dataclass(frozen=True)
 class ConformalSets:
     r"""Sets of classes that hold the true one with probability `level`, whatever the model and the data, if those are exchangeable.
@@ -41,7 +43,7 @@ class ConformalSets:
     - "raps", the same plus :math:`\mathrm{penalty} \cdot \max(0, \mathrm{rank}_c - \mathrm{free})`: no long tails of improbable classes
       (Angelopoulos et al. 2021).
 
-    u is uniform, one for each example; `randomised=False` takes 1, for larger sets that are the same each time. With `by_class`
+    u is uniform, one for each example; `randomized=False` takes 1, for larger sets that are the same each time. With `by_class`
     every class has a quantile of its own, from the examples of that class: it is then covered in each class (Mondrian). `nonempty` adds
     the most probable class to an empty set. Labels (`Bernoulli`) have sets of {0, 1}, and each label its own quantile. A prediction
     that is NaN says nothing, and gets the set of all classes, so that the promise is kept; none may be among the held-out ones.
@@ -56,7 +58,7 @@ class ConformalSets:
 
     score: Literal["lac", "aps", "raps"] = "aps"
     by_class: bool = False
-    randomised: bool = True
+    randomized: bool = True
     nonempty: bool = False
     penalty: float = 0.01
     free: int = 5
@@ -140,7 +142,7 @@ def _scores(settings: ConformalSets, probs: Tensor, generator: torch.Generator |
         return 1 - probs
     ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
-    if settings.randomised:
+    if settings.randomized:
         source = fresh(probs.device) if generator is None else generator
         u = torch.rand(*probs.shape[:-1], 1, generator=source, dtype=probs.dtype, device=source.device).to(probs.device)
     else:

@@ -49,7 +49,7 @@ def score(found: Held, logits: Tensor) -> Tensor:
     return F.cross_entropy(logits, found.truth)
 
 
-def minimise(problem: Problem, name: str) -> Tensor:
+def minimize(problem: Problem, name: str) -> Tensor:
     """The best x, which must exist."""
     found, fines, hits = problem.found, problem.fines, problem.found.hits
     x, logits, value, damping = torch.zeros_like(fines), found.logits, score(found, found.logits), LEAST

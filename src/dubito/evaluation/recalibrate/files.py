@@ -29,6 +29,8 @@ KINDS: dict[str, type] = {
 }
 SETTINGS: dict[str, type] = {"conformal sets": ConformalSets, "conformal intervals": ConformalIntervals}
 
+RENAMED = {"randomised": "randomized"}  # fields of settings that version 0.1 called otherwise
+
 
 def save(fitted: Map, path: str | os.PathLike) -> None:
     """Write a fitted map to one file, whole or not at all.
@@ -57,5 +59,8 @@ def load(path: str | os.PathLike) -> Map:
         raise store.FileError(f"{path}: written by dubito, but not a map that this version of dubito.recalibrate knows")
     fields = dict(meta["fields"])
     if meta["map"] in SETTINGS:
-        fields["settings"] = SETTINGS[meta["map"]](**fields["settings"])
+        settings: dict[str, Any] = dict(fields["settings"])
+        for old in RENAMED.keys() & settings.keys():
+            settings[RENAMED[old]] = settings.pop(old)
+        fields["settings"] = SETTINGS[meta["map"]](**settings)
     return KINDS[meta["map"]](**tensors, **fields)

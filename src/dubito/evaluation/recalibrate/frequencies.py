@@ -18,13 +18,13 @@ from dubito.posteriors.predictive import Predictive
 
 @dataclass(frozen=True)
 class Isotonic:
-    r"""Every class's probability by a rising function of its own, renormalised (Zadrozny & Elkan 2002).
+    r"""Every class's probability by a rising function of its own, renormalized (Zadrozny & Elkan 2002).
 
     .. math:: g_c = \arg\min_{g\ \text{rising}} \sum_i (g(\bar p_{ic}) - y_{ic})^2, \qquad
         p_c = \frac{g_c(\bar p_c)}{\sum_d g_d(\bar p_d)}
 
     g is found by pooling adjacent violators, linear between the values it was fitted at, and constant beyond. Labels (`Bernoulli`)
-    are not renormalised. A frequency of 0 or 1 is one of the data at hand: frequencies are kept `floor` away from both, by default
+    are not renormalized. A frequency of 0 or 1 is one of the data at hand: frequencies are kept `floor` away from both, by default
     1 / (n + 2), the rule of succession, so that no log score is infinite. It has as many degrees of freedom as there are steps:
     below a thousand examples temperature scaling is the safer choice.
 
@@ -46,7 +46,7 @@ class Isotonic:
 
 @dataclass(frozen=True)
 class Histogram:
-    r"""Every class's probability by the frequency that was seen in its bin, renormalised (Zadrozny & Elkan 2001).
+    r"""Every class's probability by the frequency that was seen in its bin, renormalized (Zadrozny & Elkan 2001).
 
     `bins` bins have as many held-out examples each (`by="mass"`), or equal widths; a bin without any leaves its middle as it is.
     `floor` is that of `Isotonic`.
