@@ -63,6 +63,8 @@ MOVED = {  # these warn
     "restart": "network.reinitialize",
     "store": "tensors.store",
     "tree": "tensors.tree",
+    "curvature.collect": "curvature.statistics",
+    "curvature.gather": "curvature.passes",
     "apps.in_turn": "apps.sequence",
     "apps.reservoir": "evaluation.reservoir",
     "apps.taken": "apps.action_values",

@@ -325,7 +325,7 @@ def test_settings_that_make_no_sense():
     model, data = problem(Categorical())
     posterior = fitted(model, STRUCTURES["dense"], data)
     for wrong in (0.0, -1.0, {"0": -2.0}):
-        with pytest.raises(ValueError, match="a prior precision is positive"):
+        with pytest.raises(ValueError, match="prior precisions must be positive"):
             posterior.with_prior(wrong)
     with pytest.raises(ValueError, match="noise is not learned by this likelihood"):
         posterior.with_prior(noise=0.1)

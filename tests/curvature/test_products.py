@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from curvature.networks import DOUBLE, NETWORKS, build, ggn, hessian, numbers, output, part, size, targets
-from curvature.test_collect import LIKELIHOODS, halves
+from curvature.test_statistics import LIKELIHOODS, halves
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Model
 from dubito.curvature.products import batch_product, conjugate_gradients, product
 from dubito.tensors import tree

@@ -306,7 +306,7 @@ def test_what_makes_no_sense_is_refused_in_words():
     posterior = fitted(model, Laplace(), data)
     for wrong, words in (
         (lambda: posterior.with_prior({"nonsense": 9.0}), "match none of the weights"),
-        (lambda: posterior.with_prior(temperature=-1.0), "a temperature is positive"),
+        (lambda: posterior.with_prior(temperature=-1.0), "temperature must be positive"),
         (lambda: posterior.log_evidence(noise=0.1), "the noise is not learned"),
         (lambda: posterior.predict(data[0], "sampled", link="xyz"), "link is one of"),
         (lambda: posterior.tuned([]), "there is no held-out data"),

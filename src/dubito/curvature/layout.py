@@ -30,7 +30,13 @@ class Part:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Its weights, the matrix first."""
         return tuple(name for name in (self.weight, self.bias) if name is not None)
+
+    @property
+    def matrix(self) -> str | None:
+        """The name of the matrix of a linear layer or a convolution, if it is Bayesian."""
+        return self.weight if self.kind == "affine" else None
 
 
 @dataclass(frozen=True)

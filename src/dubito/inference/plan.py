@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dubito.curvature.collect import Collector
-from dubito.curvature.gather import Gather, Plain, Subnetwork
-from dubito.curvature.memory import Need, alternatives, available, need, refusal, written
+from dubito.curvature import Setup
+from dubito.curvature.memory import Need, available, refusal, written
+from dubito.curvature.passes import Passes, SinglePass, Subnetwork, alternatives
 from dubito.inference.method import Method, Start
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.inference.methods.swag import _norms, _places
@@ -119,10 +119,10 @@ def _plan(case: _Case) -> Plan:
     if isinstance(case.method, Ensemble):
         return _ensemble(case, case.method)
     method, start = case.method, case.start()
-    point, at = _bytes(start), _collector(case, start)
+    point, at = _bytes(start), _setup(case, start)
     wanted, end = None, 0
     if at is not None:
-        wanted = need(_gather(method), at, case.x, by=getattr(method, "prior_groups", "layer"))
+        wanted = _passes(method).need(at, at.layout(case.x), by=getattr(method, "prior_groups", "layer"))
         end = point + wanted.least + (wanted.evidence if _fits_prior(case) else 0)
     elif isinstance(method, SWAG):  # columns are scaled, whitened and made orthonormal while the state is there
         end = _bytes(start.params) * (7 + 4 * method.rank)
@@ -140,7 +140,7 @@ def _plan(case: _Case) -> Plan:
     return found if found.fits else replace(found, advice=_advice(case, at, found, point))
 
 
-def _advice(case: _Case, at: Collector | None, found: Plan, point: int) -> str:
+def _advice(case: _Case, at: Setup | None, found: Plan, point: int) -> str:
     assert found.free is not None
     if at is None:
         way = "smaller batches, with accumulate=..., hold fewer activations"
@@ -177,16 +177,16 @@ def _ensemble(case: _Case, method: Ensemble) -> Plan:
 # -- sizes
 
 
-def _collector(case: _Case, start: Start) -> Collector | None:
+def _setup(case: _Case, start: Start) -> Setup | None:
     """Over what a method gathers curvature, if it does."""
     target, method = Target(case.model, 1), case.method
     if isinstance(method, Laplace):
-        return method._at(target, start.params, start.buffers, method._names(target, start, case.batch))
-    return method._at(target, start.params, start.buffers) if isinstance(method, OnlineLaplace) else None
+        return method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
+    return method.setup(target, start.params, start.buffers) if isinstance(method, OnlineLaplace) else None
 
 
-def _gather(method: Method) -> Gather:
-    return method.gather if isinstance(method, Laplace) else Plain()
+def _passes(method: Method) -> Passes:
+    return method.passes if isinstance(method, Laplace) else SinglePass()
 
 
 def _fits_prior(case: _Case) -> bool:
@@ -212,7 +212,7 @@ def _posterior(case: _Case, start: Start, wanted: Need | None, measured: _Measur
     return _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
 
 
-def _prediction(case: _Case, at: Collector | None, start: Start) -> int:
+def _prediction(case: _Case, at: Setup | None, start: Start) -> int:
     """Bytes for an input: linearised, a gradient of every output for each layer's outputs; else a pass for each draw."""
     peak = _peak(case.model.device)
     with peak, torch.no_grad():
@@ -277,7 +277,7 @@ def _measure(case: _Case) -> _Measured:
     if isinstance(method, OnlineLaplace):
         state.made = method.first * state.period
         state, curvature = step(state)
-    elif isinstance(method, Laplace) and isinstance(method.gather, Subnetwork) and method.gather.passes == 2:
+    elif isinstance(method, Laplace) and isinstance(method.passes, Subnetwork) and method.passes.count == 2:
         state.step = state.steps // 2  # the second pass is the dense one
         state, second = step(state)
         seconds = (seconds + second) / 2

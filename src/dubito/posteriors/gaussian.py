@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.curvature.evidence import Evidence, highest, maximize
+from dubito.curvature.approximation import CONTINUED, Approximation, Precision
+from dubito.curvature.evidence import Evidence, highest
 from dubito.model import Model
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import MultivariateNormal
@@ -27,9 +27,6 @@ from dubito.tensors import tree
 from dubito.tensors.covariances import Covariance, Diagonal
 from dubito.tensors.randomness import forked, fresh, generator, lent
 from dubito.tensors.tree import Buffers, Params
-
-CONTINUED = "the prior is an earlier posterior: change it there, and fit again"
-FIXED = "the noise is not learned by this likelihood, so it is part of the curvature: fit with another noise"
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,85 +184,43 @@ class Gaussian(Posterior):
     def _scale(self) -> Tensor:
         return torch.ones(1, dtype=torch.float64, device=self.model.device) if self.scale is None else self.scale
 
-    def _prior(self, precision: float | Tensor | Mapping[str, float | Tensor] | None) -> Params:
-        """Precisions of all leaves: a number for all; by leaf; or by pattern, where the first that is found in a name counts."""
-        known = self._fitted.prior
-        if precision is None:
-            return known
-        if isinstance(precision, Mapping):
-            lost = [p for p in precision if p not in known and not any(re.search(p, name) for name in known)]
-            if lost:
-                raise ValueError(f"{lost} match none of the weights that have a covariance, {list(known)[:8]}")
-        found: Params = {}
-        for name, old in known.items():
-            value: Any = old
-            if isinstance(precision, Mapping):
-                matching = (v for pattern, v in precision.items() if re.search(pattern, name))
-                value = precision[name] if name in precision else next(matching, old)
-            else:
-                value = precision
-            found[name] = (
-                value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device=old.device)
-            )
-        return found
+    @property
+    def _approximation(self) -> Approximation:
+        """This Gaussian as curvature, prior and noise."""
+        return Approximation(self.params, self.covariance, self._fitted, self._scale, self.temperature)
+
+    def _with(self, made: Approximation) -> Gaussian:
+        return replace(
+            self,
+            params=made.params,
+            covariance=made.covariance,
+            fitted=made.evidence,
+            scale=made.scale,
+            temperature=made.temperature,
+        )
 
     def with_prior(
-        self,
-        precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
-        *,
-        noise: float | Tensor | None = None,
-        temperature: float | None = None,
+        self, precision: Precision | None = None, *, noise: float | Tensor | None = None, temperature: float | None = None
     ) -> Gaussian:
         """The posterior under another prior precision (one, by pattern of names, or by leaf), noise, or temperature; same curvature.
 
         One precision, or one for each layer, costs nothing; one for each weight is for diagonal and dense structures.
         """
-        if self._fitted.base is not None:
-            raise ValueError(CONTINUED)
-        prior = self._prior(precision)
-        if any(bool((leaf <= 0).any()) for leaf in prior.values()):
-            raise ValueError("a prior precision is positive")
-        scale, params = self._scale, self.params
-        if noise is not None:
-            if not self._fitted.noisy:
-                raise ValueError(FIXED)
-            sigma = torch.as_tensor(noise, dtype=torch.float64, device=scale.device).expand(scale.shape)
-            if not bool((sigma > 0).all()):
-                raise ValueError(f"a noise is a positive standard deviation; got {noise}")
-            scale = sigma**-2
-            params = {**params, NOISE: sigma.log().to(params[NOISE])}
-        temperature = self.temperature if temperature is None else temperature
-        if not temperature > 0:
-            raise ValueError(f"a temperature is positive; got {temperature}")
-        covariance = self.covariance.with_prior({n: p.detach() for n, p in prior.items()}, scale, temperature)
-        fitted = replace(self._fitted, prior=prior)
-        return replace(self, params=params, covariance=covariance, fitted=fitted, scale=scale, temperature=temperature)
+        return self._with(self._approximation.with_prior(precision, noise=noise, temperature=temperature))
 
     def log_evidence(
         self,
-        precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
+        precision: Precision | None = None,
         *,
         noise: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Tensor:
         """Log marginal likelihood, here or at another prior precision, noise or temperature; differentiable in what is a tensor."""
-        if self._fitted.base is not None and not (precision is noise is temperature is None):
-            raise ValueError(CONTINUED)
-        scale = self._scale
-        if noise is not None:
-            if not self._fitted.noisy:
-                raise ValueError(FIXED)
-            scale = torch.as_tensor(noise, dtype=torch.float64, device=scale.device).expand(scale.shape) ** -2
-        temperature = self.temperature if temperature is None else temperature
-        return self._fitted.value(self.covariance, self._prior(precision), scale, temperature)
+        return self._approximation.log_evidence(precision, noise=noise, temperature=temperature)
 
     def optimized(self, *, by: str = "layer", prior: bool = True, noise: bool = True) -> Gaussian:
-        """The posterior at the prior precisions and the noise that maximise the evidence."""
-        noise = noise and self._fitted.noisy
-        found, scale, _ = maximize(
-            self._fitted, self.covariance, self._scale, by=by, prior=prior, noise=noise, temperature=self.temperature
-        )
-        return self.with_prior(found if prior else None, noise=scale.rsqrt() if noise else None)
+        """The posterior at the prior precisions and the noise that maximize the evidence."""
+        return self._with(self._approximation.maximized(by=by, prior=prior, noise=noise))
 
     def tuned(
         self,

@@ -298,11 +298,11 @@ def test_a_trained_network_with_padding_is_not_warned_of():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(structure="full"), "structure is one of kronecker, diagonal, lowrank, dense; got 'full'"),
-        (dict(curvature="kfac"), "curvature is one of ggn, fisher, empirical, hessian; got 'kfac'"),
-        (dict(prior_groups="weight"), "prior_groups is one of layer, one, parameter"),
-        (dict(shared="sum"), "shared is one of expand, reduce"),
-        (dict(subnetwork_by="size"), "subnetwork_by is one of variance, magnitude"),
+        (dict(structure="full"), "structure must be one of 'kronecker', 'diagonal', 'lowrank', 'dense'; got 'full'"),
+        (dict(curvature="kfac"), "curvature must be one of 'ggn', 'fisher', 'empirical', 'hessian'; got 'kfac'"),
+        (dict(prior_groups="weight"), "prior_groups must be one of 'layer', 'one', 'parameter'"),
+        (dict(shared="sum"), "shared must be one of 'expand', 'reduce'"),
+        (dict(subnetwork_by="size"), "subnetwork_by must be one of 'variance', 'magnitude'"),
         (dict(curvature="hessian"), "a Hessian has no Kronecker form"),
         (dict(structure="lowrank", curvature="fisher"), "low-rank structure is of the exact curvature"),
         (dict(structure="dense", corrected=True), "corrected=True corrects the eigenvalues of structure='kronecker'"),
@@ -311,9 +311,9 @@ def test_a_trained_network_with_padding_is_not_warned_of():
         (dict(subnetwork=3), "structure='dense'"),
         (dict(structure="dense", subnetwork=0), "k >= 1"),
         (dict(structure="dense", subnetwork=3, curvature="hessian"), "not for curvature='hessian'"),
-        (dict(damping=-1.0), "damping is at least 0"),
-        (dict(draws=0), "draws and rank are at least 1"),
-        (dict(rank=0), "draws and rank are at least 1"),
+        (dict(damping=-1.0), "damping must be at least 0"),
+        (dict(draws=0), "draws must be at least 1"),
+        (dict(rank=0), "rank must be at least 1"),
     ],
 )
 def test_options_that_make_no_sense(options, message):

@@ -10,15 +10,18 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from dubito.curvature.collect import Collector, Spec
-from dubito.curvature.gather import Corrected, Gather, Hessian, Main, Plain, Subnetwork, Sums, last_layer
-from dubito.curvature.memory import check
+from dubito.curvature import Setup, Spec
+from dubito.curvature.accumulate import Accumulated
+from dubito.curvature.approximation import Approximation
+from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwork, TopEigen, last_layer
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import Gaussian as GaussianLikelihood
 from dubito.model.priors import MultivariateNormal, Normal
 from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store
+from dubito.tensors.checks import at_least, one_of, require
+from dubito.tensors.covariances import Covariance
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -27,7 +30,7 @@ class LaplaceState:
     params: Params
     buffers: Buffers
     names: list[str]  # the weights the covariance is over
-    curvature: Sums
+    curvature: Accumulated
     guessed: bool  # the noise is learned, and nobody has said what it is: that of the residuals is taken
     step: int
     steps: int
@@ -76,43 +79,53 @@ class Laplace:
     traits: ClassVar[Traits] = Traits(post_hoc=True, takes_example_weights=False)
 
     def __post_init__(self):
-        _one_of("structure", self.structure, ("kronecker", "diagonal", "lowrank", "dense"))
-        _one_of("curvature", self.curvature, ("ggn", "fisher", "empirical", "hessian"))
-        _one_of("prior_groups", self.prior_groups, ("layer", "one", "parameter"))
-        _one_of("shared", self.shared, ("expand", "reduce"))
-        _one_of("subnetwork_by", self.subnetwork_by, ("variance", "magnitude"))
-        if self.curvature == "hessian" and self.structure == "kronecker":
-            raise ValueError("a Hessian has no Kronecker form: use structure='dense' or 'lowrank', or curvature='ggn'")
-        if self.structure == "lowrank" and self.curvature not in ("ggn", "hessian"):
-            raise ValueError("a low-rank structure is of the exact curvature: use curvature='ggn' or 'hessian'")
-        if self.corrected and (self.structure != "kronecker" or self.shared != "expand"):
-            raise ValueError("corrected=True corrects the eigenvalues of structure='kronecker' in its expand form")
-        if self.corrected and self.prior_groups == "parameter":
-            raise ValueError(
-                "corrected=True needs one precision for a layer's weight and bias: use prior_groups='layer' or 'one'"
-            )
-        if self.subnetwork is not None and (self.structure != "dense" or self.subnetwork < 1 or self.curvature == "hessian"):
-            raise ValueError("a subnetwork of k >= 1 weights has structure='dense' and is not for curvature='hessian'")
-        if self.damping < 0 or (self.draws is not None and self.draws < 1) or self.rank < 1:
-            raise ValueError("damping is at least 0, draws and rank are at least 1")
+        one_of(("kronecker", "diagonal", "lowrank", "dense"), structure=self.structure)
+        one_of(("ggn", "fisher", "empirical", "hessian"), curvature=self.curvature)
+        one_of(("layer", "one", "parameter"), prior_groups=self.prior_groups)
+        one_of(("expand", "reduce"), shared=self.shared)
+        one_of(("variance", "magnitude"), subnetwork_by=self.subnetwork_by)
+        hessian, lowrank = self.curvature == "hessian", self.structure == "lowrank"
+        require(
+            not (hessian and self.structure == "kronecker"),
+            "a Hessian has no Kronecker form: use structure='dense' or 'lowrank', or curvature='ggn'",
+        )
+        require(
+            not lowrank or self.curvature in ("ggn", "hessian"),
+            "a low-rank structure is of the exact curvature: use curvature='ggn' or 'hessian'",
+        )
+        require(
+            not self.corrected or (self.structure == "kronecker" and self.shared == "expand"),
+            "corrected=True corrects the eigenvalues of structure='kronecker' in its expand form",
+        )
+        require(
+            not self.corrected or self.prior_groups != "parameter",
+            "corrected=True needs one precision for a layer's weight and bias: use prior_groups='layer' or 'one'",
+        )
+        require(
+            self.subnetwork is None or (self.structure == "dense" and self.subnetwork >= 1 and not hessian),
+            "a subnetwork of k >= 1 weights has structure='dense' and is not for curvature='hessian'",
+        )
+        at_least(0, damping=self.damping)
+        at_least(1, draws=self.draws, rank=self.rank)
 
     @property
     def data(self) -> Literal["batches", "full"]:
         return "batches"
 
     @property
-    def gather(self) -> Gather:
-        """How the curvature is gathered."""
+    def passes(self) -> Passes:
+        """How the curvature is estimated: what each pass over the data adds up."""
         if self.subnetwork is not None:
             return Subnetwork(self.subnetwork, self.subnetwork_by)
         if self.structure == "lowrank":
-            return Main(self.rank, self.clip)
+            return TopEigen(self.rank, self.clip)
         if self.curvature == "hessian":
             return Hessian(self.clip)
-        return Corrected() if self.corrected else Plain()
+        return EKFAC() if self.corrected else SinglePass()
 
     def steps(self, n_batches: int) -> int:
-        return self.gather.passes * n_batches
+        """One step for each batch of each pass."""
+        return self.passes.count * n_batches
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LaplaceState:
         if not isinstance(target.model.prior, Normal | MultivariateNormal):
@@ -120,7 +133,7 @@ class Laplace:
                 f"Laplace adds the prior's precision to the curvature, so the prior is a Normal or an earlier posterior; got a "
                 f"{type(target.model.prior).__name__} (Normal(scale={{pattern: number}}) gives parameters their own scales)"
             )
-        names = self._names(target, start, batch)
+        names = self.names(target, start, batch)
         if isinstance(target.model.prior, MultivariateNormal):
             if set(names) != set(target.model.prior.covariance.shapes):
                 raise ValueError(
@@ -132,67 +145,73 @@ class Laplace:
                 )
         if target.precision is not None:
             raise ValueError("curvature is not gathered in mixed precision: leave out precision=, or give a network in bfloat16")
-        guessed = self._guessed(target, start)
-        at = self._at(target, start.params, start.buffers, names)
-        x = target.model.split(batch)[0]
-        check(self.gather, at, x, f"structure={self.structure!r}")
-        sums = Sums.zeros(self.gather, at, x, generator, gradient=self.check)
+        guessed = self._guesses_noise(target, start)
+        setup, x = self.setup(target, start.params, start.buffers, names), target.model.split(batch)[0]
+        what = f"structure={self.structure!r}"
+        sums = Accumulated.zeros(self.passes, setup, x, generator, gradient=self.check, what=what)
         return LaplaceState(start.params, start.buffers, list(names), sums, guessed, 0, steps)
 
     def step(
         self, target: Target, state: LaplaceState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[LaplaceState, Info]:
-        at = self._at(target, state.params, state.buffers, tuple(state.names))
-        gather, sums = self.gather, state.curvature
-        which = min(gather.passes - 1, state.step // max(1, state.steps // gather.passes))
-        if which == 1 and sums.seen[1] == 0:
-            gather.between(at, sums.sums, sums.found(target, state.params, self._prior(target, state)))
+        """Add batches to the sums of the current pass."""
+        setup = self.setup(target, state.params, state.buffers, tuple(state.names))
+        passes, total = self.passes, state.curvature
+        which = min(passes.count - 1, state.step // max(1, state.steps // passes.count))
+        if which == 1 and total.seen[1] == 0:
+            passes.between(setup, total.sums, total.estimate(target, state.params, self._prior(target, state)))
         # a gradient costs as much as a cotangent: of many batches, some are enough to tell
-        check = self.check and which == 0 and (state.step % 8 == 0 or state.steps <= 16)
-        score = sums.add(gather, at, data, which, generator, gradient=check)
+        gradient = self.check and which == 0 and (state.step % 8 == 0 or state.steps <= 16)
+        score = total.add(passes, setup, data, which, generator, gradient=gradient)
         state.step += 1
         return state, {"log_likelihood": score}
 
     def draw(self, state: LaplaceState) -> Params | None:
+        """No draws: the posterior is made at the end."""
         return None
 
     def posterior(self, target: Target, state: LaplaceState, draws: store.Draws) -> Posterior:
-        at = self._at(target, state.params, state.buffers, tuple(state.names))
-        prior, sums = self._prior(target, state), state.curvature
-        found = sums.found(target, state.params, prior)
-        covariance = self.gather.covariance(at, sums.sums, found)
-        evidence = sums.evidence(target, state.params, state.names, prior)
-        if evidence.base is not None:
-            covariance = covariance.plus(evidence.base)
-        posterior = Gaussian(
-            target.model,
-            state.params,
-            state.buffers,
-            covariance,
-            fitted=evidence,
-            scale=found.scale,
-            temperature=target.temperature,
-        )
-        stretch = 1.0
+        """The Gaussian of the sums: the noise is that of the residuals where nobody has given one, and the prior's precisions and the
+        noise, if they are learned, maximize the evidence."""
+        found = self._approximation(target, state)
+        evidence, first, stretch = found.evidence, found.scale, 1.0
         if state.guessed:
             noise = (evidence.errors / evidence.counts).sqrt()
             if not bool((noise > 0).all()):
                 raise ValueError(
                     "the network fits the targets without any residual, so there is no noise to learn: give Gaussian(scale=...)"
                 )
-            posterior = posterior.with_prior(noise=noise)
-            stretch = float(noise[0] ** -2 / found.scale[0])  # of the gradient, which was taken at the guess
-        if self.optimize_evidence and evidence.base is None:
-            learned = isinstance(target.model.prior, Normal) and target.model.prior.scale is None
-            # damping is meant to stay, and less of a prior could make an indefinite Hessian of one that is not
-            learned = learned and self.damping == 0 and (self.curvature != "hessian" or self.clip)
-            if learned or (evidence.noisy and self.optimize_noise):
-                posterior = posterior.optimized(by=self.prior_groups, prior=learned, noise=self.optimize_noise)
-        if self.check and sums.gradient_seen and (len(found.scale) == 1 or not state.guessed):
-            self._warn(target, state, posterior, stretch)
-        return posterior
+            found = found.with_prior(noise=noise)
+            stretch = float(noise[0] ** -2 / first[0])  # of the gradient, which was taken at the guess
+        prior = self._learns_prior(target)
+        if self.optimize_evidence and evidence.base is None and (prior or (evidence.noisy and self.optimize_noise)):
+            found = found.maximized(by=self.prior_groups, prior=prior, noise=self.optimize_noise)
+        if self.check and state.curvature.gradient_seen and (len(first) == 1 or not state.guessed):
+            self._warn(target, state, found, stretch)
+        return Gaussian(
+            target.model, found.params, state.buffers, found.covariance,
+            fitted=found.evidence, scale=found.scale, temperature=found.temperature,
+        )  # fmt: skip
 
-    def _guessed(self, target: Target, start: Start) -> bool:
+    def _approximation(self, target: Target, state: LaplaceState) -> Approximation:
+        """The approximation at the prior and the noise of the start."""
+        setup = self.setup(target, state.params, state.buffers, tuple(state.names))
+        prior, total = self._prior(target, state), state.curvature
+        estimate = total.estimate(target, state.params, prior)
+        covariance: Covariance = self.passes.covariance(setup, total.sums, estimate)
+        evidence = total.evidence(target, state.params, state.names, prior)
+        if evidence.base is not None:
+            covariance = covariance.plus(evidence.base)
+        return Approximation(state.params, covariance, evidence, estimate.scale, target.temperature)
+
+    def _learns_prior(self, target: Target) -> bool:
+        """Whether the evidence sets the prior's precisions. Damping is meant to stay, and less of a prior could make an indefinite
+        Hessian of one that is not."""
+        prior = target.model.prior
+        free = isinstance(prior, Normal) and prior.scale is None
+        return free and self.damping == 0 and (self.curvature != "hessian" or self.clip)
+
+    def _guesses_noise(self, target: Target, start: Start) -> bool:
         """Whether a noise is learned that nobody has given: a network alone does not tell it, its residuals do."""
         likelihood = target.model.likelihood
         if not any("log_scale" in name for name in start.unset) or likelihood.discrete:
@@ -206,11 +225,13 @@ class Laplace:
             )
         return True
 
-    def _at(self, target: Target, params: Params, buffers: Buffers, names: tuple[str, ...]) -> Collector:
+    def setup(self, target: Target, params: Params, buffers: Buffers, names: tuple[str, ...]) -> Setup:
+        """Which curvature, at which weights."""
         structure = "dense" if self.structure == "lowrank" else self.structure
-        return Collector(target.model, params, buffers, names, Spec(structure, self.curvature, self.draws, self.shared))
+        return Setup(target.model, params, buffers, names, Spec(structure, self.curvature, self.draws, self.shared))
 
-    def _names(self, target: Target, start: Start, batch: Any) -> tuple[str, ...]:
+    def names(self, target: Target, start: Start, batch: Any) -> tuple[str, ...]:
+        """The weights that `subset` chooses."""
         names = tuple(name for name in start.params if ":" not in name)
         if self.subset == "all":
             return names
@@ -233,10 +254,10 @@ class Laplace:
         values = {name: prior.scale_of(name) ** -2 if isinstance(prior, Normal) else 1.0 for name in state.names}
         return {name: torch.tensor(value + self.damping, dtype=kind, device=like.device) for name, value in values.items()}
 
-    def _warn(self, target: Target, state: LaplaceState, posterior: Gaussian, stretch: float) -> None:
+    def _warn(self, target: Target, state: LaplaceState, found: Approximation, stretch: float) -> None:
         """Tell of weights that are not at an optimum, in posterior standard deviations."""
-        sums, prior = state.curvature, {name: leaf - self.damping for name, leaf in posterior.prior_precision.items()}
-        rise, effective, noise = sums.decrement(target, state.params, posterior.covariance, prior, stretch)
+        prior = {name: leaf - self.damping for name, leaf in found.evidence.prior.items()}
+        rise, effective, noise = state.curvature.decrement(target, state.params, found.covariance, prior, stretch)
         if rise > effective + 2 * noise + 10:
             warnings.warn(
                 f"the weights are not at an optimum: the log joint could rise by about {rise / 2:.3g}, and the mode is about "
@@ -244,8 +265,3 @@ class Laplace:
                 "Train on with the same prior, or take the uncertainty with a grain of salt (Laplace(check=False) says nothing)",
                 stacklevel=2,
             )
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is one of {', '.join(known)}; got {value!r}")

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito.curvature.collect import Collector, Spec
+from dubito.curvature import Setup, Spec
+from dubito.curvature.accumulate import Accumulated
 from dubito.curvature.evidence import maximize
-from dubito.curvature.gather import Plain, Sums
-from dubito.curvature.memory import check
+from dubito.curvature.passes import SinglePass
 from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
@@ -61,7 +61,7 @@ class OnlineLaplaceState(DescentState):
     precision: Params  # of every leaf, [] in float64 and on the CPU, where reading them does not make a GPU wait
     noise_set: bool  # whether the noise is the evidence's by now, and descent keeps its hands off it
     log_evidence: float  # at the last evidence step
-    curvature: Sums
+    curvature: Accumulated
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ class OnlineLaplace(Descent):
         trained = super().init(target, start, batch, generator, steps=self.epochs * period)
         names = [name for name in start.params if ":" not in name]
         precision = {name: torch.tensor(prior.scale_of(name) ** -2, dtype=torch.float64) for name in names}
-        at = self._at(target, start.params, start.buffers)
-        check(Plain(), at, target.model.split(batch)[0], f"structure={self.structure!r}")
-        sums = Sums.zeros(Plain(), at, target.model.split(batch)[0], generator, gradient=False)
+        setup, x = self.setup(target, start.params, start.buffers), target.model.split(batch)[0]
+        what = f"structure={self.structure!r}"
+        sums = Accumulated.zeros(SinglePass(), setup, x, generator, gradient=False, what=what)
         return OnlineLaplaceState(**vars(trained), made=0, period=period, precision=precision, noise_set=False,
                                   log_evidence=-math.inf, curvature=sums)  # fmt: skip
 
@@ -177,10 +177,10 @@ class OnlineLaplace(Descent):
         if self._trains(which):
             return self._train(target, state, data, generator)
         if position == 0:
-            _clear(state.curvature)
+            state.curvature.clear()
         info = {
             "log_likelihood": state.curvature.add(
-                Plain(), self._at(target, state.params, state.buffers), data, 0, generator, gradient=False
+                SinglePass(), self.setup(target, state.params, state.buffers), data, 0, generator, gradient=False
             )
         }
         if position == state.period - 1:
@@ -243,22 +243,16 @@ class OnlineLaplace(Descent):
         first, sums = next(iter(state.params.values())), state.curvature
         kind = torch.promote_types(first.dtype, torch.float32)
         prior = {name: leaf.to(first.device, kind) for name, leaf in state.precision.items()}
-        found = sums.found(target, state.params, prior)
-        covariance = Plain().covariance(self._at(target, state.params, state.buffers), sums.sums, found)
+        found = sums.estimate(target, state.params, prior)
+        covariance = SinglePass().covariance(self.setup(target, state.params, state.buffers), sums.sums, found)
         evidence = sums.evidence(target, state.params, list(state.precision), prior)
         return Gaussian(
             target.model, state.params, state.buffers, covariance,
             fitted=evidence, scale=found.scale, temperature=target.temperature,
         )  # fmt: skip
 
-    def _at(self, target: Target, params: Params, buffers: Buffers) -> Collector:
+    def setup(self, target: Target, params: Params, buffers: Buffers) -> Setup:
+        """Which curvature, at which weights."""
         names = tuple(name for name in params if ":" not in name)
         spec = Spec(self.structure, self.curvature, self.draws, self.shared)
-        return Collector(target.model, params, buffers, names, spec)
-
-
-def _clear(sums: Sums) -> None:
-    """Begin a new pass."""
-    for leaf in (*sums.sums.values(), sums.log_likelihood, sums.errors, sums.counts):
-        leaf.zero_()
-    sums.seen = [0, 0]
+        return Setup(target.model, params, buffers, names, spec)

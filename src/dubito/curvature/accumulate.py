@@ -1,0 +1,105 @@
+"""The state of a method that estimates the curvature: sums over the data so far, and what follows from them in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.curvature.evidence import Evidence
+from dubito.curvature.layout import Layout
+from dubito.curvature.passes import Estimate, Passes, check_memory
+from dubito.curvature.setup import Setup
+from dubito.model import Target
+from dubito.model.likelihoods import NOISE
+from dubito.model.priors import MultivariateNormal
+from dubito.tensors.covariances import Covariance
+from dubito.tensors.tree import Params
+
+
+@dataclass
+class Accumulated:
+    """Sums over examples: those of the curvature, the gradient, the log likelihood and the residuals."""
+
+    sums: Params
+    layout: list  # packed
+    gradient: Params  # of the log likelihood; empty if not wanted
+    seen: list[int]  # examples of each pass
+    gradient_seen: int
+    log_likelihood: Tensor  # [], as all that follows in float64
+    errors: Tensor  # [G]
+    counts: Tensor  # [G]
+
+    @staticmethod
+    def zeros(passes: Passes, setup: Setup, x: Any, generator: torch.Generator, *, gradient: bool, what: str) -> Accumulated:
+        """The state before any data; `x` is an example batch of inputs. What does not fit the memory is a `MemoryError`."""
+        layout = setup.layout(x, anew=True)  # a flag of the network may have changed since it was last looked at
+        check_memory(passes, setup, x, layout, what)
+        zero = torch.zeros(setup.groups(layout), dtype=torch.float64, device=setup.model.device)
+        slopes = {name: torch.zeros_like(leaf, dtype=setup.dtype) for name, leaf in setup.like.items()} if gradient else {}
+        sums = passes.zeros(setup, layout, generator)
+        return Accumulated(sums, layout.packed(), slopes, [0, 0], 0, zero[0].clone(), zero, zero.clone())
+
+    def clear(self) -> None:
+        """Begin anew: all sums but the gradient's are zero."""
+        for leaf in (*self.sums.values(), self.log_likelihood, self.errors, self.counts):
+            leaf.zero_()
+        self.seen = [0, 0]
+
+    def add(
+        self, passes: Passes, setup: Setup, data: Iterable[Any], which: int, generator: torch.Generator, *, gradient: bool
+    ) -> Tensor:
+        """Add batches in pass `which`; returns their mean log likelihood."""
+        statistic, sums = passes.statistic(setup, self.sums, which)
+        score, examples = torch.zeros((), dtype=torch.float64, device=setup.model.device), 0
+        for batch in data:
+            told = statistic.add(sums, batch, generator=generator, gradient=self.gradient if gradient else None)
+            score, examples = score + told.log_likelihood, examples + told.examples
+            self.seen[which] += told.examples
+            self.gradient_seen += told.examples if gradient else 0
+            if which == 0:
+                self.log_likelihood = self.log_likelihood + told.log_likelihood
+                self.errors, self.counts = self.errors + told.errors, self.counts + told.counts
+        return score / max(1, examples)
+
+    # -- what follows
+
+    def estimate(self, target: Target, params: Params, prior: Mapping[str, Tensor]) -> Estimate:
+        """What makes a covariance of the sums, under prior precisions."""
+        scale = (-2 * params[NOISE].double()).exp() if bool(self.counts.any()) else torch.ones_like(self.counts)
+        return Estimate(Layout.unpacked(self.layout), self.seen, target.n_data, prior, scale, target.temperature)
+
+    def evidence(self, target: Target, params: Params, names: Sequence[str], prior: Params) -> Evidence:
+        """What the evidence is made of, scaled from the examples seen to those there are."""
+        factor = target.n_data / max(1, self.seen[0])
+        earlier = target.model.prior if isinstance(target.model.prior, MultivariateNormal) else None
+        deviation = {n: params[n] if earlier is None else params[n] - earlier.mean[n].to(params[n]) for n in names}
+        return Evidence(
+            self.log_likelihood * factor, self.errors * factor, self.counts * factor,
+            {name: leaf.double() for name, leaf in prior.items()}, deviation, earlier and earlier.covariance,
+        )  # fmt: skip
+
+    def decrement(
+        self, target: Target, params: Params, covariance: Covariance, prior: Params, stretch: float = 1.0
+    ) -> tuple[float, float, float]:
+        r""":math:`g^T \Sigma g` for the gradient g of the log joint, twice what the log joint can rise; the effective number of
+        parameters :math:`\mathrm{tr}(H \Sigma)`; and what the first would be by the noise of a gradient from a part of the data."""
+        factor, temperature = target.n_data / self.gradient_seen, target.temperature
+        model_prior = target.model.prior
+        if isinstance(model_prior, MultivariateNormal):
+            pull = model_prior.gradient({name: params[name] for name in self.gradient})
+        else:
+            pull = {name: -prior[name].to(params[name]) * params[name] for name in self.gradient}
+        slopes = {
+            name: (leaf * (factor * stretch) + pull[name]).unsqueeze(0) / temperature for name, leaf in self.gradient.items()
+        }
+        away = covariance.product(slopes)
+        rise = float(torch.stack([(slopes[n].double() * away[n].double()).sum() for n in slopes]).sum())
+        if rise < 10:  # nothing to tell, and variances of a dense matrix are dear
+            return rise, 1.0, 0.0
+        held = sum(float((prior[n].to(v) * v).double().sum()) for n, v in covariance.variance().items()) / temperature
+        effective = max(1.0, covariance.moving - held)
+        return rise, effective, effective * max(0.0, factor - 1.0)

@@ -1,0 +1,445 @@
+r"""How an estimate of the curvature is made: how many passes over the data it takes, what each adds up, and the covariance in the end.
+
+`SinglePass` is the plain case; `EKFAC`, `Subnetwork` and `TopEigen` may use a second pass, for which the first has prepared something.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dubito.curvature import statistics
+from dubito.curvature.capture import forward
+from dubito.curvature.layout import Layout, Part
+from dubito.curvature.memory import DOUBLE, Need, evidence_matrices, least_room, refusal
+from dubito.curvature.setup import Setup, Spec
+from dubito.curvature.statistics import EigenSquares, HessianColumns, LayerStatistic, Products, Statistic, from_pairs
+from dubito.model import Model
+from dubito.model.likelihoods import NOISE
+from dubito.tensors import tree
+from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
+from dubito.tensors.tree import Buffers, Params
+
+OVERSAMPLING = 10  # directions beyond the rank that the randomized search keeps, for accuracy
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What makes a covariance of sums: the layers, how many examples were seen of how many, the prior, the noise, the temperature."""
+
+    layout: Layout
+    seen: list[int]  # examples of each pass
+    n_data: float
+    prior: Mapping[str, Tensor]  # precision of every leaf
+    scale: Tensor  # [G], noise precisions
+    temperature: float = 1.0
+
+    def factor(self, which: int) -> float:
+        """What a sum of pass `which` is multiplied by, to be one over all data."""
+        return self.n_data / max(1, self.seen[which])
+
+
+class Passes(ABC):
+    """One way to estimate the curvature."""
+
+    count: ClassVar[int] = 1
+
+    @abstractmethod
+    def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        """The sums before any data."""
+
+    @abstractmethod
+    def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        """What pass `which` adds up, and those of the sums that it adds to."""
+
+    def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:  # noqa: B027 (most have one pass only)
+        """Prepare the sums for the second pass."""
+
+    @abstractmethod
+    def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        """The covariance, from the sums of all passes."""
+
+    @abstractmethod
+    def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        """Bytes that this takes if prior precisions are fitted "layer" by layer, by "parameter" or as "one"."""
+
+
+def _statistic(setup: Setup) -> LayerStatistic:
+    return statistics.STATISTICS[setup.spec.structure](setup)
+
+
+@dataclass(frozen=True)
+class SinglePass(Passes):
+    """Diagonal, Kronecker or dense, in one pass."""
+
+    def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        return _statistic(setup).zeros(layout)
+
+    def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        return _statistic(setup), sums
+
+    def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        return single_pass_covariance(setup, sums, estimate)
+
+    def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        sums = _numbers(_statistic(setup).shapes(layout)) * setup.dtype.itemsize
+        groups, size, item = setup.groups(layout), setup.size, setup.dtype.itemsize
+        if setup.spec.structure == "dense":
+            return Need(sums, groups * size * size * item, evidence_matrices(size, groups, by) * DOUBLE)
+        if setup.spec.structure == "diagonal":
+            return Need(sums, groups * size * item, 4 * size * DOUBLE)
+        return Need(sums, _kronecker_numbers(setup, layout, by) * item, 3 * size * DOUBLE)
+
+
+@dataclass(frozen=True)
+class EKFAC(Passes):
+    """Kronecker, then in a second pass the mean squares along its eigenvectors."""
+
+    count: ClassVar[int] = 2
+
+    def _squares(self, setup: Setup) -> EigenSquares:
+        return EigenSquares(setup, statistics.Kronecker(setup))
+
+    def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        squares = self._squares(setup)
+        if squares.shapes(layout) and setup.groups(layout) > 1:
+            raise ValueError("corrected eigenvalues are for one learned noise: use Gaussian() without outputs=, or a fixed scale")
+        return {**squares.kronecker.zeros(layout), **squares.zeros(layout)}
+
+    def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        return (statistics.Kronecker(setup), self._squares(setup))[which], sums
+
+    def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
+        for block in single_pass_covariance(setup, sums, estimate).blocks:
+            if isinstance(block, Kronecker):
+                sums[f"{block.weight}|left"].copy_(block.left)
+                sums[f"{block.weight}|right"].copy_(block.inputs)
+
+    def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        plain = single_pass_covariance(setup, sums, estimate)
+        if not estimate.seen[1]:
+            return plain
+        factor = estimate.factor(1) * float(estimate.scale[0])
+        return Blocks(tuple(_corrected(b, sums, factor) if isinstance(b, Kronecker) else b for b in plain.blocks))
+
+    def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        plain, item = SinglePass().need(setup, layout, by), setup.dtype.itemsize
+        squares = self._squares(setup).shapes(layout)
+        values = _numbers({key: shape for key, shape in squares.items() if key.endswith("|L")})
+        return replace(plain, sums=plain.sums + _numbers(squares) * item, covariance=plain.covariance + values * item)
+
+
+def _corrected(block: Kronecker, sums: Params, factor: float) -> Kronecker:
+    """A block with the eigenvalues of the second pass, and the very eigenvectors that they were made with: found again, they could
+    differ in sign or order."""
+    left, right = sums[f"{block.weight}|left"], sums[f"{block.weight}|right"]
+    right = right if block.warp is None else right * block.warp.unsqueeze(1)
+    return replace(block, values=sums[f"{block.weight}|L"] * factor, left=left, right=right)
+
+
+@dataclass(frozen=True)
+class Subnetwork(Passes):
+    """Dense over a few weights, picked over all layers: by magnitude in one pass, by marginal variance in two."""
+
+    size: int
+    by: Literal["variance", "magnitude"]
+
+    @property
+    def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Two passes where the first tells which weights to pick."""
+        return 2 if self.by == "variance" else 1
+
+    def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        if self.size > setup.size:
+            raise ValueError(f"a subnetwork of {self.size} weights is more than the {setup.size} there are")
+        index = _largest(torch.cat([leaf.detach().abs().flatten() for leaf in setup.like.values()]), self.size)
+        sums = {**statistics.Dense(setup, index).zeros(layout), "index": index}
+        if self.by == "variance":
+            sums |= {f"D|{name}": leaf for name, leaf in statistics.Diagonal(setup).zeros(layout).items()}
+        return sums
+
+    def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        if which == 0 and self.by == "variance":
+            return statistics.Diagonal(setup), _squares(sums)
+        return statistics.Dense(setup, sums["index"]), {"H": sums["H"]}
+
+    def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
+        diagonal = replace(setup, spec=replace(setup.spec, structure="diagonal"))
+        variance = single_pass_covariance(diagonal, _squares(sums), estimate).variance()
+        sums["index"].copy_(_largest(torch.cat([variance[name].flatten() for name in setup.names]), self.size))
+
+    def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        curvature, scale = sums["H"] * estimate.factor(self.count - 1), estimate.scale.to(setup.dtype)
+        prior = {name: estimate.prior[name] for name in setup.names}
+        return Blocks((Dense(_lists(setup, setup.names), curvature, prior, scale, estimate.temperature, sums["index"]),))
+
+    def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        k, groups, item = self.size, setup.groups(layout), setup.dtype.itemsize
+        square, index = groups * k * k * item, k * 8
+        diagonal = groups * setup.size * item if self.by == "variance" else 0
+        return Need(square + diagonal + index, square + index, evidence_matrices(k, groups, by) * DOUBLE)
+
+
+def _squares(sums: Params) -> Params:
+    return {key[2:]: leaf for key, leaf in sums.items() if key.startswith("D|")}
+
+
+@dataclass(frozen=True)
+class TopEigen(Passes):
+    """The main directions of the GGN or the Hessian, by a randomized range finder and its products with the curvature."""
+
+    count: ClassVar[int] = 2
+    rank: int
+    clip: bool = False
+
+    def _products(self, setup: Setup) -> Products:
+        return Products(setup, min(self.rank + OVERSAMPLING, setup.size))
+
+    def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        products = self._products(setup)
+        unit = torch.randn(products.count, setup.size, generator=generator, dtype=setup.dtype, device=generator.device)
+        first = tree.unflatten(_orthonormal(unit.to(setup.model.device)), setup.like)
+        return {**products.zeros(layout), **{f"Q|{name}": leaf for name, leaf in first.items()}}
+
+    def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        return self._products(setup), sums
+
+    def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
+        y = tree.flatten({name: sums[f"Y|{name}"] for name in setup.names}, stacked=True)
+        for name, leaf in tree.unflatten(_orthonormal(y), setup.like).items():
+            sums[f"Q|{name}"].copy_(leaf)
+            sums[f"Y|{name}"].zero_()
+
+    def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        factor = estimate.factor(1 if estimate.seen[1] else 0)
+        q, y = (tree.flatten({name: sums[f"{key}|{name}"] for name in setup.names}, stacked=True) for key in "QY")
+        small = (q @ y.mT).double()  # Q^T H Q
+        values, vectors = torch.linalg.eigh((small + small.mT) / 2)
+        if float(values[0]) < -1e-3 * float(values[-1].abs()) and not self.clip:
+            raise ValueError(
+                f"the Hessian has negative curvature in its main directions, down to {float(values[0] * factor):.3g} (largest: "
+                f"{float(values[-1] * factor):.3g}). Use curvature='ggn', or clip=True, or train on until the weights are at a maximum"
+            )
+        order = values.argsort(descending=True)[: self.rank]
+        rows = vectors[:, order].mT.to(q) @ q
+        # the products hold the noise; where it is learned, the curvature is kept at unit noise
+        scale = estimate.scale if len(estimate.scale) == 1 else torch.ones_like(estimate.scale[:1])
+        values = (values[order].clamp_min(0) * factor / scale[0]).to(q)
+        directions = tree.unflatten(rows, setup.like)
+        return Blocks((LowRank.precision(directions, values, estimate.prior, scale=scale, temperature=estimate.temperature),))
+
+    def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        size, item, k = setup.size, setup.dtype.itemsize, self._products(setup).count
+        rank = min(self.rank, k)
+        return Need(2 * k * size * item, (size + rank * size + rank) * item, 6 * rank * size * DOUBLE)
+
+
+@dataclass(frozen=True)
+class Hessian(Passes):
+    """The full Hessian, column by column; or its diagonal."""
+
+    clip: bool = False
+
+    def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        return HessianColumns(setup).zeros(layout)
+
+    def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        return HessianColumns(setup), sums
+
+    def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        matrix = sums["H"] * estimate.factor(0)
+        matrix = (matrix + matrix.mT) / 2
+        if self.clip:
+            values, vectors = torch.linalg.eigh(matrix.double())
+            matrix = ((vectors * values.clamp_min(0).unsqueeze(-2)) @ vectors.mT).to(matrix)
+        one = torch.ones(1, dtype=setup.dtype, device=matrix.device)
+        prior = {name: estimate.prior[name] for name in setup.names}
+        covariance: Covariance = Dense(_lists(setup, setup.names), matrix, prior, one, estimate.temperature)
+        if setup.spec.structure != "dense":
+            diagonal = tree.unflatten(matrix[0].diagonal().clone().unsqueeze(0), setup.like)  # not a view of all of it
+            covariance = Diagonal(diagonal, {name: leaf.to(matrix) for name, leaf in prior.items()}, one, estimate.temperature)
+        covariance.logdet()  # an indefinite matrix is an error now, not at the first prediction
+        return Blocks((covariance,))
+
+    def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        size, item = setup.size, setup.dtype.itemsize
+        square = size * size * item
+        held = square if setup.spec.structure == "dense" else size * item
+        return Need(square, held, max(evidence_matrices(size, 1, by) * DOUBLE, square))
+
+
+# -- from sums to covariances
+
+
+def single_pass_covariance(setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+    """The covariance that follows from the sums of one pass, for the three structures of `Spec`."""
+    scale = estimate.scale.to(next(iter(sums.values())))
+    factor = estimate.factor(0)
+    if setup.spec.structure == "dense":
+        prior = {name: estimate.prior[name] for name in setup.names}
+        part = estimate.layout.parts[0] if "pairs" in sums else None
+        curvature = sums["H"] if part is None else from_pairs(sums["pairs"], setup.names, part, setup.shapes[part.names[0]][0])
+        return Blocks((Dense(_lists(setup, setup.names), curvature * factor, prior, scale, estimate.temperature),))
+    blocks: list[Covariance] = []
+    for part in estimate.layout.parts if setup.spec.structure == "kronecker" else ():
+        blocks += _layer_covariance(setup, part, sums, estimate, scale)
+    plain = [name for name in setup.names if name in sums]
+    if plain:
+        curvature = {name: sums[name] * factor for name in plain}
+        prior = {name: estimate.prior[name].to(curvature[name]) for name in plain}
+        blocks.append(Diagonal(curvature, prior, scale, estimate.temperature))
+    order = {name: i for i, name in enumerate(setup.names)}
+    return Blocks(tuple(sorted(blocks, key=lambda block: order[next(iter(block.shapes))])))
+
+
+def _layer_covariance(setup: Setup, part: Part, sums: Params, estimate: Estimate, scale: Tensor) -> list[Covariance]:
+    """The block of a layer, unless its weights have squares only."""
+    factor, temperature = estimate.factor(0), estimate.temperature
+    if (weight := part.matrix) is not None:
+        left, right = sums[f"{weight}|B"] * factor, sums[f"{weight}|A"] / max(1, estimate.seen[0])
+        shape = list(setup.shapes[weight])
+        made = Kronecker.of(
+            weight, part.bias, shape, left, right, estimate.prior, scale=scale, count=estimate.n_data, temperature=temperature
+        )
+        return [made]
+    if (total := sums.get(f"{part.names[0]}|H")) is None:
+        return []
+    prior = {name: estimate.prior[name] for name in part.names}
+    return [Dense(_lists(setup, part.names), total * factor, prior, scale, temperature)]
+
+
+def _lists(setup: Setup, names: tuple[str, ...]) -> dict[str, list[int]]:
+    return {name: list(setup.shapes[name]) for name in names}
+
+
+def curvature(
+    model: Model,
+    params: Params,
+    data: Iterable[Any],
+    buffers: Buffers,
+    *,
+    names: tuple[str, ...] | None = None,
+    spec: Spec | None = None,
+    prior: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Blocks:
+    """The curvature of all data at once, as the precision of a covariance under a flat prior plus `prior`.
+
+    >>> import dubito
+    >>> net = torch.nn.Linear(2, 1, bias=False)
+    >>> model = dubito.Model(net, dubito.Gaussian(scale=1.0))
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> covariance = curvature(model, model.parameters(), [(x, torch.zeros(2, 1))], {}, spec=Spec("dense"), prior=1.0)
+    >>> torch.linalg.inv(covariance.dense()).round(decimals=3)
+    tensor([[2., 0.],
+            [0., 5.]])
+    """
+    names = names or tuple(name for name in params if ":" not in name)
+    setup = Setup(model, params, buffers, names, spec or Spec())
+    statistic, sums, layout, seen = _statistic(setup), {}, None, 0
+    for batch in data:
+        if layout is None:
+            layout = setup.layout(model.split(batch)[0], anew=True)
+            sums = statistic.zeros(layout)
+        seen += statistic.add(sums, batch, generator=generator).examples
+    if layout is None:
+        raise ValueError("there is no data: the loader gave no batch")
+    groups = setup.groups(layout)
+    apart = setup.spec.kind in ("ggn", "fisher") and model.likelihood.noise_groups(1) is not None
+    scale = noise_scale(params, groups) if apart else torch.ones(groups)
+    flat = {name: torch.tensor(prior, dtype=setup.dtype, device=model.device) for name in names}
+    return single_pass_covariance(setup, sums, Estimate(layout, [seen], seen, flat, scale))
+
+
+def noise_scale(params: Params, groups: int) -> Tensor:
+    """1 / noise^2 of every learned noise [G]; ones where the curvature holds the noise already."""
+    log_scale = params.get(NOISE)
+    if log_scale is None or len(log_scale) != groups:
+        return torch.ones(groups)
+    return (-2 * log_scale.detach()).exp()
+
+
+# -- memory
+
+
+def _numbers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _kronecker_numbers(setup: Setup, layout: Layout, by: str) -> int:
+    """Numbers in a Kronecker covariance: eigenvectors and eigenvalues of both sides, and the small blocks beside."""
+    groups = setup.groups(layout)
+    shapes = statistics.Kronecker(setup).shapes(layout)
+    total = _numbers({key: shape for key, shape in shapes.items() if not key.endswith(("|A", "|B"))})
+    for part in layout.parts:
+        if part.matrix is not None:
+            o, i = setup.sides(part.matrix, part.bias)
+            total += o * o + o + i * i + i + (groups * o * o if groups > 1 else 0)
+            total += i if by == "parameter" and part.bias is not None else 0  # inputs are scaled where weight and bias differ
+    return total
+
+
+def alternatives(setup: Setup, x: Any) -> dict[str, int]:
+    """Bytes that other structures need at the least, by what one would write."""
+    spec = replace(setup.spec, kind="ggn" if setup.spec.kind == "hessian" else setup.spec.kind)
+    layout = setup.layout(x)
+
+    def least(structure: Literal["kronecker", "diagonal"], of: Setup, layout: Layout) -> int:
+        return SinglePass().need(replace(of, spec=replace(spec, structure=structure)), layout).least
+
+    sizes = {
+        "structure='kronecker'": least("kronecker", setup, layout),
+        "structure='diagonal'": least("diagonal", setup, layout),
+        "structure='lowrank'": TopEigen(20).need(setup, layout).least,
+    }
+    try:
+        last = replace(setup, names=last_layer(setup.model, setup.params, x, setup.buffers, setup.names))
+        sizes["subset='last_layer'"] = least("kronecker", last, last.layout(x))
+    except ValueError:  # it has none
+        pass
+    return sizes
+
+
+def check_memory(passes: Passes, setup: Setup, x: Any, layout: Layout, what: str) -> None:
+    """Raise `MemoryError` where a structure alone cannot fit."""
+    needed = passes.need(setup, layout).least
+    if (free := least_room(setup.model.device, needed)) is not None:
+        raise MemoryError(refusal(f"{what} over {setup.size:,} weights", needed, free, alternatives(setup, x)))
+
+
+# -- which weights
+
+
+def last_layer(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The Bayesian weights of the last linear or convolutional layer that the network calls."""
+    fixed = {name: buffers[name].detach() for name, _ in model.network.named_parameters() if name in buffers}
+    wanted = {**{name: params[name].detach() for name in names}, **fixed}
+    rest = {name: leaf for name, leaf in buffers.items() if name not in fixed}
+    uses = [use for use in forward(model, {**params, **wanted}, x, rest, wanted=wanted).uses if use.kind == "affine"]
+    if not uses:
+        raise ValueError("the network's last layer is not a linear or convolutional one: name its weights with subset='...'")
+    weight, bias = uses[-1].weight, uses[-1].bias
+    if weight is None:
+        raise ValueError(
+            "the weight of the last layer is computed from others, as a parametrization such as weight_norm does: name those with "
+            "subset='...', or remove the parametrization"
+        )
+    chosen = tuple(name for name in (weight, bias) if name is not None and name in names)
+    if not chosen:
+        raise ValueError(f"the last layer, with {weight}, is not among the Bayesian weights: mind `only`, and what is frozen")
+    return chosen
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """An orthonormal basis of the span of rows [k, P]."""
+    return torch.linalg.qr(rows.mT)[0].mT
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
+    """The positions of the k largest, in order of position."""
+    return values.topk(k).indices.sort().values

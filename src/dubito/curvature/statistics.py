@@ -1,0 +1,540 @@
+r"""What one pass over the data adds up: for each structure of the curvature, sums over examples from which it follows.
+
+Read `LayerStatistic.add` first: it is what happens to a batch, from the forward pass to the sums. The sums are a dict of tensors in
+float32 or better, whatever the network computes in:
+
+======================  ===========================================================================================
+`name`                  [G, *shape]: squared gradients of a weight (`Diagonal`, and what has no other place below)
+`weight|A`, `weight|B`  [in, in] of the inputs and [G, out, out] of the gradients of a layer (`Kronecker`)
+`name|H`                [G, n, n]: outer products of the gradients of a small layer (`Kronecker`)
+`weight|L`              [out, in]: squares along the eigenvectors of A and B (`EigenSquares`)
+`H`                     [G, P, P]: outer products of all gradients (`Dense`, `HessianColumns`)
+`pairs`                 [G, pairs, in, in]: blocks of H for pairs of outputs, where the weights are the output layer's (`Dense`)
+`Q|name`, `Y|name`      [k, *shape]: directions, and the curvature times these (`Products`)
+======================  ===========================================================================================
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dubito.curvature.capture import Forward
+from dubito.curvature.cotangents import MANY, cotangents, groups_of, observed
+from dubito.curvature.generic import example_gradients
+from dubito.curvature.layout import UNCLEAR, Layout, Part, passed
+from dubito.curvature.products import batch_product
+from dubito.curvature.rows import Layer, add_gram, squared_products
+from dubito.curvature.setup import Setup
+from dubito.model.likelihoods import own
+from dubito.network.examples import batch_size
+from dubito.tensors import tree
+from dubito.tensors.covariances.propagation import pieces
+from dubito.tensors.tree import Params
+
+SMALL = 512  # weights of a normalization, or of a bias alone, up to which they get an exact block beside Kronecker blocks
+COLUMNS = 256  # of a Hessian at a time
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Observed(NamedTuple):
+    """What a pass over some data tells beside the curvature: sums in float64."""
+
+    examples: int
+    log_likelihood: Tensor  # []
+    errors: Tensor  # [G]: squared residuals of each learned noise
+    counts: Tensor  # [G]: how many
+
+
+@dataclass(frozen=True)
+class Statistic(ABC):
+    """Sums over examples, to which batches are added one after another."""
+
+    setup: Setup
+
+    @abstractmethod
+    def shapes(self, layout: Layout) -> Shapes:
+        """The shapes of the sums."""
+
+    def zeros(self, layout: Layout) -> Params:
+        """The sums before any data."""
+        dtype, device = self.setup.dtype, self.setup.model.device
+        return {key: torch.zeros(shape, dtype=dtype, device=device) for key, shape in self.shapes(layout).items()}
+
+    @abstractmethod
+    def add(
+        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+    ) -> Observed:
+        """Add a batch to `sums`, and to `gradient`, if given, the gradient of the log likelihood."""
+
+
+# -- statistics of layers: from their inputs, and from gradients with respect to their outputs
+
+
+class LayerPass:
+    """A batch after its forward pass: the output, and the layers with their inputs."""
+
+    def __init__(self, setup: Setup, batch: Any):
+        self.setup = setup
+        self.x, self.y = setup.model.split(batch)
+        self.size = batch_size(self.y)
+        self.layout, self.forward, used = passed(setup.model, setup.params, self.x, setup.buffers, setup.names)
+        self.layers = [Layer(p, uses, self.size, {n: setup.shapes[n] for n in p.names}) for p, uses in used.items() if uses]
+
+    forward: Forward
+
+    @cached_property
+    def f(self) -> Tensor:
+        """The output without its graph, in float32 or better."""
+        return _exact(self.forward.f.detach())
+
+    def backward(self, s: Tensor, layers: list[Layer] | None = None) -> list[Tensor]:
+        """Gradients of <s, f> with respect to the outputs of the layers, each as rows [B, T, O]."""
+        layers = self.layers if layers is None else layers
+        edges = [use.edge for layer in layers for use in layer.uses]
+        if not edges:
+            return []
+        output = self.forward.f
+        slopes = iter(torch.autograd.grad(output, edges, s.to(output.dtype), retain_graph=True, allow_unused=True))
+        return [layer.outputs([next(slopes) for _ in layer.uses]) for layer in layers]
+
+    def others(self, s: Tensor) -> Params:
+        """Gradients [B, *shape] of <s, f>, example by example, for the weights that belong to no known layer."""
+        if not self.layout.generic:
+            return {}
+        setup = self.setup
+        slopes = example_gradients(setup.model, setup.params, self.x, setup.buffers, self.layout.generic, s.unsqueeze(0))
+        return {name: leaf[0] for name, leaf in slopes.items()}
+
+    def cotangents(self, generator: torch.Generator | None) -> Iterator[tuple[int, Tensor]]:
+        """What is propagated back, one cotangent after another, each with the index of its noise."""
+        setup, spec = self.setup, self.setup.spec
+        return cotangents(setup.model, self.forward.f, self.y, setup.params, spec.kind, spec.draws, generator)
+
+    def add_gradient(self, gradient: Params) -> None:
+        """Add the gradient of the log likelihood."""
+        likelihood = self.setup.model.likelihood
+        s = likelihood.slope(self.f, likelihood.target(self.y, self.f), self.setup.params)
+        for layer, g in zip(self.layers, self.backward(s), strict=True):
+            for name, leaf in layer.summed(g).items():
+                gradient[name] += leaf
+        for name, leaf in self.others(s).items():
+            gradient[name] += leaf.sum(0)
+
+
+class LayerStatistic(Statistic):
+    """Sums that follow from the layers' inputs and the gradients of their outputs, in one forward pass."""
+
+    def add(
+        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+    ) -> Observed:
+        """Run the network forward, with the inputs of its layers recorded; look at the likelihood; propagate cotangents back to the
+        layers; and add what follows for the weights."""
+        run = LayerPass(self.setup, batch)
+        closed = self.fits(sums, run.layout)
+        with torch.no_grad():
+            told = observe(self.setup, run.f, run.y, run.size)
+            if gradient is not None:
+                run.add_gradient(gradient)
+            if closed:
+                self.add_output_layer(sums, run)
+            else:
+                self.add_layers(sums, run, generator)
+        return told
+
+    def fits(self, sums: Params, layout: Layout) -> bool:
+        """Whether the sums are those of `add_output_layer`; sums without a place for what a batch adds are an error."""
+        return self.closed(layout)
+
+    def closed(self, layout: Layout) -> bool:
+        """Whether the weights are the output layer's alone: its Jacobian is its input, and nothing is propagated back."""
+        return layout.alone and self.setup.spec.kind == "ggn" and self.setup.spec.draws is None
+
+    @abstractmethod
+    def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        """Add a batch by cotangents."""
+
+    def add_output_layer(self, sums: Params, run: LayerPass) -> None:
+        """Add a batch where `closed`: the exact Fisher information of the outputs, example by example."""
+        (layer,) = run.layers
+        for group, piece, fisher in _fishers(run):
+            self.add_fisher(sums, layer, group, piece, fisher)
+
+    def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
+        """Add the Fisher information [b, C, C] of the outputs of a piece of the examples."""
+        raise NotImplementedError
+
+
+class _Squares:
+    """Adds squared gradients. Those of layers with one position are first summed over the cotangents: one product for all."""
+
+    def __init__(self, sums: Params):
+        self.sums = sums
+        self.single: dict[tuple[Layer, int], Tensor] = {}
+
+    def add(self, layer: Layer, group: int, g: Tensor) -> None:
+        if layer.part.kind == "affine" and layer.positions == 1:
+            key, squared = (layer, group), g.squeeze(1) ** 2
+            self.single[key] = squared if key not in self.single else self.single[key].add_(squared)
+        else:
+            layer.add_squares(self.sums, group, g)
+
+    def add_others(self, group: int, slopes: Params) -> None:
+        for name, leaf in slopes.items():
+            self.sums[name][group] += (leaf**2).sum(0)
+
+    def finish(self) -> None:
+        for (layer, group), squared in self.single.items():
+            layer.add_single(self.sums, group, squared)
+
+
+class Diagonal(LayerStatistic):
+    """Squared gradients of every weight."""
+
+    def shapes(self, layout: Layout) -> Shapes:
+        groups = self.setup.groups(layout)
+        return {name: (groups, *shape) for name, shape in self.setup.shapes.items()}
+
+    def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        squares = _Squares(sums)
+        for group, s in run.cotangents(generator):
+            rows = run.backward(s)
+            squares.add_others(group, run.others(s))
+            for layer, g in zip(run.layers, rows, strict=True):
+                squares.add(layer, group, g)
+        squares.finish()
+
+    def add_output_layer(self, sums: Params, run: LayerPass) -> None:
+        if not _plain(run):
+            super().add_output_layer(sums, run)
+            return
+        likelihood = self.setup.model.likelihood
+        run.layers[0].add_single(sums, 0, likelihood.fisher_diagonal(run.f, own(self.setup.params)))
+
+    def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
+        layer.add_single(sums, group, fisher.diagonal(dim1=1, dim2=2), piece)
+
+
+class Kronecker(LayerStatistic):
+    r"""For every layer with a matrix, the two factors of :math:`H \approx A \otimes B`: A of its inputs, B of the gradients.
+
+    Normalizations and biases alone get an exact block, or squares if they are large, as do weights of unknown layers.
+    """
+
+    def shapes(self, layout: Layout) -> Shapes:
+        groups = self.setup.groups(layout)
+        sums: Shapes = {name: (groups, *self.setup.shapes[name]) for name in layout.generic}
+        for part in layout.parts:
+            sums |= self._of_part(part, groups)
+        return sums
+
+    def _of_part(self, part: Part, groups: int) -> Shapes:
+        """The shapes of the sums of one layer."""
+        shapes = self.setup.shapes
+        if part.matrix is not None:
+            outputs, inputs = self.setup.sides(part.matrix, part.bias)
+            return {f"{part.matrix}|A": (inputs, inputs), f"{part.matrix}|B": (groups, outputs, outputs)}
+        size = sum(shapes[name].numel() for name in part.names)
+        if part.kind != "lookup" and size <= SMALL:
+            return {f"{part.names[0]}|H": (groups, size, size)}
+        return {name: (groups, *shapes[name]) for name in part.names}
+
+    def fits(self, sums: Params, layout: Layout) -> bool:
+        """Also checks every layer: a network may do something else with these inputs than with the first."""
+        closed = self.closed(layout)
+        for name in layout.generic:
+            if name not in sums:
+                raise ValueError(_unclear(name) if layout.reasons.get(name) == UNCLEAR else _otherwise(name))
+        groups = self.setup.groups(layout)
+        for part in layout.parts:
+            for key, shape in self._of_part(part, groups).items():
+                held = sums.get(key)
+                if held is None and all(name in sums for name in part.names):  # squares, as in the first batch
+                    closed = False
+                elif held is None or held.shape != shape:
+                    raise ValueError(_otherwise(part.names[0]))
+        return closed
+
+    def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        self._add_inputs(sums, run.layers)
+        squares, reduce = _Squares(sums), self.setup.spec.shared == "reduce"
+        for group, s in run.cotangents(generator):
+            rows = run.backward(s)
+            squares.add_others(group, run.others(s))
+            for layer, g in zip(run.layers, rows, strict=True):
+                part = layer.part
+                if f"{part.weight}|A" in sums:
+                    add_gram(sums[f"{part.weight}|B"][group], g.sum(1, keepdim=True) if reduce else g)
+                elif f"{part.names[0]}|H" in sums:
+                    _add_outer(sums[f"{part.names[0]}|H"][group], layer.gradients(g), part.names, layer.batch)
+                else:
+                    squares.add(layer, group, g)
+        squares.finish()
+
+    def _add_inputs(self, sums: Params, layers: list[Layer]) -> None:
+        """A: the mean over positions of a a^T, with the bias as an input that is always 1."""
+        for layer in layers:
+            if f"{layer.part.weight}|A" not in sums:  # no matrix, or it was not clear in the first batch
+                continue
+            total = sums[f"{layer.part.weight}|A"]
+            a = layer.a.mean(1, keepdim=True) if self.setup.spec.shared == "reduce" else layer.a
+            share, width = 1 / a.shape[1], a.shape[2]
+            add_gram(total[:width, :width], a, share)
+            if layer.part.bias is not None:
+                mean = a.sum((0, 1)) * share
+                total[:width, width] += mean
+                total[width, :width] += mean
+                total[width, width] += layer.batch
+            del layer.a  # unfolded, the inputs of a convolution are many times what they were: those of one layer at a time
+
+    def add_output_layer(self, sums: Params, run: LayerPass) -> None:
+        self._add_inputs(sums, run.layers)
+        if not _plain(run):
+            super().add_output_layer(sums, run)
+            return
+        fisher = self.setup.model.likelihood.fisher_sum(run.f, own(self.setup.params))
+        sums[f"{run.layers[0].part.weight}|B"][0] += fisher
+
+    def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
+        sums[f"{layer.part.weight}|B"][group] += fisher.sum(0)
+
+
+@dataclass(frozen=True)
+class EigenSquares(LayerStatistic):
+    """Squared gradients along the eigenvectors of a Kronecker curvature, `weight|left` and `weight|right` in the sums (EKFAC)."""
+
+    kronecker: Kronecker
+
+    def shapes(self, layout: Layout) -> Shapes:
+        sides = {part.matrix: self.setup.sides(part.matrix, part.bias) for part in layout.parts if part.matrix is not None}
+        squares: Shapes = {}
+        for weight, (o, i) in sides.items():
+            squares |= {f"{weight}|L": (o, i), f"{weight}|left": (o, o), f"{weight}|right": (i, i)}
+        return squares
+
+    def fits(self, sums: Params, layout: Layout) -> bool:
+        self.kronecker.fits(sums, layout)
+        return False
+
+    def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        chosen = [layer for layer in run.layers if f"{layer.part.weight}|left" in sums]
+        inputs = [layer.rotated(sums[f"{layer.part.weight}|right"]) for layer in chosen]
+        for _, s in run.cotangents(generator):
+            for layer, a, g in zip(chosen, inputs, run.backward(s, chosen), strict=True):
+                g = g @ sums[f"{layer.part.weight}|left"]
+                total = sums[f"{layer.part.weight}|L"]
+                if layer.positions == 1:
+                    total.addmm_((g.squeeze(1) ** 2).mT, a.squeeze(1) ** 2)
+                else:
+                    total += squared_products(g, a)
+
+
+@dataclass(frozen=True)
+class Dense(LayerStatistic):
+    """Outer products of the gradients of all weights, or of those at the positions `index` in the vector of them."""
+
+    index: Tensor | None = None
+
+    def shapes(self, layout: Layout) -> Shapes:
+        groups = self.setup.groups(layout)
+        if self.closed(layout):
+            part = layout.parts[0]
+            outputs, inputs = self.setup.sides(part.names[0], part.bias)
+            return {"pairs": (groups, outputs * (outputs + 1) // 2, inputs, inputs)}
+        size = self.setup.size if self.index is None else len(self.index)
+        return {"H": (groups, size, size)}
+
+    def closed(self, layout: Layout) -> bool:
+        """Not with thousands of classes: there would be too many pairs."""
+        return super().closed(layout) and self.index is None and layout.outputs <= MANY
+
+    def fits(self, sums: Params, layout: Layout) -> bool:
+        if "H" not in sums and not self.closed(layout):
+            raise ValueError(_otherwise(self.setup.names[0]))
+        return "H" not in sums
+
+    def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        setup = self.setup
+        for group, s in run.cotangents(generator):
+            rows = run.backward(s)
+            leaves = run.others(s)
+            for layer, g in zip(run.layers, rows, strict=True):
+                leaves |= layer.gradients(g)
+            size = next(iter(leaves.values())).shape[0]
+            for name in setup.names:
+                if name not in leaves:  # these inputs do not use it
+                    leaves[name] = s.new_zeros(size, setup.shapes[name].numel())
+            _add_outer(sums["H"][group], leaves, setup.names, size, self.index)
+
+    def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
+        """Add Lambda_n (x) a_n a_n^T: a block [in, in] for every pair c <= d of outputs."""
+        total, a = sums["pairs"][group], layer.extended.squeeze(1)[piece]
+        c, d = torch.triu_indices(fisher.shape[1], fisher.shape[1], device=a.device)
+        weights = fisher[:, c, d]  # [B, pairs]
+        for part in pieces(len(c), a.numel()):
+            weighted = (weights[:, part].unsqueeze(-1) * a.unsqueeze(1)).flatten(1)  # [B, pairs in]
+            total[part].view(-1, a.shape[1]).addmm_(weighted.mT, a)
+
+
+def from_pairs(pairs: Tensor, names: tuple[str, ...], part: Part, classes: int) -> Tensor:
+    """The matrices [G, P, P] of blocks [G, pairs, in, in], in the order of the names."""
+    width = pairs.shape[-1]
+    c, d = torch.triu_indices(classes, classes, device=pairs.device)
+    whole = pairs.new_zeros(pairs.shape[0], classes, width, classes, width)
+    whole[:, d, :, c] = pairs.transpose(0, 1).mT
+    whole[:, c, :, d] = pairs.transpose(0, 1)
+    whole = whole.reshape(-1, classes * width, classes * width)
+    if part.bias is None:
+        return whole
+    index = torch.arange(classes * width, device=pairs.device).reshape(classes, width)
+    order = {part.weight: index[:, :-1].flatten(), part.bias: index[:, -1]}
+    position = torch.cat([order[name] for name in names])
+    return whole[:, position.unsqueeze(1), position]
+
+
+def _add_outer(total: Tensor, leaves: Params, names: tuple[str, ...], size: int, index: Tensor | None = None) -> None:
+    """Add the outer products of the gradients of these weights, example by example."""
+    flat = torch.cat([leaves[name].reshape(size, -1) for name in names], 1).to(total.dtype)
+    flat = flat if index is None else flat[:, index]
+    total.addmm_(flat.mT, flat)
+
+
+def _plain(run: LayerPass) -> bool:
+    """Whether no matrix is needed for each example: the noise is part of the curvature, and every output has a target."""
+    model, f = run.setup.model, run.f
+    return groups_of(model, f, run.setup.spec.kind) is None and observed(model, model.likelihood.target(run.y, f), f) is None
+
+
+def _fishers(run: LayerPass) -> Iterator[tuple[int, slice, Tensor]]:
+    """The Fisher information [b, C, C] of the outputs for one noise after another, a piece of the examples at a time."""
+    setup, f = run.setup, run.f
+    likelihood = setup.model.likelihood
+    seen = observed(setup.model, likelihood.target(run.y, f), f)
+    groups = groups_of(setup.model, f, setup.spec.kind)
+    for piece in pieces(len(f), f.shape[1] ** 2):
+        if groups is None:
+            fisher = likelihood.fisher(f[piece], own(setup.params))
+        else:  # that of unit noise
+            fisher = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f[piece]), -1, -1)
+        if seen is not None:
+            fisher = fisher * seen[piece].unsqueeze(-1) * seen[piece].unsqueeze(-2)
+        for group in range(1 if groups is None else int(groups.max()) + 1):
+            yield group, piece, fisher if groups is None else fisher * (groups == group).to(fisher)
+
+
+# -- statistics of products: the curvature times vectors
+
+
+class ProductStatistic(Statistic):
+    """Sums of products of the curvature with vectors; no layer is looked at."""
+
+    @abstractmethod
+    def add_products(self, sums: Params, batch: Any) -> None:
+        """Add the products of a batch."""
+
+    def add(
+        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+    ) -> Observed:
+        """Add the products; then look at the likelihood, and its gradient, in passes of their own."""
+        self.add_products(sums, batch)
+        setup = self.setup
+        x, y = setup.model.split(batch)
+        if gradient is not None:
+            live = {name: leaf.detach().requires_grad_() for name, leaf in setup.like.items()}
+            with torch.enable_grad():
+                value = setup.model.log_likelihood({**setup.params, **live}, batch, setup.buffers)[0].sum()
+            slopes = torch.autograd.grad(value, list(live.values()), allow_unused=True, materialize_grads=True)
+            for name, slope in zip(live, slopes, strict=True):
+                gradient[name] += slope
+        with torch.no_grad():
+            f = setup.model.forward(setup.params, x, tree.clone(setup.buffers))[0]
+            return observe(setup, _exact(f.detach()), y, f.shape[0])
+
+    def multiply(self, columns: Params, batch: Any, kind: Literal["ggn", "hessian"]) -> Params:
+        """The curvature of a batch times columns [k, *shape]."""
+        setup = self.setup
+        columns = {name: leaf.to(setup.params[name].dtype) for name, leaf in columns.items()}
+        return batch_product(setup.model, setup.params, batch, setup.buffers, columns, kind)
+
+
+@dataclass(frozen=True)
+class Products(ProductStatistic):
+    """The GGN or the Hessian times so many directions, which are in the sums as `Q|name`."""
+
+    count: int
+
+    def shapes(self, layout: Layout) -> Shapes:
+        return {f"{key}|{name}": (self.count, *shape) for key in "QY" for name, shape in self.setup.shapes.items()}
+
+    def add_products(self, sums: Params, batch: Any) -> None:
+        columns = {name: sums[f"Q|{name}"] for name in self.setup.names}
+        kind = "hessian" if self.setup.spec.kind == "hessian" else "ggn"
+        for name, leaf in self.multiply(columns, batch, kind).items():
+            sums[f"Y|{name}"] += leaf
+
+    def add(
+        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+    ) -> Observed:
+        """As every statistic of products. A product holds the sum over several noises, so that these cannot be changed afterwards:
+        nothing is told of them."""
+        told = super().add(sums, batch, generator=generator, gradient=gradient)
+        if len(told.counts) == 1:
+            return told
+        return told._replace(errors=torch.zeros_like(told.errors), counts=torch.zeros_like(told.counts))
+
+
+class HessianColumns(ProductStatistic):
+    """The full Hessian, some columns at a time."""
+
+    def shapes(self, layout: Layout) -> Shapes:
+        return {"H": (1, self.setup.size, self.setup.size)}
+
+    def add_products(self, sums: Params, batch: Any) -> None:
+        setup, size = self.setup, self.setup.size
+        for start in range(0, size, COLUMNS):
+            columns = torch.zeros(min(COLUMNS, size - start), size, dtype=setup.dtype, device=setup.model.device)
+            columns[:, start:].fill_diagonal_(1)
+            rows = self.multiply(tree.unflatten(columns, setup.like), batch, "hessian")
+            sums["H"][0, start : start + COLUMNS] += tree.flatten(rows, stacked=True)
+
+
+# -- what all share
+
+
+def observe(setup: Setup, f: Tensor, y: Any, size: int) -> Observed:
+    """The log likelihood of a batch at outputs f, and its squared residuals where a noise is learned."""
+    log_likelihood = setup.model.score(f, y, setup.params).double().sum()
+    groups = groups_of(setup.model, f, setup.spec.kind)
+    n = 1 if groups is None else int(groups.max()) + 1
+    errors, counts = (torch.zeros(n, dtype=torch.float64, device=f.device) for _ in range(2))
+    if groups is not None:
+        residuals = (setup.model.likelihood.target(y, f).double() - f.double()) ** 2
+        by_output = residuals.reshape(-1, f.shape[-1]).sum(0)
+        errors.index_add_(0, groups, by_output)
+        counts.index_add_(0, groups, torch.full_like(by_output, residuals[..., 0].numel()))
+    return Observed(size, log_likelihood, errors, counts)
+
+
+def _exact(f: Tensor) -> Tensor:
+    return f.float() if f.dtype.itemsize < 4 else f
+
+
+def _otherwise(name: str) -> str:
+    return f"{name} is used in another way than in the first batch. Curvature needs a network that does the same for all inputs"
+
+
+def _unclear(name: str) -> str:
+    return (
+        f"in this batch it is not clear which inputs of the layer with {name} belong to which example, as it was in the first: "
+        "are they all alike?"
+    )
+
+
+STATISTICS: dict[str, type[LayerStatistic]] = {"diagonal": Diagonal, "kronecker": Kronecker, "dense": Dense}
