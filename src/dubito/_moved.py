@@ -65,6 +65,7 @@ MOVED = {  # these warn
     "tree": "tensors.tree",
     "curvature.collect": "curvature.statistics",
     "curvature.gather": "curvature.passes",
+    "apps.function": "posteriors.functions",
     "apps.in_turn": "apps.sequence",
     "apps.reservoir": "evaluation.reservoir",
     "apps.taken": "apps.action_values",

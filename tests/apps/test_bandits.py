@@ -34,7 +34,6 @@ from dubito.apps.bandits import (
     wheel,
 )
 from dubito.apps.bandits.simulate import Run
-from dubito.apps.function import one_function
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic, Stored
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.priors import Centred, Normal
@@ -136,7 +135,7 @@ def test_a_drawn_function_is_one_of_the_posterior(name):
     """Its moments over many draws are those of the predictive, and it is the same function wherever it is asked."""
     posterior, x = forms()[name], torch.randn(5, 2, generator=generator(3))
     source = generator(4)
-    drawn = [one_function(posterior, source) for _ in range(300)]
+    drawn = [posterior.function(source) for _ in range(300)]
     with torch.no_grad():
         values = torch.stack([f(x).means[0] for f in drawn])  # [n, B, K]
         again = torch.cat([drawn[0](part).means[0] for part in x.split(2)])
@@ -160,7 +159,7 @@ def test_a_function_of_draws_on_disk_is_one_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr(Stored, "load", None)  # all at once may be more than there is memory
     source = generator(2)
     with torch.no_grad():
-        found = [one_function(stored, source)(x).means[0] for _ in range(40)]
+        found = [stored.function(source)(x).means[0] for _ in range(40)]
     which = [[int(torch.allclose(f, known, atol=1e-6)) for known in every] for f in found]
     assert all(sum(row) == 1 for row in which)
     assert all(sum(column) > 0 for column in zip(*which, strict=True))
@@ -171,7 +170,7 @@ def test_draws_with_weights_are_drawn_by_them():
     x, source = torch.randn(1, 2, generator=generator(5)), generator(6)
     first = Point(posterior.model, {n: leaf[0] for n, leaf in posterior.params.items()}, posterior.buffers).predict(x).means[0]
     with torch.no_grad():
-        values = torch.stack([one_function(posterior, source)(x).means[0] for _ in range(100)])
+        values = torch.stack([posterior.function(source)(x).means[0] for _ in range(100)])
     assert not bool((values == first).all(-1).any())  # its weight is 0
 
 

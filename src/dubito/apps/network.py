@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from dubito.inference.batches import batches
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical, own
 from dubito.network.weights import mode
-from dubito.posteriors import Mixture, Point, Posterior, Samples, Stored
+from dubito.posteriors import Point, Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture
-from dubito.posteriors.stored import BUFFER
 from dubito.tensors import tree
-from dubito.tensors.randomness import forked, generator, lent
+from dubito.tensors.randomness import forked, lent
 from dubito.tensors.tree import Buffers, Params
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -139,39 +138,7 @@ def networks(posterior: Posterior, *, draws: int = 10) -> tuple[Network, ...]:
     Draws of a sampler are taken evenly spaced, all of an ensemble if there are no more of them. Of draws with weights those without
     any are left out.
     """
-    model, own_centre = posterior.model, getattr(posterior, "params", None)
-    if isinstance(posterior, Mixture):
-        each = max(1, draws // len(posterior.members))
-        members = [(share, one) for share, one in zip(posterior.weights, posterior.members, strict=True) if share > 0]
-        parts = [(share, networks(one, draws=each)) for share, one in members]
-        return tuple(replace(one, weight=share * one.weight) for share, found in parts for one in found)
-    if isinstance(posterior, Samples):
-        which = _spaced(len(posterior), draws)
-        shares = [1 / len(which)] * len(which)
-        if posterior.weights is not None:
-            which, shares = _weighted(posterior.weights, draws)
-        stacked = [(tree.select(posterior.params, i), tree.select(posterior.own_buffers, i)) for i in which]
-        return tuple(
-            Network(model, params, {**posterior.buffers, **mine}, share)
-            for (params, mine), share in zip(stacked, shares, strict=True)
-        )
-    if isinstance(posterior, Stored):
-        leaves = posterior.select(torch.tensor(_spaced(len(posterior), draws)))
-        found = [tree.select(leaves, i) for i in range(tree.count(leaves))]
-        return tuple(
-            Network(
-                model,
-                {name: leaf for name, leaf in one.items() if not name.startswith(BUFFER)},
-                {**posterior.buffers, **{n.removeprefix(BUFFER): leaf for n, leaf in one.items() if n.startswith(BUFFER)}},
-                1 / len(found),
-            )
-            for one in found
-        )
-    buffers: Buffers = getattr(posterior, "buffers", None) or model.buffers()
-    if own_centre is not None:
-        return (Network(model, own_centre, buffers),)
-    drawn = posterior.sample(draws, generator(model.device, 0, "networks"))
-    return tuple(Network(model, tree.select(drawn, i), buffers, 1 / draws) for i in range(draws))
+    return tuple(Network(posterior.model, *setting) for setting in posterior.settings(draws))
 
 
 def only_network(posterior: Posterior, name: str) -> Network:
@@ -183,21 +150,6 @@ def only_network(posterior: Posterior, name: str) -> Network:
             "them, as posteriors.Point(model, params, buffers)"
         )
     return found[0]
-
-
-def _spaced(n: int, draws: int) -> list[int]:
-    return list(range(n)) if n <= draws else torch.linspace(0, n - 1, draws).round().long().tolist()
-
-
-def _weighted(weights: Tensor, draws: int) -> tuple[list[int], list[float]]:
-    """Draws that count, and their shares: all of them, or those at evenly spaced points of the sum of their weights."""
-    weights = weights.double().cpu() / weights.double().sum().cpu()
-    which = weights.nonzero().squeeze(1)
-    if len(which) <= draws:
-        return which.tolist(), weights[which].tolist()
-    points = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    found, count = torch.searchsorted(weights.cumsum(0), points).clamp(max=int(which[-1])).unique(return_counts=True)
-    return found.tolist(), (count.double() / draws).tolist()
 
 
 def average_over(found: Sequence[Network], score: Callable[[Network, int], Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.likelihoods import NOISE, Gaussian
+from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.conjugate import Head, conjugate, features
 from dubito.posteriors.predict.sampled import sampled
@@ -77,6 +78,15 @@ class Conjugate(Posterior):
         """The known variance of the noise, [C] or [1]."""
         assert isinstance(self.model.likelihood, Gaussian)
         return torch.as_tensor(self.model.likelihood.scale, dtype=self.mean.dtype, device=self.mean.device).reshape(-1).square()
+
+    @property
+    def center(self) -> tuple[Params, Buffers]:
+        """The features, with the last layer at its mean."""
+        return self.params, self.buffers
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
+        self._only(how, "sampled", "point")
+        return Functions(self.model, self.buffers, self.sample(draws or DRAWS, generator("cpu", seed, "conjugate")))
 
     def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0

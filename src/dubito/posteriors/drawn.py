@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dubito.posteriors.families import Family
+from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture
@@ -32,13 +33,23 @@ class Drawn(Posterior):
             drawn = tree.stack([self.family.sampled(self.leaves, self.family.noise(self.leaves, source)) for _ in range(n)])
         return {**drawn, **tree.repeat(self.points, n)}
 
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
+        self._only(how, "sampled")
+        shared, stacked = self._drawn(draws, seed)
+        return Functions(self.model, shared, stacked)
+
+    def _drawn(self, draws: int | None, seed: int) -> tuple[Buffers, Params]:
+        """Leaves that all draws share, and those that differ."""
+        drawn = self.sample(draws or self.draws, generator(self.model.device, seed, "weights"))
+        stacked = {name: leaf for name, leaf in drawn.items() if name not in self.points}
+        return {**self.buffers, **self.points}, stacked
+
     def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         self._only(how, "sampled")
-        drawn = self.sample(draws or self.draws, generator(self.model.device, seed, "weights"))
-        stacked = {name: leaf for name, leaf in drawn.items() if name not in self.points}
-        return sampled(self.model, x, shared={**self.buffers, **self.points}, stacked=stacked, memory=memory)
+        shared, stacked = self._drawn(draws, seed)
+        return sampled(self.model, x, shared=shared, stacked=stacked, memory=memory)
 
     def moments(self) -> tuple[Params, Params]:
         """Mean and variance of every weight, of families that know them."""

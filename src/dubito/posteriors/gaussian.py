@@ -17,6 +17,7 @@ from dubito.curvature.evidence import Evidence, highest
 from dubito.model import Model
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import MultivariateNormal
+from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.adjoint import adjoint
 from dubito.posteriors.predict.linearized import functions, joint, linearized, sweep
@@ -69,6 +70,25 @@ class Gaussian(Posterior):
             name: (leaf + drawn[name]).to(leaf.dtype) if name in drawn else leaf.expand(n, *leaf.shape).clone()
             for name, leaf in self.params.items()
         }
+
+    @property
+    def center(self) -> tuple[Params, Buffers]:
+        """The mean."""
+        return self.params, self.buffers
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
+        """Ways that draw nothing (one pass) are shown by the draws whose moments they carry."""
+        source, count = generator(self.model.device, seed, "weights"), draws or self.draws
+        if (how or self.how) == "linearized":
+            return Functions(self.model, {**self.buffers, **self.params}, self.covariance.sample(count, source), tangent=True)
+        shared, stacked = self._drawn(count, source)
+        return Functions(self.model, shared, stacked)
+
+    def _drawn(self, n: int, source: torch.Generator) -> tuple[Buffers, Params]:
+        """Leaves that all draws share, and those that differ, [n, *shape]."""
+        drawn = self._noise(n, source)
+        stacked = {name: (self.params[name] + leaf).to(self.params[name].dtype) for name, leaf in drawn.items()}
+        return {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}, stacked
 
     def _noise(self, n: int, source: torch.Generator) -> Params:
         """Draws about the mean; rows of padding stay where they are."""
@@ -142,9 +162,7 @@ class Gaussian(Posterior):
         # as many weights at a time as a third of the memory holds; how many does not depend on x, so that all x see the same functions
         group = max(1, int(memory * GIGABYTE / 3 / (4 * self.covariance.size)))
         while left > 0:
-            drawn = self._noise(min(group, left), source)
-            stacked = {name: (self.params[name] + leaf).to(self.params[name].dtype) for name, leaf in drawn.items()}
-            shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}
+            shared, stacked = self._drawn(min(group, left), source)
             parts.append(sampled(self.model, x, shared=shared, stacked=stacked, memory=memory))
             left -= group
         if len(parts) == 1:
@@ -157,7 +175,7 @@ class Gaussian(Posterior):
         """Mean [B, C] and covariance [B, C, B, C] of the linearised outputs at all inputs together."""
         return joint(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance)
 
-    def functions(self, x: Any, n: int, generator: torch.Generator | None = None) -> Tensor:
+    def sample_functions(self, x: Any, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of the linearised function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
         deltas = self.covariance.sample(n, generator or fresh(self.model.device))
         return functions(self.model, x, params=self.params, buffers=self.buffers, deltas=deltas)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import torch
 
 from dubito.posteriors.conjugate import Conjugate
+from dubito.posteriors.functions import Functions, Mixed, Setting, on_cpu
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predictive import LatentMixture, mix
 from dubito.posteriors.stochastic import Stochastic
 from dubito.tensors import tree
 from dubito.tensors.randomness import derive, fresh
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Buffers, Params
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,6 +41,33 @@ class Mixture(Posterior):
                 {**draw, "mixture:member": torch.full_like(draw["dropout:seed"], i)} for i, draw in zip(used, drawn, strict=True)
             ]
         return tree.select(tree.concatenate(drawn), torch.randperm(n, generator=source, device=source.device))
+
+    def modes(self) -> tuple[Params, Buffers] | None:
+        """The centers of the members, if all have one."""
+        centers = [member.center for member in self.members if member.center is not None]
+        if len(centers) < len(self.members):
+            return None
+        return tree.stack([params for params, _ in centers]), tree.stack([buffers for _, buffers in centers])
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Mixed:
+        each = None if draws is None else -(-draws // len(self.members))
+        parts = [member.functions(how, draws=each, seed=derive(seed, i)) for i, member in enumerate(self.members)]
+        return Mixed(tuple(parts), self.weights)
+
+    def function(self, source: torch.Generator) -> Functions:
+        """One of a member, which is drawn by its weight."""
+        which = int(torch.multinomial(torch.tensor(self.weights), 1, generator=on_cpu(source)))
+        return self.members[which].function(source)
+
+    def settings(self, draws: int = 10) -> list[Setting]:
+        """Those of the members that have a weight."""
+        each = max(1, draws // len(self.members))
+        parts = [(share, member.settings(each)) for share, member in zip(self.weights, self.members, strict=True) if share > 0]
+        return [one._replace(weight=share * one.weight) for share, settings in parts for one in settings]
+
+    def with_fixed_masks(self) -> Mixture:
+        """Those of every member."""
+        return replace(self, members=tuple(member.with_fixed_masks() for member in self.members))
 
     def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0, **options: Any

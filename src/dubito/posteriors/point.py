@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture
@@ -20,6 +21,15 @@ class Point(Posterior):
 
     params: Params
     buffers: Buffers
+
+    @property
+    def center(self) -> tuple[Params, Buffers]:
+        """The setting itself."""
+        return self.params, self.buffers
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
+        self._only(how, "point", "sampled")
+        return Functions(self.model, {**self.buffers, **self.params}, {})
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         return tree.repeat(self.params, n)

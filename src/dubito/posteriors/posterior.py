@@ -15,10 +15,14 @@ from torch.utils.data import Dataset
 
 from dubito.model import Model
 from dubito.network.examples import LABELS, split_batch
+from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
-from dubito.tensors.randomness import forked, global_state, lent, set_global_state
-from dubito.tensors.tree import Params
+from dubito.tensors.checks import at_least, one_of
+from dubito.tensors.randomness import forked, generator, global_state, lent, set_global_state
+from dubito.tensors.tree import Buffers, Params
+
+DRAWS = 30  # functions of a form that can only be sampled, where nobody says
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,6 +60,76 @@ class Posterior(ABC):
         `draws` is how many functions are averaged (None: the form's own choice), `memory` how many gigabytes they may take at a time;
         the same `seed` gives the same functions for every x.
         """
+
+    # -- the posterior as functions
+
+    @property
+    def center(self) -> tuple[Params, Buffers] | None:
+        """The one setting of the weights that stands for the posterior, and the buffers; None where there is none, as of draws."""
+        return None
+
+    def modes(self) -> tuple[Params, Buffers] | None:
+        """Several settings side by side, leaves [K, ...], and the buffers that each has for itself; None where there is only one."""
+        return None
+
+    def functions(self, how: str | None = None, *, draws: int | None = None, seed: int = 0) -> Functions | Mixed:
+        """What the posterior averages: deterministic functions of x, differentiable in x, with their weights in the mixture.
+
+        They are draws of the weights or masks ("sampled"), linear functions ("linearized", of a Gaussian), or the network at one
+        setting of the weights, without dropout ("point"). None is the posterior's own way.
+
+        >>> import dubito
+        >>> model = dubito.Model(torch.nn.Linear(2, 1), dubito.Bernoulli())
+        >>> f = dubito.posteriors.Point(model, model.parameters(), model.buffers()).functions()
+        >>> f(torch.zeros(3, 2, requires_grad=True)).mean.requires_grad
+        True
+        """
+        one_of(WAYS, how=how)
+        at_least(1, draws=draws)
+        if how == "point" and self.center is not None:
+            params, buffers = self.center
+            return Functions(self.model, {**buffers, **params}, {})
+        return self._functions(how, draws, seed)
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions | Mixed:
+        """The functions, of a form that can only be sampled."""
+        self._only(how, "sampled")
+        return Functions(self.model, self._fixed, self.sample(draws or DRAWS, generator(self.model.device, seed, "weights")))
+
+    def function(self, source: torch.Generator) -> Functions:
+        """One function, drawn at random: a member of an ensemble, a dropout mask, weights, or a linear function of a Laplace.
+
+        It is the same function for all inputs that it is then asked for, as often as it is asked, and has a graph back to x.
+        """
+        seed = int(torch.randint(2**62, (1,), generator=source, device=source.device))
+        drawn = self._functions(None, 1, seed)
+        assert isinstance(drawn, Functions)
+        return drawn.single()
+
+    def settings(self, draws: int = 10) -> list[Setting]:
+        """Weights that stand for the posterior, with shares that sum to 1: those at its center, or at most about `draws` of them.
+
+        Draws of a sampler are evenly spaced. Of draws with weights those without any are left out.
+        """
+        if self.center is not None:
+            return [Setting(*self.center)]
+        drawn = self.sample(draws, generator(self.model.device, 0, "networks"))
+        return [Setting(tree.select(drawn, i), self._fixed, 1 / draws) for i in range(draws)]
+
+    @property
+    def _fixed(self) -> Buffers:
+        """The buffers that all draws share."""
+        return getattr(self, "buffers", None) or self.model.buffers()
+
+    def with_fixed_masks(self) -> Posterior:
+        """The posterior with draws that are functions: where dropout masks are drawn, they are the same for all inputs."""
+        return self
+
+    def in_memory(self) -> Posterior:
+        """The posterior with all its draws in memory."""
+        return self
+
+    # -- loaders
 
     def predict_batches(
         self,
@@ -117,13 +191,13 @@ def _given(loader: Iterable[Any]) -> Iterator[Any]:
                 iterator = iter(loader)
             else:
                 set_global_state(inside)
-                for generator, state in zip(generators, states, strict=True):
-                    generator.set_state(state)
+                for one, state in zip(generators, states, strict=True):
+                    one.set_state(state)
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            inside, states = global_state(), [generator.get_state() for generator in generators]
+            inside, states = global_state(), [one.get_state() for one in generators]
         yield batch
 
 

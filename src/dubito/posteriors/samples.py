@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.posteriors.diagnostics import Summary, summarize, to_arviz
+from dubito.posteriors.functions import Functions, Setting, UnequalWeights, on_cpu, spaced, spaced_by_weight
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture
@@ -49,17 +50,45 @@ class Samples(Posterior):
         which = torch.multinomial(weights, n, replacement=True, generator=generator or fresh(leaf.device))
         return tree.select(self.params, which)
 
+    def modes(self) -> tuple[Params, Buffers]:
+        """All draws."""
+        return self.params, self.own_buffers
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
+        self._only(how, "sampled")
+        return Functions(self.model, self.buffers, self._stacked(draws), self.weights)
+
+    def _stacked(self, draws: int | None) -> Params:
+        """What differs between draws: of all, or of so many that are evenly spaced."""
+        stacked = {**self.params, **self.own_buffers}
+        if draws is None or draws >= len(self):
+            return stacked
+        if self.weights is not None:
+            raise UnequalWeights
+        return tree.select(stacked, spaced(len(self), draws))
+
+    def function(self, source: torch.Generator) -> Functions:
+        """One of the draws, by their weights."""
+        shares = torch.ones(len(self)) if self.weights is None else self.weights.cpu()
+        which = int(torch.multinomial(shares, 1, generator=on_cpu(source)))
+        own = {**tree.select(self.params, which), **tree.select(self.own_buffers, which)}
+        return Functions(self.model, {**self.buffers, **own}, {})
+
+    def settings(self, draws: int = 10) -> list[Setting]:
+        """Some of the draws."""
+        which = spaced(len(self), draws).tolist()
+        shares = [1 / len(which)] * len(which)
+        if self.weights is not None:
+            which, shares = spaced_by_weight(self.weights, draws)
+        chosen = [(tree.select(self.params, i), tree.select(self.own_buffers, i)) for i in which]
+        return [Setting(p, {**self.buffers, **own}, share) for (p, own), share in zip(chosen, shares, strict=True)]
+
     def predict(
         self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """All draws by default; `draws` takes that many, evenly spaced."""
         self._only(how, "sampled")
-        stacked, weights = {**self.params, **self.own_buffers}, self.weights
-        if draws is not None and draws < len(self):
-            if weights is not None:
-                raise ValueError("draws with unequal weights are used all together: leave out `draws`")
-            stacked = tree.select(stacked, torch.linspace(0, len(self) - 1, draws).round().long())
-        return sampled(self.model, x, shared=self.buffers, stacked=stacked, weights=weights, memory=memory)
+        return sampled(self.model, x, shared=self.buffers, stacked=self._stacked(draws), weights=self.weights, memory=memory)
 
     def summary(self, x: Any = None) -> Summary:
         """Whether the chains can be trusted, as a table to print: R-hat, effective draws, divergences, and a verdict in words.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.adjoint import adjoint
 from dubito.posteriors.predict.dropout import Dropout, learned_rates
@@ -36,6 +37,21 @@ class Stochastic(Posterior):
         """n draws of functions: there are no draws of the weights, only seeds that fix all masks, under "dropout:seed", [n]."""
         source = generator or fresh()
         return {"dropout:seed": torch.randint(2**62, (n,), generator=source, device=source.device).to(self.model.device)}
+
+    @property
+    def center(self) -> tuple[Params, Buffers]:
+        """The weights, without dropout."""
+        return self.params, self.buffers
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
+        self._only(how, "sampled", "point")
+        seeds = self.sample(draws or self.draws, generator("cpu", seed, "masks"))["dropout:seed"]
+        shared = {**self.buffers, **self.params}
+        return Functions(self.model, shared, {}, dropout=self.dropout, seeds=seeds, consistent=self.consistent)
+
+    def with_fixed_masks(self) -> Stochastic:
+        """With `consistent` masks."""
+        return replace(self, consistent=True)
 
     @cached_property
     def streamlined(self) -> Streamlined:

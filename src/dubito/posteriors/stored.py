@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from dubito.model import Model
 from dubito.posteriors.diagnostics import Summary, energy_error_per_dimension, summarize
+from dubito.posteriors.functions import Functions, Setting, on_cpu, spaced
 from dubito.posteriors.identity import belonging, differences
 from dubito.posteriors.posterior import Posterior, _joined, inputs_of
 from dubito.posteriors.predict.sampled import sampled
@@ -126,6 +127,30 @@ class Stored(Posterior):
         own = {name.removeprefix(BUFFER): leaf for name, leaf in found.items() if name.startswith(BUFFER)}
         params = {name: leaf for name, leaf in found.items() if self._is_weight(name)}
         return Samples(self.model, params, self._shared, own, chains=self.chains, trace=trace, sampler=self.sampler)
+
+    def in_memory(self) -> Samples:
+        """`load()`: all draws in memory."""
+        return self.load()
+
+    def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
+        return self.load()._functions(how, draws, seed)
+
+    def function(self, source: torch.Generator) -> Functions:
+        """One of the draws, which is read alone: they are on disk since all of them are too many."""
+        which = torch.randint(len(self), (1,), generator=on_cpu(source))
+        own = {name.removeprefix(BUFFER): leaf for name, leaf in tree.select(self.select(which), 0).items()}
+        return Functions(self.model, {**self.buffers, **own}, {})
+
+    def settings(self, draws: int = 10) -> list[Setting]:
+        """Some of the draws, which are read alone."""
+        leaves = self.select(spaced(len(self), draws))
+        chosen = [tree.select(leaves, i) for i in range(tree.count(leaves))]
+        return [self._setting(one, 1 / len(chosen)) for one in chosen]
+
+    def _setting(self, leaves: Params, share: float) -> Setting:
+        own = {name.removeprefix(BUFFER): leaf for name, leaf in leaves.items() if name.startswith(BUFFER)}
+        params = {name: leaf for name, leaf in leaves.items() if not name.startswith(BUFFER)}
+        return Setting(params, {**self.buffers, **own}, share)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n of the draws, at random with replacement."""

@@ -426,13 +426,13 @@ def test_nothing_of_the_users_changes_also_when_the_network_raises(name):
     posterior = fitted(model, STRUCTURES[name], data, batch_size=5)
     posterior.predict(data[0])
     posterior.joint(data[0])
-    posterior.functions(data[0], 2)
+    posterior.sample_functions(data[0], 2)
     check_same(before, snapshot(model))
     for calls in (0, 1, 2, 4, 6):
         model.network.left = calls
         with pytest.raises(ArithmeticError, match="enough"):
             fitted(model, STRUCTURES[name], data, batch_size=2)
-        for call in (posterior.predict, posterior.joint, lambda x: posterior.functions(x, 3)):
+        for call in (posterior.predict, posterior.joint, lambda x: posterior.sample_functions(x, 3)):
             model.network.left = 0
             with pytest.raises(ArithmeticError, match="enough"):
                 call(others[calls])

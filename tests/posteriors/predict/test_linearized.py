@@ -286,7 +286,7 @@ def test_functions_have_the_joint_covariance(structure):
     model = Model(net, Categorical())
     params = model.parameters()
     posterior = Posterior(model, params, {}, covariance_of(model, params, x, structure))
-    draws = posterior.functions(x, 1000, torch.Generator().manual_seed(0)).flatten(1)
+    draws = posterior.sample_functions(x, 1000, torch.Generator().manual_seed(0)).flatten(1)
     mean, cov = posterior.joint(x)
     cov = cov.reshape(15, 15)
     deviation = cov.diag().sqrt()
@@ -325,7 +325,7 @@ def test_arrays_are_taken_as_inputs():
     x = torch.randn(3, 2, dtype=DOUBLE)
     torch.testing.assert_close(posterior.predict(x.numpy()).f_var, posterior.predict(x.float()).f_var)
     torch.testing.assert_close(posterior.joint(x.numpy())[1], posterior.joint(x.float())[1])
-    assert posterior.functions(x.numpy(), 4).shape == (4, 3, 1)
+    assert posterior.sample_functions(x.numpy(), 4).shape == (4, 3, 1)
 
 
 @pytest.mark.parametrize("structure", ["kronecker", "diagonal", "lowrank", "dense"])
@@ -370,7 +370,7 @@ def test_the_module_is_as_it_was_also_when_it_raises():
     )
     before = [id(p) for p in net.parameters()], {n: b.clone() for n, b in net.named_buffers()}, torch.get_rng_state()
     for n in (4, 3):
-        for call in (posterior.predict, posterior.joint, lambda x: posterior.functions(x, 2)):
+        for call in (posterior.predict, posterior.joint, lambda x: posterior.sample_functions(x, 2)):
             try:
                 call(numbers(n, 2)) if n == 4 else call(torch.zeros(3, 2, dtype=DOUBLE))
             except RuntimeError as error:

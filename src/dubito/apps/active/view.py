@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito.apps.active.pool import Pool
 from dubito.model.likelihoods import Bernoulli, Classes
-from dubito.posteriors import Mixture, Posterior, Stochastic
+from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
 
@@ -66,7 +66,7 @@ class View:
 
         Where a posterior predicts without draws, `least` of them are made.
         """
-        posterior, way = consistent(self.posterior), None
+        posterior, way = self.posterior.with_fixed_masks(), None
         which = self.candidates if indices is None else indices
         given = [x] if x is not None else self.pool.batches(posterior.model, which, self.size)
         sums = []
@@ -110,13 +110,6 @@ class View:
                 "joint entropies are for one answer an input, and these outputs have positions: use 'bald', their mean"
             )
         return Functions(values, p.draw_weights.to(values), None if discrete else p.uncertainty.aleatoric)
-
-
-def consistent(posterior: Posterior) -> Posterior:
-    """The posterior with draws that are functions: the same masks for all inputs."""
-    if isinstance(posterior, Mixture):
-        return replace(posterior, members=tuple(consistent(one) for one in posterior.members))
-    return replace(posterior, consistent=True) if isinstance(posterior, Stochastic) else posterior
 
 
 def _sums(p: Predictive) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dubito.apps.action_values import action_value_model, action_values, check_width
 from dubito.apps.bandits.agent import AgentState, Log, arm_to_try
-from dubito.apps.function import one_function
 from dubito.apps.sequence import Methods, chain, fit_in_turn
 from dubito.inference.method import traits_of
 from dubito.inference.methods.neural_linear import NeuralLinear
@@ -111,7 +110,7 @@ class Thompson:
         if self.posterior is None:
             raise ValueError("there is no posterior yet: take each arm `initial` times, or call refit()")
         with torch.no_grad():
-            f = action_values(one_function(self.posterior, source), self._ready(torch.as_tensor(context)))
+            f = action_values(self.posterior.function(source), self._ready(torch.as_tensor(context)))
         return self._shift + self._scale * f
 
     def _ready(self, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.apps.function import one_function
 from dubito.apps.network import only_network
 from dubito.posteriors import Posterior
 from dubito.tensors.randomness import generator
@@ -33,7 +32,7 @@ class Thompson:
         part = 0 if self.hold is None else step // self.hold
         source = generator(posterior.model.device, seed, "function", episode, part)
         x: Any = (seen.unsqueeze(0),)  # without an action: all
-        return one_function(posterior, source)(x).means.reshape(-1)
+        return posterior.function(source)(x).means.reshape(-1)
 
 
 @dataclass(frozen=True)

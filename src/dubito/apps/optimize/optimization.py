@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito.apps.function import one_function
 from dubito.apps.optimize.improvement import greedy_improvement
 from dubito.apps.optimize.surrogate import drawn
 from dubito.apps.sequence import Methods, fit_in_turn
@@ -159,7 +158,7 @@ class Optimization:
         if self.acquisition == "thompson":
             found = []
             for i in range(k):
-                f = one_function(self.posterior, self._source("function", before + i))
+                f = self.posterior.function(self._source("function", before + i))
                 with torch.no_grad():
                     top = (sign * f(z).means.reshape(-1)).argmax()
                 found.append(self._climb(lambda z, f=f: sign * f(z).means.reshape(-1).sum(), z[top : top + 1]))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.evaluation.shift.functions import Functions, Mixed, functions
 from dubito.posteriors import Posterior
+from dubito.posteriors.functions import Functions, Mixed, UnequalWeights
 
 
 def surrogate(posterior: Posterior, *, draws: int = 64, how: str | None = None, seed: int = 0) -> Any:
@@ -80,8 +80,6 @@ def surrogate(posterior: Posterior, *, draws: int = 64, how: str | None = None, 
 def drawn(posterior: Posterior, *, draws: int, how: str | None = None, seed: int = 0) -> Functions | Mixed:
     """So many functions of a posterior; of draws with weights of their own, all."""
     try:
-        return functions(posterior, how=how, draws=draws, seed=seed)
-    except ValueError as error:
-        if "unequal weights" not in str(error):
-            raise
-        return functions(posterior, how=how, seed=seed)
+        return posterior.functions(how, draws=draws, seed=seed)
+    except UnequalWeights:
+        return posterior.functions(how, seed=seed)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dubito.evaluation.shift.functions import functions
 from dubito.inference.progress import Progress
 from dubito.posteriors import Posterior
 from dubito.tensors.randomness import generator
@@ -52,7 +51,7 @@ def local_slopes(
             "of is 'predictions' or 'outputs', steps and batch_size are at least 1 and the tolerance is positive; got "
             f"{of!r}, {steps}, {batch_size} and {tolerance}"
         )
-    found = functions(posterior, how=how, draws=draws, seed=seed)
+    found = posterior.functions(how, draws=draws, seed=seed)
     device, dtype = posterior.model.device, next(posterior.model.network.parameters()).dtype
 
     def prediction(x: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.shift.draw import normal, uniform
-from dubito.evaluation.shift.functions import Functions, Mixed, functions, plain
 from dubito.posteriors import Posterior
+from dubito.posteriors.functions import Functions, Mixed, plain
 from dubito.tensors.randomness import generator
 
 Norm = Literal["linf", "l2"]
@@ -55,7 +55,7 @@ def fgsm(
     def one(x: Tensor, score: Callable[[Tensor], Tensor], i: int) -> Tensor:
         return _within(x + size * _steepest(_slope(score, x)[1], norm), bounds, x)
 
-    return _attacked(one, functions(posterior, how=how, draws=draws, seed=seed), posterior, x, y, transform, batch_size)
+    return _attacked(one, posterior.functions(how, draws=draws, seed=seed), posterior, x, y, transform, batch_size)
 
 
 def pgd(
@@ -113,7 +113,7 @@ def pgd(
                 note(place, score(place))
         return worst
 
-    return _attacked(one, functions(posterior, how=how, draws=draws, seed=seed), posterior, x, y, transform, batch_size)
+    return _attacked(one, posterior.functions(how, draws=draws, seed=seed), posterior, x, y, transform, batch_size)
 
 
 def check(x: Tensor, size: float, bounds: Bounds, norm: str) -> None:
