@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dubito.inference.batches import Arrays, Batches
-from dubito.inference.method import Method, traits_of
+from dubito.inference.method import Method, departures, traits_of
 from dubito.inference.options import FitOptions
-from dubito.model import Model, Target
+from dubito.model import Target
 from dubito.posteriors.identity import belonging, differences
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import require
@@ -147,12 +147,13 @@ def fingerprint(
     }
 
 
-def about(model: Model, method: Method) -> dict[str, Any]:
+def about(target: Target, method: Method) -> dict[str, Any]:
     """What draws on disk must say of themselves, so that they can be read without the run that made them."""
     traits = traits_of(method)
     known = {"adjusted": traits.adjusted, "learning_rate": traits.learning_rate}
     sampler = {"method": type(method).__name__, **{name: value for name, value in known.items() if value is not None}}
-    return {**belonging(model), "sampler": sampler}
+    departed = departures(target, method)
+    return {**belonging(target.model), "sampler": sampler, **({"departures": list(departed)} if departed else {})}
 
 
 def _held(source: Any) -> str:

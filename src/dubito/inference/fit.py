@@ -13,7 +13,7 @@ import torch
 from dubito.inference.batches import Arrays, batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
 from dubito.inference.loop import Loop
-from dubito.inference.method import Event, Method, traits_of
+from dubito.inference.method import Event, Method, departures, traits_of
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.inference.start import make_start
@@ -117,7 +117,7 @@ def fit_with(model: Model, method: Method, data: Any, options: FitOptions) -> Po
             dtype=torch.bfloat16 if options.store_dtype else None,
             memory=options.memory,
             buffers=begin.buffers,
-            about=None if checkpoint.folder is None else about(model, method),
+            about=None if checkpoint.folder is None else about(target, method),
         )
         del first, begin, inspection  # not to be held during the fit
         with store.locked(checkpoint.folder), draws:
@@ -128,9 +128,10 @@ def fit_with(model: Model, method: Method, data: Any, options: FitOptions) -> Po
             if run.best_state is not None:
                 run.state = store.unpack(run.best_state["description"], run.best_state["tensors"], run.state)
             try:
-                return method.posterior(target, run.state, draws)
+                posterior = method.posterior(target, run.state, draws)
             except store.TooLarge:  # all draws at once, as a method asks for them, may not be in memory
-                return Stored.of(model, draws)
+                posterior = Stored.of(model, draws)
+            return posterior.departing(*departures(target, method))
 
 
 def _check_parts(model: Any, method: Any) -> None:

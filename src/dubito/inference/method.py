@@ -95,6 +95,7 @@ class Traits:
     | `learning_rate` | files of draws | the learning rate of a sampler on mini-batches |
     | `length_field` | checkpoints | the field with the number of draws: a run can be resumed with a larger one |
     | `length_settings` | Q-learning | settings in use that depend on the number of steps, each as the value that does not |
+    | `exact_settings` | `fit` | settings with the one value that aims at the posterior of Bayes' rule, see `Posterior.label` |
 
     >>> import dubito
     >>> traits_of(dubito.Laplace()).post_hoc, traits_of(dubito.MAP(warmup=0.1)).length_settings
@@ -112,6 +113,22 @@ class Traits:
     learning_rate: float | None = None
     length_field: str | None = None
     length_settings: tuple[str, ...] = ()
+    exact_settings: tuple[tuple[str, float], ...] = ()
+
+
+def departures(target: Target, method: object) -> tuple[str, ...]:
+    """In what a fit departs from the posterior of Bayes' rule: the temperature, and settings of the method."""
+    tempered = (f"T = {target.temperature:g}",) if target.temperature != 1 else ()
+    return (*tempered, *_inexact_settings(method))
+
+
+def _inexact_settings(method: object) -> list[str]:
+    """Settings of a method, or of the one inside it, that depart from Bayes' rule."""
+    values = [(name, getattr(method, name), exact) for name, exact in traits_of(method).exact_settings]
+    inner = getattr(method, "method", None)
+    return [f"{name} = {value:g}" for name, value, exact in values if value != exact] + (
+        [] if inner is None else _inexact_settings(inner)
+    )
 
 
 def traits_of(method: object) -> Traits:

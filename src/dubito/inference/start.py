@@ -52,12 +52,11 @@ def _single(start: Params | Posterior) -> tuple[Params, Buffers]:
     """The one setting of the weights, and the buffers, that a start stands for."""
     if isinstance(start, dict):
         return start, {}
-    params = None if hasattr(start, "own_buffers") else getattr(start, "params", None)
-    if params is None:
+    if start.center is None:
         raise ValueError(
             f"a {type(start).__name__} posterior has no single setting of the weights to start from: give one as a dict of weights"
         )
-    return params, getattr(start, "buffers", {})
+    return start.center
 
 
 def _several(start: Params | Posterior, params: Params) -> tuple[Params, Buffers] | None:
@@ -67,14 +66,7 @@ def _several(start: Params | Posterior, params: Params) -> tuple[Params, Buffers
         known = [name for name in start if name in params]
         stacked = known and all(start[name].shape[1:] == params[name].shape for name in known)
         return (start, {}) if stacked else None
-    members = getattr(start, "members", None)
-    if isinstance(members, tuple):
-        points = [point for member in members if isinstance(point := getattr(member, "params", None), dict)]
-        if len(points) < len(members):
-            return None
-        return tree.stack(points), tree.stack([getattr(member, "buffers", {}) for member in members])
-    own = getattr(start, "own_buffers", None)
-    return None if own is None else (start.params, own)  # pyright: ignore[reportAttributeAccessIssue]
+    return start.modes()
 
 
 def _check_fit(params: Params, values: Params, shared: Buffers) -> None:

@@ -63,6 +63,11 @@ class Gaussian(Posterior):
         variance = {name: leaf.float() if leaf.dtype.itemsize < 4 else leaf for name, leaf in variance.items()}
         return Gaussian(model, params, model.buffers() if buffers is None else buffers, Diagonal.of(variance))
 
+    def _departures(self) -> tuple[str, ...]:
+        own = (f"T = {self.temperature:g}",) if self.temperature != 1 else ()
+        scaled = ("variances scaled on held-out rows",) if self.variance_scale != 1 else ()
+        return tuple(dict.fromkeys((*own, *self.departures, *scaled)))
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         source = generator or fresh(self.model.device)
         drawn = self._noise(n, source)
@@ -209,13 +214,9 @@ class Gaussian(Posterior):
 
     def _with(self, made: Approximation) -> Gaussian:
         return replace(
-            self,
-            params=made.params,
-            covariance=made.covariance,
-            fitted=made.evidence,
-            scale=made.scale,
-            temperature=made.temperature,
-        )
+            self, params=made.params, covariance=made.covariance, fitted=made.evidence, scale=made.scale,
+            temperature=made.temperature, departures=tuple(one for one in self.departures if not one.startswith("T = ")),
+        )  # fmt: skip
 
     def with_prior(
         self, precision: Precision | None = None, *, noise: float | Tensor | None = None, temperature: float | None = None
@@ -277,7 +278,8 @@ class Gaussian(Posterior):
             )
         noise = None if s == 1 else self._scale.rsqrt() * s
         precision = {name: leaf * p for name, leaf in self.prior_precision.items()}
-        return self.with_prior(precision, noise=noise, temperature=self.temperature * t)
+        tuned = self.with_prior(precision, noise=noise, temperature=self.temperature * t)
+        return tuned.departing("tuned on held-out rows")
 
     def _held_out(self, data: Iterable[Any]) -> list[Any]:
         batches: Iterable[Any] = [data] if isinstance(data, tuple) else data

@@ -23,7 +23,8 @@ from dubito.posteriors.predict.dropout import Dropout
 from dubito.tensors import store, tree
 from dubito.tensors.covariances import STRUCTURES, Blocks, Covariance
 
-FORMS: dict[str, type[Posterior]] = {
+TUPLES = ("weights", "departures")
+FORMS: dict[str, type[Posterior]] = {  # a form of your own is saved and loaded once it has a name here
     "point": Point,
     "samples": Samples,
     "stochastic": Stochastic,
@@ -32,7 +33,6 @@ FORMS: dict[str, type[Posterior]] = {
     "gaussian": Gaussian,
     "drawn": Drawn,
 }
-NAMES = {form: name for name, form in FORMS.items()}
 
 
 def save(posterior: Posterior, path: str | os.PathLike) -> None:
@@ -55,6 +55,8 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
         return
     tensors: dict[str, Tensor] = {}
     meta = {"kind": "posterior", "model": belonging(posterior.model), "posterior": _pack(posterior, tensors, "")}
+    if posterior.label:
+        meta["label"] = posterior.label
     store.write(path, tensors, meta)
 
 
@@ -77,6 +79,8 @@ def load(path: str | os.PathLike, model: Model) -> Posterior:
 
 def _save_folder(posterior: Stored, path: Path) -> None:
     about = {**belonging(posterior.model), "sampler": posterior.sampler}
+    if posterior.departures:
+        about["departures"] = list(posterior.departures)
     if path.exists() and path.samefile(posterior.folder):
         store.write_shared(path, posterior.buffers, about)
         return
@@ -102,15 +106,16 @@ def _save_folder(posterior: Stored, path: Path) -> None:
 
 
 def _pack(posterior: Posterior, tensors: dict[str, Tensor], path: str) -> dict:
-    if type(posterior) not in NAMES:
+    form = next((name for name, kind in FORMS.items() if kind is type(posterior)), None)
+    if form is None:
         hint = ", which is a folder already: save its load()" if isinstance(posterior, Stored) else ""
         raise TypeError(f"there is no file format for a {type(posterior).__name__} posterior{hint}")
-    content: dict[str, Any] = {"form": NAMES[type(posterior)]}
+    content: dict[str, Any] = {"form": form}
     for item in fields(posterior):
         value = getattr(posterior, item.name)
         if item.name == "members":
             content["members"] = [_pack(member, tensors, f"{path}{i}/") for i, member in enumerate(value)]
-        elif item.name != "model":
+        elif item.name != "model" and (item.name != "departures" or value):
             content[item.name] = _pack_value(value, tensors, f"{path}{item.name}")
     return content
 
@@ -160,6 +165,5 @@ def _unpack(content: dict, tensors: dict[str, Tensor], model: Model, path: str) 
             values[name] = tuple(_unpack(member, tensors, model, path) for member in value)
         elif name != "form":
             values[name] = _unpack_value(value, tensors, Dropout() if name == "dropout" else None)
-    if isinstance(values.get("weights"), list):
-        values["weights"] = tuple(values["weights"])
+    values |= {name: tuple(value) for name, value in values.items() if name in TUPLES and isinstance(value, list)}
     return form(**values)

@@ -30,6 +30,12 @@ class Mixture(Posterior):
         """All members alike."""
         return Mixture(members[0].model, tuple(members), tuple([1 / len(members)] * len(members)))
 
+    def _held(self) -> str:
+        return f"{len(self.members)} members, "
+
+    def _departures(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.departures, *(one for member in self.members for one in member._departures()))))
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         source = generator or fresh(self.model.device)
         which = torch.multinomial(torch.tensor(self.weights, device=source.device), n, replacement=True, generator=source)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,19 +27,44 @@ DRAWS = 30  # functions of a form that can only be sampled, where nobody says
 
 @dataclass(frozen=True, repr=False)
 class Posterior(ABC):
-    """A distribution over the weights of `model` (or over the functions it computes) given data."""
+    """A distribution over the weights of `model` (or over the functions it computes) given data.
+
+    `departures` says in what it departs from the posterior of Bayes' rule, ("T = 0.3", "tuned on held-out rows"); see `label`.
+    """
 
     model: Model
+    departures: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __repr__(self) -> str:
         """In a line: all weights of a network would fill the screen."""
-        members = getattr(self, "members", None)
-        many = f"{len(self):,} draws, " if isinstance(self, Sized) else ""
-        held = f"{len(members)} members, " if isinstance(members, tuple) else many
         weights = sum(parameter.numel() for parameter in self.model.network.parameters())
-        return (
-            f"{type(self).__name__}({held}{weights:,} weights of {type(self.model.network).__name__}, {self.model.likelihood!r})"
-        )
+        kind, label = type(self.model.network).__name__, f", {self.label}" if self.label else ""
+        return f"{type(self).__name__}({self._held()}{weights:,} weights of {kind}, {self.model.likelihood!r}{label})"
+
+    def _held(self) -> str:
+        """What it is made of, for the repr: "5 draws, "."""
+        return f"{len(self):,} draws, " if isinstance(self, Sized) else ""
+
+    @property
+    def label(self) -> str:
+        """What it is if not the posterior of Bayes' rule: "tempered (T = 0.3)", where likelihood and prior, or one of the two, have a
+        power; else "generalized (...)". Empty for the posterior itself.
+
+        >>> import dubito
+        >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
+        >>> dubito.posteriors.Point(model, {}, {}, departures=("T = 0.3",)).label
+        'tempered (T = 0.3)'
+        """
+        departures = self._departures()
+        powers = all(one.startswith(("T = ", "kl_weight = ")) for one in departures)
+        return f"{'tempered' if powers else 'generalized'} ({', '.join(departures)})" if departures else ""
+
+    def _departures(self) -> tuple[str, ...]:
+        return self.departures
+
+    def departing(self, *departures: str) -> Self:
+        """The same, with further departures; those that are known already count once."""
+        return replace(self, departures=tuple(dict.fromkeys((*self.departures, *departures)))) if departures else self
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds: not what is made again at need, some of which (programs of torch.fx) no pickle gives back."""

@@ -62,7 +62,8 @@ class Stored(Posterior):
         buffers, about = archive.shared()
         for what, how in differences(about, belonging(model)):
             raise store.FileError(f"{folder}: draws of another model; its {what} {'are' if what.endswith('s') else 'is'} {how}")
-        return Stored(model, archive, tree.move(buffers, model.device), about.get("sampler", {}))
+        departures = tuple(about.get("departures", ()))
+        return Stored(model, archive, tree.move(buffers, model.device), about.get("sampler", {}), departures=departures)
 
     @staticmethod
     def of(model: Model, draws: store.Draws, buffers: Buffers | None = None, sampler: dict[str, Any] | None = None) -> Stored:
@@ -74,6 +75,7 @@ class Stored(Posterior):
             archive,
             tree.move(known, model.device) if buffers is None else buffers,
             about.get("sampler", {}) if sampler is None else sampler,
+            departures=tuple(about.get("departures", ())),
         )
 
     def __post_init__(self):
@@ -126,7 +128,10 @@ class Stored(Posterior):
         trace = {name.removeprefix(TRACE): leaf for name, leaf in found.items() if name.startswith(TRACE)}
         own = {name.removeprefix(BUFFER): leaf for name, leaf in found.items() if name.startswith(BUFFER)}
         params = {name: leaf for name, leaf in found.items() if self._is_weight(name)}
-        return Samples(self.model, params, self._shared, own, chains=self.chains, trace=trace, sampler=self.sampler)
+        return Samples(
+            self.model, params, self._shared, own, chains=self.chains, trace=trace, sampler=self.sampler,
+            departures=self.departures,
+        )  # fmt: skip
 
     def in_memory(self) -> Samples:
         """`load()`: all draws in memory."""

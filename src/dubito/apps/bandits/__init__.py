@@ -4,7 +4,7 @@ An agent has `act(context)` and `update(context, action, reward)`. The agents ar
 `Linear` (exact posteriors) and `Uniform`. `compare` plays them on a `Bandit`: one of `PROBLEMS`, or one made from your own data.
 
 Read agent, bandit, problems, regressions, thompson, neural_linear, simulate. A part of the room `apps`: it imports from `apps.network`,
-`apps.function`, `apps.sequence` and `apps.action_values`, and from the rooms below.
+`apps.sequence` and `apps.action_values`, and from the rooms below.
 """
 
 from dubito._moved import renamed

@@ -18,7 +18,7 @@ from dubito.cli.commands.fitted import Fitted, Reading
 from dubito.cli.commands.flags import parse
 from dubito.cli.commands.recipe import NAME as RECIPE
 from dubito.evaluation.data import Table
-from dubito.posteriors import Samples, Stored
+from dubito.posteriors import Samples
 from dubito.posteriors.diagnostics import log_scores, summarize
 from dubito.report import check_writable
 from dubito.report.diagnosis import diagnosis
@@ -55,7 +55,7 @@ def diagnose(args: Sequence[str]) -> None:
     """
     options: Diagnose = parse(Diagnose, args, prog="dubito diagnose", about=diagnose.__doc__ or "")
     fitted = Reading(options.folder, options.data or Path(), network=options.network, device=options.device).open()
-    posterior = fitted.posterior.load() if isinstance(fitted.posterior, Stored) else fitted.posterior
+    posterior = fitted.posterior.in_memory()
     if not isinstance(posterior, Samples) or not (posterior.sampler or posterior.trace or posterior.chains > 1):
         raise UsageError(
             f"{options.folder}: it was fitted by {_name(fitted)}, which makes no chains: there is nothing to converge. "

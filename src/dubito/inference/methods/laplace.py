@@ -76,7 +76,7 @@ class Laplace:
     clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
     check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
 
-    traits: ClassVar[Traits] = Traits(post_hoc=True, takes_example_weights=False)
+    traits: ClassVar[Traits] = Traits(post_hoc=True, takes_example_weights=False, exact_settings=(("damping", 0.0),))
 
     def __post_init__(self):
         one_of(("kronecker", "diagonal", "lowrank", "dense"), structure=self.structure)

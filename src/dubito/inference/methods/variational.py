@@ -113,7 +113,8 @@ class Variational(Descent):
     def traits(self) -> Traits:
         inherited = super().traits
         warmup = ("kl_warmup=0",) if self.kl_warmup else ()
-        return replace(inherited, draws_weights=True, stacks=False, length_settings=(*inherited.length_settings, *warmup))
+        settings, exact = (*inherited.length_settings, *warmup), (("kl_weight", 1.0),)
+        return replace(inherited, draws_weights=True, stacks=False, length_settings=settings, exact_settings=exact)
 
     @property
     def q(self) -> Family:
