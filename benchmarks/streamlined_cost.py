@@ -73,7 +73,7 @@ def synchronised(run: Callable[[], object]) -> Callable[[], None]:
 
 def cases(posterior: Gaussian, x: Tensor, precision: torch.dtype | None, draws: int) -> dict[str, Callable[[], object]]:
     network, engine = posterior.model.network.eval(), posterior.streamlined
-    x = engine.prepared(x) if precision is None else x.to(precision)
+    x = engine.prepare(x) if precision is None else x.to(precision)
     weights = [engine.weights[name] for name in engine.trace(x).weights.values()]
     taylor, exact = engine.program(x, taylor=True), engine.program(x)
     quiet = torch.no_grad()
@@ -111,7 +111,7 @@ def measure(name: str, posterior: Gaussian, x: Tensor, args: argparse.Namespace,
 def _compiled(posterior: Gaussian, x: Tensor, precision: torch.dtype | None, repeats: int) -> dict[str, dict]:
     """The same with torch.compile, over the plain network with torch.compile."""
     network, engine = posterior.model.network.eval(), posterior.streamlined
-    x = engine.prepared(x) if precision is None else x.to(precision)
+    x = engine.prepare(x) if precision is None else x.to(precision)
     weights = [engine.weights[name] for name in engine.trace(x).weights.values()]
     programs = {"Taylor": engine.program(x, taylor=True), "exact moments": engine.program(x)}
     runs: dict[str, Callable[[], object]] = {}

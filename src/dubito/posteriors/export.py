@@ -29,13 +29,13 @@ from dubito.network.examples import outputs_last
 from dubito.network.weights import copied
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.posteriors.predict.adjoint import Means
-from dubito.posteriors.predict.chain import chain, sweep
+from dubito.posteriors.predict.chain import find_chain, sweep
 from dubito.posteriors.predict.linearized import _Run
 from dubito.posteriors.predict.streamlined import Moments, Streamlined, Weight
 from dubito.posteriors.predict.streamlined.engine import covariance_of
 from dubito.posteriors.predict.streamlined.moments import Output
+from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.streamlined.rules import linear
-from dubito.posteriors.predict.streamlined.trace import Trace
 from dubito.tensors import tree
 from dubito.tensors.tree import Params
 
@@ -97,7 +97,7 @@ def as_module(posterior: Posterior, x: Any, *, how: str | None = None, rank: int
         raise ValueError("rank is for how='streamlined': the adjoint keeps all correlations")
     scale = float(getattr(posterior, "variance_scale", 1.0))
     with torch.inference_mode(False), torch.no_grad():
-        x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, engine.prepared(x))
+        x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, engine.prepare(x))
         if not engine.trace(x).dynamic:
             raise ValueError(
                 "the network takes another way for another number of examples, so there is no module of it for any number"
@@ -111,7 +111,7 @@ def as_module(posterior: Posterior, x: Any, *, how: str | None = None, rank: int
 def _joined(engine: Streamlined, x: Any, readout: Readout, rank: int) -> fx.GraphModule:
     """The program with its weights as buffers in the place of arguments, and the readout behind it."""
     if rank > 0:  # the signs by which directions are mixed
-        torch.compiler.assume_constant_result(linear._signs)
+        torch.compiler.assume_constant_result(linear.mixing_signs)
     found, program = engine.trace(x), engine.program(x, rank=rank)
     graph, root, values = fx.Graph(), nn.Module(), {}
     root.add_module("readout", readout)
@@ -301,7 +301,7 @@ def _swept(engine: Streamlined, x: Any, readout: Readout) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     base, names, found = engine.model, tuple(engine.covariance.shapes), engine.trace(x)
-    short = chain(found, engine.random)
+    short = find_chain(engine, found)
     known: Any = _Known(found, engine.program(x, adjoint=True), engine.weights)
     means = Means(base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output, engine=known)
     # a number of examples that is no other size: those that are the same would be taken to be one symbol
@@ -312,8 +312,8 @@ def _swept(engine: Streamlined, x: Any, readout: Readout) -> fx.GraphModule:
         return leaf[torch.arange(n, device=leaf.device) % old] if leaf.shape[:1] == (old,) else leaf
 
     def moments(inputs: Any) -> tuple[Tensor, Tensor]:
-        if short is not None and (swept := sweep(engine, found, short, inputs, None)) is not None:
-            return swept
+        if short is not None:
+            return sweep(engine, found, short, inputs, None)
         run = _Run(means, engine.params, engine.buffers, engine.covariance, inputs, whole, names)
         return run.f, run.covariances()[0]
 

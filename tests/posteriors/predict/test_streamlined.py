@@ -323,7 +323,7 @@ def test_what_the_head_does_not_read_is_not_computed(way, how, monkeypatch):
     found = posterior.predict(x, how, **options)
     code = [(s.name, posterior.streamlined.trace(x).shapes[s.out.slot]) for s in posterior.streamlined.trace(x).steps[-4:]]
     assert any(shape[1:] == (1, 8) for _, shape in code)
-    monkeypatch.setattr("dubito.posteriors.predict.streamlined.engine.pruned", lambda trace: trace)
+    monkeypatch.setattr("dubito.posteriors.predict.streamlined.engine.prune", lambda trace: trace)
     whole = replace(posterior).predict(x, how, **options)
     torch.testing.assert_close(found.f_mean, whole.f_mean)
     torch.testing.assert_close(found.covariances, whole.covariances)
@@ -457,7 +457,7 @@ def test_many_outputs():
     assert many.how == "adjoint, 16 largest outputs"
     assert many.cov is not None
     assert many.cov.shape == (1, 4, 120)
-    with pytest.raises(ValueError, match="top is a positive number"):
+    with pytest.raises(ValueError, match="top must be positive"):
         posterior.predict(x, "adjoint", top=0)
 
 
@@ -505,7 +505,7 @@ def test_the_short_way_of_a_chain_is_the_long_way(structure, only, noisy, monkey
     posterior = dubito.fit(model, method, (x, y), progress=False)
     x_var = 0.1 * torch.rand(4, 3).double() if noisy else None
     short = posterior.predict(x[:4], "adjoint", x_var=x_var)
-    monkeypatch.setattr("dubito.posteriors.predict.adjoint.sweep", lambda *_: None)
+    monkeypatch.setattr("dubito.posteriors.predict.adjoint._known_chain", lambda *_: None)
     long = posterior.predict(x[:4], "adjoint", x_var=x_var)
     torch.testing.assert_close(short.f_mean, long.f_mean)
     torch.testing.assert_close(short.covariances, long.covariances)
@@ -589,3 +589,30 @@ def test_a_computed_weight_is_no_chain():
         dubito.fit(model, Laplace(check=False, subset="last_layer"), (x, x[:, :2]))
     posterior = dubito.fit(model, Laplace(check=False, subset=r"2\.bias"), (x, x[:, :2]))
     torch.testing.assert_close(posterior.predict(x, "adjoint").f_var, posterior.predict(x, "linearized").f_var)
+
+
+def test_two_functions_after_each_other_are_no_chain():
+    posterior, x = around(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Tanh(), nn.Linear(8, 2)), 0.01), torch.randn(4, 2)
+    forward = posterior.predict(x, "streamlined", rank=-1)
+    adjoint = posterior.predict(x, "adjoint")
+    torch.testing.assert_close(adjoint.f_mean, forward.f_mean)
+    torch.testing.assert_close(adjoint.f_var, forward.f_var, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("function", [lambda: nn.ELU(inplace=True), lambda: nn.LeakyReLU(0.2, inplace=True)])
+@pytest.mark.parametrize("taylor", [False, True])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode calls it
+def test_a_function_in_place_is_the_same_function(function, taylor):
+    x, layers = torch.randn(4, 2), (nn.Linear(2, 8), nn.Linear(8, 2))
+    plain = function()
+    plain.inplace = False
+    found, expected = (
+        around(nn.Sequential(layers[0], g, layers[1])).streamlined.predict(x, taylor=taylor) for g in (function(), plain)
+    )
+    torch.testing.assert_close(found.f_mean, expected.f_mean)
+    torch.testing.assert_close(found.f_var, expected.f_var)
+
+
+def test_hardtanh_without_bounds_is_between_minus_one_and_one():
+    x = Moments(torch.tensor([-3.0, 0.5, 3.0]), torch.full((3,), 1e-6))
+    torch.testing.assert_close(RULES["hardtanh"](x).mean, torch.tensor([-1.0, 0.5, 1.0]))

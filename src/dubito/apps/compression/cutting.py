@@ -25,8 +25,8 @@ from dubito.apps.compression.rules import RULES
 from dubito.apps.compression.writing import Compressed, Plan, write
 from dubito.network.examples import pick_output
 from dubito.network.weights import swapped
-from dubito.posteriors.predict.streamlined.program import _needed
-from dubito.posteriors.predict.streamlined.trace import PROBE, Ref, Trace, trace
+from dubito.posteriors.predict.streamlined.operations import PROBE, Ref, Trace
+from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
 from dubito.tensors.randomness import forked
 from dubito.tensors.tree import Buffers, Params
@@ -124,7 +124,7 @@ def follow(network: nn.Module, weights: Params, x: Any, output: Callable[[Any], 
         raise ValueError(
             "the network takes another way for another number of examples, so there is no module of it for any number"
         )
-    return Flows(found, weights, RULES, _needed(found), _shapes(found, weights, x))
+    return Flows(found, weights, RULES, found.needed, _shapes(found, weights, x))
 
 
 def _shapes(found: Trace, weights: Params, x: Any) -> dict[int, tuple[int, ...]]:

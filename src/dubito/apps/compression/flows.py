@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.compression.units import Units
-from dubito.posteriors.predict.streamlined.program import _follows
-from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, Trace, refs
+from dubito.posteriors.predict.streamlined.operations import Step, Trace, follows_batch, refs, resolve
 
 DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
 RANDOM = {"bernoulli", "normal", "multinomial", "uniform", "poisson"}
@@ -93,17 +92,7 @@ def run(func: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def filled(value: Any, tensors: Callable[[int], Any], batch: Any) -> Any:
     """With tensors in the places of slots, and sizes that follow the batch as numbers."""
-    if isinstance(value, Ref):
-        return tensors(value.slot)
-    if isinstance(value, Size):
-        return value.constant + value.slope * batch
-    if isinstance(value, dict):
-        return {key: filled(item, tensors, batch) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(filled(item, tensors, batch) for item in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple | list):
-        return type(value)(filled(item, tensors, batch) for item in value)
-    return value
+    return resolve(value, tensors, lambda size: size.value(batch))
 
 
 Found = list[Flow] | None  # None: no way through
@@ -144,7 +133,7 @@ class Flows:
                 continue
             inside = {ref.slot for ref in refs((step.args, step.kwargs))}
             again = step.name.startswith("rand") or step.name in RANDOM | DROPOUT | {"setitem"}  # to be done each time
-            if not inside & dependent and not _follows((step.args, step.kwargs)) and not again:
+            if not inside & dependent and not follows_batch((step.args, step.kwargs)) and not again:
                 self._evaluate(step)
                 continue
             dependent |= outs

@@ -25,8 +25,7 @@ from dubito.apps.compression.flows import (
     nothing,
     run,
 )
-from dubito.posteriors.predict.streamlined.program import _follows
-from dubito.posteriors.predict.streamlined.trace import PROBE, Ref, Size, Step, refs
+from dubito.posteriors.predict.streamlined.operations import PROBE, Ref, Size, Step, follows_batch, refs
 
 POINTWISE = {
     "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "softsign",
@@ -82,7 +81,7 @@ def _pointwise(flows: Flows, i: int, step: Step) -> Found:
 
 def _constant(step: Step, const: dict[int, Tensor], n: int) -> Tensor:
     """What an operation makes of constants."""
-    if _follows((step.args, step.kwargs)):  # a number of examples, which is another each time
+    if follows_batch((step.args, step.kwargs)):  # a number of examples, which is another each time
         return nothing(n)
     args, kwargs = (filled(part, lambda slot: const[slot].clone(), 0) for part in (step.args, step.kwargs))
     try:
@@ -212,7 +211,7 @@ def _move(flows: Flows, i: int, step: Step) -> Found:
             const = nothing(len(index))
         found.append(Flow(axis - out.ndim, flow.units[index.numpy()], const))
         whole = len(index) == n and bool((index == torch.arange(n)).all())
-        sizes = [_size(a, b) for a, b in zip(out.shape, fewer.shape, strict=True)]
+        sizes = [Size.between(a, b) for a, b in zip(out.shape, fewer.shape, strict=True)]
         simple = step.name != "getitem" or _simple(step.args[1])
         if step.name in RESHAPES | {"expand", "expand_as"}:
             name = "reshape" if step.name in RESHAPES else "expand"
@@ -241,11 +240,6 @@ def _simple(index: Any) -> bool:
         isinstance(one, int | slice) or one is None or one is Ellipsis
         for one in (index if isinstance(index, tuple) else (index,))
     )
-
-
-def _size(a: int, b: int) -> int | Size:
-    slope = (a - b) // (PROBE[0] - PROBE[1])
-    return a if a == b else Size(a - slope * PROBE[0], slope)
 
 
 def _along(x: Tensor, axis: int) -> Tensor:

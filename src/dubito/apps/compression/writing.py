@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from dubito.apps.compression.flows import CONVOLUTION, TRANSPOSED, Flows, Site, arguments, matrix
-from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, refs
+from dubito.posteriors.predict.streamlined.operations import Ref, Size, Step, refs, resolve
 from dubito.tensors import tree
 
 
@@ -175,17 +175,7 @@ class _Writer:
         return scaled if size.constant == 0 else self.graph.call_function(operator.add, (scaled, size.constant))
 
     def fill(self, value: Any) -> Any:
-        if isinstance(value, Ref):
-            return self.node(value.slot)
-        if isinstance(value, Size):
-            return self.size(value)
-        if isinstance(value, dict):
-            return {key: self.fill(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(self.fill(value.start), self.fill(value.stop), self.fill(value.step))
-        if isinstance(value, tuple | list):
-            return type(value)(self.fill(item) for item in value)
-        return value
+        return resolve(value, self.node, self.size)
 
     def module(self) -> Compressed:
         names = list(self.plan.like) if isinstance(self.plan.like, dict) else None

@@ -19,7 +19,8 @@ from dubito.apps.network import Network, networks, posterior_of
 from dubito.apps.stability.operator import operator_norm
 from dubito.model import Model
 from dubito.posteriors import Posterior
-from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, Trace, refs, trace
+from dubito.posteriors.predict.streamlined.operations import Ref, Size, Step, Trace, refs, resolve
+from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
 
 # the steepest slopes of functions of single numbers
@@ -207,17 +208,7 @@ class _Walk:
     def _filled(self, value: Any, known: dict[int, Any] | None = None) -> Any:
         """Arguments with tensors in the places of references, for as many examples as the trace was made with."""
         known = self.values if known is None else known
-        if isinstance(value, Ref):
-            return known[value.slot]
-        if isinstance(value, Size):
-            return value.constant + value.slope * self.trace.batch
-        if isinstance(value, tuple | list):
-            return type(value)(self._filled(item, known) for item in value)
-        if isinstance(value, dict):
-            return {key: self._filled(item, known) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(self._filled(value.start, known), self._filled(value.stop, known), self._filled(value.step, known))
-        return value
+        return resolve(value, known.__getitem__, lambda size: size.value(self.trace.batch))
 
 
 def _places(step: Step, live: list[int]) -> list[int]:

@@ -9,8 +9,8 @@ through these slopes to every layer's output, which gives :math:`\delta_k`, and
 
 where the last sum is what a function makes of its input beyond its expected slope.
 
-All correlations between units, tokens, branches and positions are kept, as in the linearised network, whose code does the work
-here: the network that is linearised is that of the means. A plain chain of layers has a shorter way, `chain`.
+All correlations between units, tokens, branches and positions are kept, as in the linearized network, whose code does the work
+here: the network that is linearized is that of the means. A plain chain of layers has a shorter way, `chain`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch import Tensor
 from dubito.curvature.capture import example_count, tapped
 from dubito.model import Model
 from dubito.model.likelihoods import own
-from dubito.posteriors.predict.chain import Chain, chain, sweep
+from dubito.posteriors.predict.chain import Chain, find_chain, sweep
 from dubito.posteriors.predict.linearized import linearized
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, Weight
-from dubito.posteriors.predict.streamlined.trace import Trace
+from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
 MANY, TOP = 100, 16  # outputs above which only the largest are swept back, and how many
@@ -46,14 +47,14 @@ class Means(Model):
     tells: ClassVar[bool] = True  # the rules tell a `Capture` of their layers
 
     def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+        """E[f(x)], with the given means of the weights; its derivatives are expected slopes."""
         engine: Streamlined = self.engine
-        weights: list[Any] = []
         inputs = x[0] if self.noisy else x
-        program, found = engine.program(inputs, adjoint=True, noisy=self.noisy, fallback=self.fallback), engine.trace(inputs)
-        for name in found.weights.values():
+        program, means = engine.program(inputs, adjoint=True, noisy=self.noisy, fallback=self.fallback), {**buffers, **params}
+        weights: list[Any] = []
+        for name in engine.trace(inputs).weights.values():
             known = engine.weights[name]
-            mean = params[name] if name in params else buffers[name]
-            weights.append(known._replace(mean=mean) if isinstance(known, Weight) else mean)
+            weights.append(known._replace(mean=means[name]) if isinstance(known, Weight) else means[name])
         leaves: list[Any] = list(tree.leaves(inputs))
         if self.noisy:
             leaves[0] = Moments(tapped(leaves[0].detach().requires_grad_(), x[1], 0), x[1])
@@ -74,56 +75,71 @@ def adjoint(
 
     `top`: only so many outputs of each example, the largest, are swept back; the others have the variances of the forward pass, and
     there are no covariances. Of more than MANY outputs it is TOP, unless given."""
-    x = engine.prepared(x)
-    base = engine.model
+    x = engine.prepare(x)
     if x_var is not None:
         x_var = x_var.to(x).expand_as(x)
-    found = engine.trace(x)
-    flat, outputs = len(found.shapes[found.output]) == 2, found.shapes[found.output][-1]
-    top = TOP if top is None and flat and outputs > MANY else top
-    if top is not None and not (flat and top > 0):
-        raise ValueError("top is a positive number, for networks with one output vector an example")
-    top = None if top is not None and top >= outputs else top
-    with torch.no_grad():
-        if id(found) not in engine.chains:
-            engine.chains[id(found)] = chain(found, engine.random)
-        known = engine.chains[id(found)]
-        if known is not None and top is None and (swept := _swept(engine, found, known, x, x_var, memory)) is not None:
-            mean, cov = (part.float().unsqueeze(0) if part.dtype.itemsize < 4 else part.unsqueeze(0) for part in swept)
-            return LatentMixture(base.likelihood, mean, cov, params=own(engine.params), how="adjoint")
+    trace = engine.trace(x)
+    top = _top(trace, top)
+    chain = _known_chain(engine, trace)
+    if chain is not None and top is None and (x_var is None or chain.start == trace.inputs[0]):
+        with torch.no_grad():
+            mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in _in_chunks(engine, trace, chain, x, x_var, memory))
+        params = own(engine.params)
+        return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
+    with torch.inference_mode(False):
+        return _by_linearizing(engine, x, x_var, memory, fallback, top)
+
+
+def _top(trace: Trace, top: int | None) -> int | None:
+    """How many outputs of each example are swept back; None: all."""
+    *rest, outputs = trace.shapes[trace.output]
+    flat = len(rest) == 1
+    if top is None:
+        top = TOP if flat and outputs > MANY else None
+    else:
+        require(flat and top > 0, f"top must be positive, and the network must have one output vector an example; got {top}")
+    return None if top is None or top >= outputs else top
+
+
+def _known_chain(engine: Streamlined, trace: Trace) -> Chain | None:
+    if id(trace) not in engine.chains:
+        engine.chains[id(trace)] = find_chain(engine, trace)
+    return engine.chains[id(trace)]
+
+
+def _by_linearizing(
+    engine: Streamlined, x: Any, x_var: Tensor | None, memory: float, fallback: int, top: int | None
+) -> LatentMixture:
+    """The long way, for any network: linearize that of the means."""
+    base = engine.model
     model = Means(
         base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output,
         engine=engine, noisy=x_var is not None, fallback=fallback,
     )  # fmt: skip
-    with torch.inference_mode(False):
-        x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
-        given = x if x_var is None else (x, x_var)
-        engine.trace(x)
-        others = None
-        if top is not None:
-            with torch.no_grad():
-                f = engine.moments(x, x_var=x_var, fallback=fallback)
-            others = top, f.var if isinstance(f, Moments) else f.cov.diagonal(dim1=-2, dim2=-1)
-        p = linearized(
-            model, given, params=engine.params, buffers=engine.buffers, covariance=engine.covariance, memory=memory, top=others
-        )
-        return replace(p, how="adjoint" if top is None else f"adjoint, {top} largest outputs")
+    x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
+    engine.trace(x)
+    others = None
+    if top is not None:
+        with torch.no_grad():
+            f = engine.moments(x, x_var=x_var, fallback=fallback)
+        others = top, f.var if isinstance(f, Moments) else f.cov.diagonal(dim1=-2, dim2=-1)
+    given, covariance = x if x_var is None else (x, x_var), engine.covariance
+    p = linearized(model, given, params=engine.params, buffers=engine.buffers, covariance=covariance, memory=memory, top=others)
+    return replace(p, how="adjoint" if top is None else f"adjoint, {top} largest outputs")
 
 
-def _swept(
-    engine: Streamlined, found: Trace, known: Chain, x: Any, x_var: Tensor | None, memory: float
-) -> tuple[Tensor, Tensor] | None:
+def _in_chunks(
+    engine: Streamlined, trace: Trace, chain: Chain, x: Any, x_var: Tensor | None, memory: float
+) -> tuple[Tensor, Tensor]:
     """The short way, some examples at a time where all together would take more memory than they may."""
-    outputs, width = found.shapes[found.output][-1], max(found.shapes[step.out.slot][-1] for step in known.steps)
-    size, step = example_count(x), max(1, int(memory * 2**30 / (16 * outputs * width)))
+    outputs = trace.shapes[trace.output][-1]
+    size, step = example_count(x), max(1, int(memory * 2**30 / (16 * outputs * chain.width)))
     if size <= step:
-        return sweep(engine, found, known, x, x_var)
-    parts = []
+        return sweep(engine, trace, chain, x, x_var)
+    chunks = []
     for start in range(0, size, step):
-        piece = slice(start, start + step)
-        part = tree.apply_leaves(lambda leaf: leaf[piece] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
-        parts.append(sweep(engine, found, known, part, None if x_var is None else x_var[piece]))
-    if any(one is None for one in parts):
-        return None
-    means, covs = zip(*parts, strict=True)  # pyright: ignore[reportArgumentType]
+        rows = slice(start, start + step)
+        some = tree.apply_leaves(lambda leaf: leaf[rows] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
+        chunks.append(sweep(engine, trace, chain, some, None if x_var is None else x_var[rows]))
+    means, covs = zip(*chunks, strict=True)
     return torch.cat(means), torch.cat(covs)

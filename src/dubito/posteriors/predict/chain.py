@@ -1,4 +1,4 @@
-r"""The adjoint of a plain chain: linear layers and functions of single numbers, one after another.
+r"""The adjoint of a plain chain: linear layers, with a function of single numbers between each two.
 
 What `adjoint` does for any network, written out where it is simple, with all outputs swept back at once. A layer with input moments
 (m, v) puts noise :math:`q = S (m^2 + v) + s` on its outputs; behind the function g that follows, what is a unit's own is
@@ -10,6 +10,7 @@ and the outputs' covariance is the sum over layers of :math:`\delta\, \mathrm{di
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.posteriors.predict.streamlined.engine import Streamlined
-from dubito.posteriors.predict.streamlined.moments import Moments, Weight, mean_of, var_of
+from dubito.posteriors.predict.streamlined.moments import Moments, Value, block_of, mean_of, plus, var_of
+from dubito.posteriors.predict.streamlined.operations import Step, Trace
 from dubito.posteriors.predict.streamlined.registry import RULES
 from dubito.posteriors.predict.streamlined.rules.head import sandwich
-from dubito.posteriors.predict.streamlined.trace import Ref, Step, Trace, refs
 from dubito.tensors.covariances.noise import Rotated
 
 FUNCTIONS = {
@@ -29,135 +30,165 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+class Layer(NamedTuple):
+    """A linear layer, and the function behind it (None behind the last)."""
+
+    name: str  # of its weight
+    weight: Value
+    bias: Value | None
+    block: Rotated | None  # the weights' covariance, where they are not independent
+    function: Step | None
+
+    def apply_function(self, h: Tensor, var: Tensor, one: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and expected slope of the function; `one` is a direction, which comes out as the slope."""
+        assert self.function is not None
+        rule = RULES[self.function.name]
+        return rule(Moments(h, var, one), *self.function.args[1:], **self.function.kwargs)[:3]
+
+
 class Chain(NamedTuple):
-    """The steps of a network whose random part is a chain, and what comes before."""
+    """A network whose random part is a chain of layers."""
 
     start: int  # slot of the first random layer's input
-    steps: list[Step]
+    layers: list[Layer]
+    width: int  # of the widest layer
 
 
-class Pass(NamedTuple):
+class Noise(NamedTuple):
     """What the way back needs of one layer."""
 
-    weight: Any
-    rotated: Tensor | None  # of a Kronecker layer: expected squares of its inputs, turned
+    layer: Layer
+    energy: Tensor | None  # of a Kronecker layer: expected squares of its inputs in the eigenbasis
     own: Tensor | None  # variances that are each output's own, behind the function
     slope: Tensor | None
 
+    def rotated(self) -> Tensor:
+        """Of a Kronecker layer: variances of its outputs' noise in their eigenbasis."""
+        assert self.energy is not None
+        assert self.layer.block is not None
+        return self.energy @ self.layer.block.variances.mT
 
-def chain(found: Trace, random: tuple[str, ...]) -> Chain | None:
-    """The chain, if the random part of the network is one."""
-    uncertain = {slot for slot, name in found.weights.items() if name in random}
-    steps: list[Step] = []
-    for step in found.steps:
-        if any(ref.slot in uncertain for ref in refs((step.args, step.kwargs))):
+
+def find_chain(engine: Streamlined, trace: Trace) -> Chain | None:
+    """The chain, if the random part of the network is one and its weights are independent or Kronecker products."""
+    steps = _random_steps(trace, engine.random)
+    linears, functions = steps[::2], steps[1::2]
+    shapes = [trace.shapes[step.result] for step in steps if step.result is not None and trace.axes.get(step.result) == 0]
+    alternate = (
+        len(steps) % 2 == 1
+        and all(step.name == "linear" for step in linears)
+        and all(step.name in FUNCTIONS and len(step.inputs) == 1 for step in functions)
+        and all(before.result == after.source for before, after in pairwise(steps))
+    )
+    flat = len(shapes) == len(steps) and all(len(shape) == 2 for shape in shapes)
+    if not alternate or not flat or steps[0].source is None or steps[-1].result != trace.output:
+        return None
+    layers = [_layer(engine, trace, step, after) for step, after in zip(linears, [*functions, None], strict=True)]
+    known = [layer for layer in layers if layer is not None]
+    if len(known) < len(layers) or not _used_once(engine, trace, linears):
+        return None
+    return Chain(steps[0].source, known, max(shape[-1] for shape in shapes))
+
+
+def _random_steps(trace: Trace, random: tuple[str, ...]) -> list[Step]:
+    """The operations on anything random."""
+    uncertain = {slot for slot, name in trace.weights.items() if name in random}
+    steps = []
+    for step in trace.steps:
+        if uncertain.intersection(step.inputs):
             steps.append(step)
-            uncertain |= {ref.slot for ref in refs(step.out)}
-    if not steps or steps[0].name != "linear" or steps[-1].name != "linear":
+            uncertain.update(step.outputs)
+    return steps
+
+
+def _used_once(engine: Streamlined, trace: Trace, linears: list[Step]) -> bool:
+    """Whether no random weight is used again: the uses would be taken as independent."""
+    names = [trace.weights[slot] for step in linears for slot in step.inputs[1:]]
+    random = [name for name in names if name in engine.random]
+    return len(random) == len(set(random))
+
+
+def _layer(engine: Streamlined, trace: Trace, step: Step, function: Step | None) -> Layer | None:
+    """A linear layer; None where its weights are computed from others, or depend on each other in another way than is known here."""
+    name, shift = trace.weight_name(step.argument(1, "weight")), step.argument(2, "bias")
+    bias = trace.weight_name(shift)
+    if name is None or (bias is None and shift is not None):
         return None
-    start = steps[0].args[0]
-    at, used = start, set[str | None]()
-    for step, after in zip(steps, [*steps[1:], None], strict=True):
-        if step.name not in FUNCTIONS | {"linear"} or not isinstance(step.out, Ref) or not step.args or step.args[0] != at:
-            return None
-        if step.name != "linear" and any(True for _ in refs((step.args[1:], step.kwargs))):
-            return None
-        if step.name == "linear" and after is not None and after.name == "linear":
-            return None
-        if step.name == "linear":
-            own = [found.weights.get(ref.slot) for ref in refs((step.args[1:], step.kwargs))]
-            if None in own or used & {name for name in own if name in random}:
-                return None  # a weight that is computed, or one that is used again: the passes would be taken as independent
-            used |= set(own)
-        if len(found.shapes[step.out.slot]) != 2 or found.axes.get(step.out.slot) != 0:
-            return None
-        at = step.out
-    if not isinstance(start, Ref) or not isinstance(at, Ref) or at.slot != found.output:
+    block = block_of(engine.weights[name])
+    if block is not None and not isinstance(block, Rotated):
         return None
-    return Chain(start.slot, steps)
-
-
-def sweep(engine: Streamlined, found: Trace, known: Chain, x: Any, x_var: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Mean [B, C] and covariance [B, C, C]; None where a layer's weights are of another kind."""
-    if x_var is not None and known.start != found.inputs[0]:
+    alone = [name if block is None else None, None if block is not None and block.biased else bias]
+    if not all(leaf is None or engine.independent(leaf) for leaf in alone):
         return None
-    weights = {slot: engine.weights[name] for slot, name in found.weights.items()}
-    m = engine.prefix(found, known.start, x)
-    v: Tensor | None = x_var
-    passes: list[Pass] = []
-    one = torch.ones((), dtype=m.dtype, device=m.device)  # a direction, which comes out as the expected slope
-    for i, step in enumerate(known.steps):
-        if step.name != "linear":
-            continue
-        given: tuple[Any, ...] = (*step.args, step.kwargs.get("bias"), None)
-        weight, bias = (weights[ref.slot] if isinstance(ref, Ref) else None for ref in (given[1], given[2]))
-        block = weight.block if isinstance(weight, Weight) else None
-        if block is not None and not isinstance(block, Rotated):
-            return None
-        inside = isinstance(block, Rotated) and block.biased
-        apart = [ref for ref, alone in ((given[1], block is None), (given[2], not inside)) if isinstance(ref, Ref) and alone]
-        if not all(engine.independent(found.weights[ref.slot]) for ref in apart):
-            return None
-        w, s, sb = mean_of(weight), var_of(weight), var_of(bias)
-        h = F.linear(m, w, mean_of(bias))
-        inherited = None if v is None else F.linear(v, engine.square(found.weights[given[1].slot]))  # from the layers before
-        rotated = q = None  # noise that this layer adds: in its eigenbasis; each output's own
-        if block is not None:
-            rotated = block.energy(m)
-            if v is not None:
-                rotated = rotated + v @ block.squares
-            turned = F.linear(rotated, block.marginal)
-            inherited = turned if inherited is None else inherited + turned
-            q = sb.expand_as(h) if sb is not None and not block.biased else None
-        elif s is not None:
-            q = F.linear(m * m if v is None else torch.addcmul(v, m, m), s, sb)
-        elif sb is not None:
-            q = sb.expand_as(h)
-        if i == len(known.steps) - 1:
-            passes.append(Pass(weight, rotated, q, None))
-            m = h
-            break
-        var: Any = q if inherited is None else inherited if q is None else q + inherited
-        function = known.steps[i + 1]
-        value, var_out, slope = RULES[function.name](Moments(h, var, one), *function.args[1:], **function.kwargs)[:3]
-        own = var_out if inherited is None else var_out - slope * slope * inherited
-        passes.append(Pass(weight, rotated, own.clamp_min(0), slope))
-        m, v = value, var_out
-    return m, _back(passes, m, x_var)
+    return Layer(name, engine.weights[name], None if bias is None else engine.weights[bias], block, function)
 
 
-def _back(passes: list[Pass], f: Tensor, x_var: Tensor | None) -> Tensor:
-    last = passes[-1]
-    w = mean_of(last.weight)  # [C, D]
-    classes = w.shape[0]
+def sweep(engine: Streamlined, trace: Trace, chain: Chain, x: Any, x_var: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean [B, C] and covariance [B, C, C]."""
+    m, v = engine.prefix(trace, chain.start, x), x_var
+    one = torch.ones((), dtype=m.dtype, device=m.device)
+    noises: list[Noise] = []
+    for layer in chain.layers:
+        h = F.linear(m, mean_of(layer.weight), mean_of(layer.bias))
+        inherited = None if v is None else F.linear(v, engine.square(layer.name))  # from the layers before
+        if layer.block is None:
+            energy, own = None, _independent_noise(layer, m, v, h)
+        else:
+            energy = plus(layer.block.energy(m), None if v is None else v @ layer.block.squares)
+            inherited = plus(inherited, F.linear(energy, layer.block.marginal))
+            own = None if layer.block.biased else _shift(layer, h)
+        if layer.function is None:
+            noises.append(Noise(layer, energy, own, None))
+            return h, _back(noises, h, x_var)
+        m, v, slope = layer.apply_function(h, plus(own, inherited), one)
+        own = v if inherited is None else v - slope * slope * inherited
+        noises.append(Noise(layer, energy, own.clamp_min(0), slope))
+    raise AssertionError("a chain ends with a layer that no function follows")
+
+
+def _independent_noise(layer: Layer, m: Tensor, v: Tensor | None, h: Tensor) -> Tensor | None:
+    """:math:`S (m^2 + v) + s`."""
+    s = var_of(layer.weight)
+    if s is None:
+        return _shift(layer, h)
+    return F.linear(m * m if v is None else torch.addcmul(v, m, m), s, var_of(layer.bias))
+
+
+def _shift(layer: Layer, h: Tensor) -> Tensor | None:
+    s = var_of(layer.bias)
+    return None if s is None else s.expand_as(h)
+
+
+def _back(noises: list[Noise], f: Tensor, x_var: Tensor | None) -> Tensor:
+    """The covariance of the outputs: every layer's noise, followed to them through the expected slopes."""
+    *before, last = noises
+    w = mean_of(last.layer.weight)  # [C, D]
     cov = _output(last, f)
     g: Tensor = w.unsqueeze(1)  # [C, 1 or B, D]: the same for all examples up to the first function
-    for one in reversed(passes[:-1]):
-        assert one.slope is not None
-        assert one.own is not None
-        if one is passes[-2]:  # still the same for all examples; the shape would not tell, where there is one example
-            cov = cov + sandwich(one.own, w)
+    for i, noise in reversed(list(enumerate(before))):
+        assert noise.slope is not None
+        assert noise.own is not None
+        if i == len(before) - 1:  # still the same for all examples; the shape would not tell, where there is one example
+            cov = cov + sandwich(noise.own, w)
         else:
             rows = g.transpose(0, 1)  # [B, C, D]
-            cov = torch.baddbmm(cov, rows * one.own.unsqueeze(1), rows.mT)
-        at = g * one.slope  # [C, B, O], behind the layer's outputs
-        if one.rotated is not None:
-            block = one.weight.block
-            turned = (at @ block.left).transpose(0, 1)
-            noise = one.rotated @ block.variances.mT
-            cov = torch.baddbmm(cov, turned * noise.unsqueeze(1), turned.mT)
-        if one is not passes[0] or x_var is not None:
-            g = (at.flatten(0, 1) @ mean_of(one.weight)).unflatten(0, at.shape[:2])
+            cov = torch.baddbmm(cov, rows * noise.own.unsqueeze(1), rows.mT)
+        behind = g * noise.slope  # [C, B, O], behind the layer's outputs
+        if noise.layer.block is not None:
+            turned = (behind @ noise.layer.block.left).transpose(0, 1)
+            cov = torch.baddbmm(cov, turned * noise.rotated().unsqueeze(1), turned.mT)
+        if i > 0 or x_var is not None:
+            g = (behind.flatten(0, 1) @ mean_of(noise.layer.weight)).unflatten(0, behind.shape[:2])
     if x_var is not None:
-        rows = g.expand(classes, len(x_var), -1).transpose(0, 1)
+        rows = g.expand(len(w), len(x_var), -1).transpose(0, 1)
         cov = torch.baddbmm(cov, rows * x_var.unsqueeze(1), rows.mT)
     return cov
 
 
-def _output(last: Pass, f: Tensor) -> Tensor:
+def _output(last: Noise, f: Tensor) -> Tensor:
     """What the output layer's own weights add."""
     cov = torch.diag_embed(torch.zeros_like(f) if last.own is None else last.own)
-    if last.rotated is not None:
-        block = last.weight.block
-        cov = cov + (block.left * (last.rotated @ block.variances.mT).unsqueeze(-2)) @ block.left.mT
-    return cov
+    if last.layer.block is None:
+        return cov
+    left = last.layer.block.left
+    return cov + (left * last.rotated().unsqueeze(-2)) @ left.mT

@@ -31,8 +31,11 @@ class Rotated:
 
     def energy(self, m: Tensor) -> Tensor:
         """Squares of the inputs in the eigenbasis."""
-        turned = F.linear(m, self.basis[:-1].mT, self.basis[-1]) if self.biased else m @ self.basis
-        return turned.square()
+        return self.rotate(m).square()
+
+    def rotate(self, m: Tensor) -> Tensor:
+        """The inputs, and the 1 of the bias, in the eigenbasis."""
+        return F.linear(m, self.basis[:-1].mT, self.basis[-1]) if self.biased else m @ self.basis
 
     def var(self, m: Tensor) -> Tensor:
         """Variances [..., O] of the outputs for inputs m [..., I]."""

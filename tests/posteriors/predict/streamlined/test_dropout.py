@@ -130,3 +130,12 @@ def test_options_are_those_of_a_gaussian():
         posterior.predict(x, rank=3)
     with pytest.raises(ValueError, match="link is one of"):
         posterior.predict(x, "adjoint", link="logit")
+
+
+@pytest.mark.parametrize("how", ["streamlined", "adjoint"])
+def test_dropout_after_a_convolution(how):
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 2))
+    model, x = Model(network, Gaussian(scale=0.1)), torch.randn(3, 1, 6, 6)
+    random = Stochastic(model, {name: leaf.detach() for name, leaf in model.parameters().items()}, {}, Dropout())
+    f_var = random.predict(x, "sampled", draws=4000).f_var
+    torch.testing.assert_close(random.predict(x, how).f_var, f_var, rtol=0.1, atol=0)

@@ -11,7 +11,7 @@ from dubito import Gaussian, Model
 from dubito.posteriors import Gaussian as Posterior
 from dubito.posteriors.predict.streamlined import Moments
 from dubito.posteriors.predict.streamlined.registry import RULES
-from dubito.posteriors.predict.streamlined.rules.pooling import _begin, largest
+from dubito.posteriors.predict.streamlined.rules.maxima import contestants, largest
 
 AVERAGES = {
     "1d": (F.avg_pool1d, (2, 3, 8), (2,), {}),
@@ -93,7 +93,7 @@ def test_of_equal_numbers_and_of_certain_ones():
 def test_slopes_are_probabilities(noisy):
     x = noisy(3, 7, sd=0.8)
     mean = x.mean.clone().requires_grad_()
-    found = largest(_begin(Moments(mean, x.var), True), True)
+    found = largest(contestants(Moments(mean, x.var), True), True)
     (slope,) = torch.autograd.grad(found.mean.sum(), mean)
     drawn = x.mean + x.var.sqrt() * torch.randn(200_000, 3, 7)
     truth = F.one_hot(drawn.argmax(-1), 7).float().mean(0)
@@ -148,7 +148,7 @@ def test_positions_share_the_noise_of_a_kernel(kernel, options, bias, around, ra
     (found,) = ratio(posterior, smooth, {"how": "adjoint"})
     assert found == pytest.approx(1, abs=0.03)
     program = posterior.streamlined.program(smooth, adjoint=True)
-    assert any("shared" in node.kwargs for node in program.graph.nodes)
+    assert any("kernel" in node.kwargs for node in program.graph.nodes)
 
 
 def test_pooling_comes_before_functions_that_rise():

@@ -20,11 +20,12 @@ from dubito.curvature.capture import example_count
 from dubito.model import Model
 from dubito.model.likelihoods import own
 from dubito.posteriors.predict.dropout import Dropout
-from dubito.posteriors.predict.streamlined.commute import commuted
-from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, mean_of
+from dubito.posteriors.predict.streamlined.commute import pool_first
+from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, block_of, mean_of
+from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.streamlined.program import WIDE, lower
-from dubito.posteriors.predict.streamlined.prune import pruned
-from dubito.posteriors.predict.streamlined.trace import Ref, Trace, refs, trace
+from dubito.posteriors.predict.streamlined.prune import prune
+from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance
@@ -34,7 +35,7 @@ NARROW = 512  # units of a network, all operations together, up to which all dir
 
 
 class Streamlined:
-    """The streamlined network of a posterior: its traces and programs, and what of the weights is needed again and again."""
+    """The streamlined network of a posterior: traces and programs, made once for each shape of input, and moments of the weights."""
 
     def __init__(
         self,
@@ -62,64 +63,61 @@ class Streamlined:
         for name, var in variances.items():
             self.weights[name] = Weight.of(fixed[name], var.to(fixed[name].dtype), kernels.get(name))
 
-    def prepared(self, x: Any) -> Any:
+    def prepare(self, x: Any) -> Any:
+        """x as tensors of the network's type, on its device."""
         like = next(self.model.network.parameters())
         return tree.move(tree.tensors(x, like.dtype), like.device)
 
     def trace(self, x: Any) -> Trace:
-        """Of the network for inputs like x; found once."""
-        leaves = list(tree.leaves(x))
-        kind = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+        """The trace of the network for inputs like x; made once."""
+        kind = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves(x))
         count = example_count(x)
         for key in (kind, (count, kind)):
             if key in self.traces:
                 return self.traces[key]
         with torch.inference_mode(False):
-            plain = {name: w.mean if isinstance(w, Weight) else w for name, w in self.weights.items()}
+            plain = {name: mean_of(weight) for name, weight in self.weights.items()}
             params = {name: plain[name] for name in self.params if ":" not in name}
-            found = trace(self.model, params, x, {name: plain[name] for name in self.buffers}, self.dropout)
-            found = commuted(pruned(found))
-        self.traces[kind if found.dynamic else (count, kind)] = found
-        self._paired(found)
-        return found
+            made = trace(self.model, params, x, {name: plain[name] for name in self.buffers}, self.dropout)
+            made = pool_first(prune(made))
+        self.traces[kind if made.dynamic else (count, kind)] = made
+        for step in made.steps:
+            if step.name == "linear":
+                self._pair(made.weight_name(step.argument(1, "weight")), made.weight_name(step.argument(2, "bias")))
+        return made
 
-    def _paired(self, found: Trace) -> None:
-        """Give matrices the noise that they make together with their bias."""
-        for step in found.steps:
-            if step.name != "linear":
-                continue
-            layer: list[Any] = [*step.args[1:], step.kwargs.get("weight"), step.kwargs.get("bias")]
-            layer = [part for part in layer if isinstance(part, Ref)][:2]
-            name, bias = (*(found.weights.get(ref.slot) for ref in layer), None, None)[:2]
-            weight = self.weights[name] if name in self.random else None
-            if isinstance(weight, Weight) and weight.block is None:
-                assert name is not None
-                block = next(block for block in self.blocks if name in block.shapes)
-                weight = weight._replace(block=block.noise(name, bias if bias in block.shapes else None))
-                self.weights[name] = weight
-            alone = self.weights[bias] if bias in self.correlated else None
-            inside = isinstance(weight, Weight) and weight.block is not None and weight.block.biased
-            if bias is not None and isinstance(alone, Weight) and not inside and alone.mean.ndim == 1:
-                block = next(block for block in self.blocks if bias in block.shapes)
-                self.weights[bias] = alone._replace(block=block.shift(bias))
+    def _pair(self, name: str | None, bias: str | None) -> None:
+        """Give a layer's matrix the noise that it makes together with its bias, and a bias apart from it its own."""
+        weight, shift = self.weights.get(name or ""), self.weights.get(bias or "")
+        if name is not None and isinstance(weight, Weight) and weight.block is None:
+            block = self._block(name)
+            weight = weight._replace(block=block.noise(name, bias if bias in block.shapes else None))
+            self.weights[name] = weight
+        noise = block_of(weight)
+        inside = noise is not None and noise.biased
+        if bias is not None and bias in self.correlated and isinstance(shift, Weight) and not inside and shift.mean.ndim == 1:
+            self.weights[bias] = shift._replace(block=self._block(bias).shift(bias))
 
-    def _apart(self, found: Trace) -> list[str]:
-        """What depends on each other and is carried as if it did not, in words; `adjoint` knows better."""
-        uses = Counter(found.weights.get(ref.slot) for step in found.steps for ref in refs((step.args, step.kwargs)))
+    def _block(self, name: str) -> Covariance:
+        return next(block for block in self.blocks if name in block.shapes)
+
+    def _neglected(self, trace: Trace) -> list[str]:
+        """Dependencies that a forward pass leaves out, in words; `adjoint` keeps them."""
+        uses = Counter(trace.weights.get(slot) for step in trace.steps for slot in step.inputs)
         again = any(uses[name] > 1 for name in self.random)
         wide = (block for block in self.blocks if not block.independent)
         across = any(len({name.rpartition(".")[0] for name in block.shapes}) > 1 for block in wide)
         return ["uses of a weight apart"] * again + ["layers apart"] * across
 
-    def prefix(self, found: Trace, slot: int, x: Any) -> Tensor:
+    def prefix(self, trace: Trace, slot: int, x: Any) -> Tensor:
         """The value of a slot that nothing random comes before."""
         leaves = list(tree.leaves(x))
-        if slot in found.inputs:
-            return leaves[found.inputs.index(slot)]
-        key = (id(found), slot)
+        if slot in trace.inputs:
+            return leaves[trace.inputs.index(slot)]
+        key = (id(trace), slot)
         if key not in self.programs:
-            self.programs[key] = lower(replace(found, output=slot), ())
-        return self.programs[key](*leaves, *(mean_of(self.weights[name]) for name in found.weights.values()))
+            self.programs[key] = lower(replace(trace, output=slot), ())
+        return self.programs[key](*leaves, *(mean_of(self.weights[name]) for name in trace.weights.values()))
 
     def independent(self, name: str) -> bool:
         """Whether the weights of a leaf are certain, or independent of each other and of all others."""
@@ -135,19 +133,11 @@ class Streamlined:
         self, x: Any, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False, fallback: int = 0
     ) -> fx.GraphModule:
         """The program for inputs like x; made once. Operations without a rule are drawn `fallback` times, if that is not 0."""
-        found = self.trace(x)
-        key = (id(found), adjoint, rank, noisy, taylor, fallback)
+        trace = self.trace(x)
+        key = (id(trace), adjoint, rank, noisy, taylor, fallback)
         if key not in self.programs:
-            self.programs[key] = lower(
-                found,
-                self.random,
-                adjoint=adjoint,
-                rank=rank,
-                noisy=noisy,
-                fallback=fallback,
-                taylor=taylor,
-                fixed=self.weights,
-            )
+            options = {"adjoint": adjoint, "rank": rank, "noisy": noisy, "taylor": taylor, "fallback": fallback}
+            self.programs[key] = lower(trace, self.random, fixed=self.weights, **options)
         return self.programs[key]
 
     def moments(
@@ -165,34 +155,31 @@ class Streamlined:
         `weights`, such as `Weight.of(mean, var)` with gradients, stand in the places of the engine's own: to train through it.
         """
         program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor, fallback=fallback)
-        found = self.trace(x)
         leaves: list[Any] = list(tree.leaves(x))
         if x_var is not None:
             leaves[0] = Moments(leaves[0], x_var)
         known = self.weights if weights is None else {**self.weights, **weights}
-        f = program(*leaves, *(known[name] for name in found.weights.values()))
+        f = program(*leaves, *(known[name] for name in self.trace(x).weights.values()))
         return Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
 
     def rank(self, x: Any) -> int:
         """All directions where the network is narrow, none where it is wide."""
-        found = self.trace(x)
-        units = sum(math.prod(found.shapes[step.out.slot][1:]) for step in found.steps if isinstance(step.out, Ref))
+        trace = self.trace(x)
+        units = sum(math.prod(trace.shapes[step.result][1:]) for step in trace.steps if step.result is not None)
         return -1 if units <= NARROW else 0
 
     def predict(
         self, x: Any, *, rank: int | None = None, x_var: Tensor | None = None, taylor: bool = False, fallback: int = 0
     ) -> LatentMixture:
         """The predictive at x."""
-        x = self.prepared(x)
+        x = self.prepare(x)
         with torch.no_grad():
             rank = self.rank(x) if rank is None else rank
             if x_var is not None:
                 x_var = x_var.to(x).expand_as(x)
             f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor, fallback=fallback)
-            how = {0: "streamlined, variances only", -1: "streamlined, full covariance"}.get(
-                rank, f"streamlined, {rank} directions"
-            )
-            how = ", ".join([how, *self._apart(self.trace(x))])
+            carried = {0: "variances only", -1: "full covariance"}.get(rank, f"{rank} directions")
+            how = ", ".join(["streamlined", carried, *self._neglected(self.trace(x))])
             mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
             mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in (mean, cov))
             return LatentMixture(self.model.likelihood, mean, cov, params=own(self.params), how=how)
@@ -205,5 +192,4 @@ def covariance_of(f: Moments | Output) -> Tensor:
     if f.factor is None or f.mean.shape[-1] > WIDE:
         return f.var
     together = torch.einsum("r...c,r...d->...cd", f.factor, f.factor)
-    own = (f.var - together.diagonal(dim1=-2, dim2=-1)).clamp_min(0)
-    return together + torch.diag_embed(own)
+    return together + torch.diag_embed((f.var - together.diagonal(dim1=-2, dim2=-1)).clamp_min(0))

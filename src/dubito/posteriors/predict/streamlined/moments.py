@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vmap
+
+from dubito.tensors.covariances.noise import Noise, Shift
 
 
 class Moments(NamedTuple):
@@ -33,30 +35,66 @@ class Output(NamedTuple):
 class Weight(NamedTuple):
     """A weight with its mean, its variance, and E[w^2] = mean^2 + variance, which is formed once.
 
-    `block` is the covariance of a layer's matrix where its entries are not independent."""
+    `block` is the covariance of a layer's matrix, or of its bias, where the entries are not independent."""
 
     mean: Tensor
     var: Tensor
     second: Tensor
-    block: Any = None
+    block: Noise | Shift | None = None
 
     @staticmethod
-    def of(mean: Tensor, var: Tensor, block: Any = None) -> Weight:
+    def of(mean: Tensor, var: Tensor, block: Noise | Shift | None = None) -> Weight:
+        """A weight by its mean and variance."""
         return Weight(mean, var, torch.addcmul(var, mean, mean), block)
 
 
-def mean_of(value: Any) -> Any:
-    """The mean of a value that may be certain."""
+Value: TypeAlias = Moments | Weight | Tensor  # an argument of a rule; a tensor is certain
+
+
+def mean_of(value: object) -> Any:
+    """The mean of a value that may be certain, or None."""
     return value.mean if isinstance(value, Moments | Weight) else value
 
 
-def var_of(value: Any) -> Tensor | None:
+def var_of(value: object) -> Tensor | None:
     """The variance of a value; None if it is certain."""
     return value.var if isinstance(value, Moments | Weight) else None
 
 
-def uncertain(value: Any) -> bool:
+def factor_of(value: object) -> Tensor | None:
+    """The directions of a value; None if it has none."""
+    return value.factor if isinstance(value, Moments) else None
+
+
+def residual_of(value: object) -> Tensor | None:
+    """The variance of a value that its directions do not explain; None if it is certain."""
+    return residual(value) if isinstance(value, Moments) else var_of(value)
+
+
+def block_of(value: object) -> Any:
+    """The covariance of a weight whose entries are not independent; None of anything else."""
+    return value.block if isinstance(value, Weight) else None
+
+
+def uncertain(value: object) -> bool:
+    """Whether a value has a variance."""
     return isinstance(value, Moments | Weight)
+
+
+def plus(a: Tensor | None, b: Tensor | None) -> Any:
+    """a + b, where None is zero."""
+    return b if a is None else a if b is None else a + b
+
+
+def total(terms: list[Tensor], like: Tensor) -> Tensor:
+    """The sum of directions of several values; where some have more, the others do not move in those."""
+    return sum(widen(terms), torch.zeros((), dtype=like.dtype, device=like.device))  # pyright: ignore[reportReturnType]
+
+
+def widen(factors: list[Tensor]) -> list[Tensor]:
+    """Directions of several values side by side: where some have more, the others do not move in those."""
+    count = max(len(one) for one in factors)
+    return [one if len(one) == count else torch.cat([one, one.new_zeros(count - len(one), *one.shape[1:])]) for one in factors]
 
 
 def still(adjoint: bool) -> AbstractContextManager:
@@ -69,10 +107,8 @@ def linear_map(function: Callable[[Tensor], Tensor], x: Moments, *, squared: Cal
     factor = None if x.factor is None else vmap(function)(x.factor)
     if squared is None:
         return Moments(function(x.mean), function(x.var), factor)
-    var = squared(x.var)
-    if factor is not None:  # what moves together adds up before it is squared
-        own = residual(x)
-        var = squared(own) + factor.square().sum(0)
+    # what moves together adds up before it is squared
+    var = squared(x.var) if factor is None else squared(residual(x)) + factor.square().sum(0)
     return Moments(function(x.mean), var, factor)
 
 
@@ -93,17 +129,21 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(mean: Tensor, m: Tensor, slope: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The mean itself."""
         return mean.view_as(mean)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep the slope."""
         ctx.save_for_backward(inputs[2])
         ctx.save_for_forward(inputs[2])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradient times slope."""
         return None, g * ctx.saved_tensors[0], None
 
     @staticmethod
     def jvp(ctx: Any, mean: Any, m: Tensor, slope: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Tangent times slope."""
         return m * ctx.saved_tensors[0]

@@ -6,14 +6,13 @@ They are replayed on the numbers' positions, for three examples, and what comes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dubito.posteriors.predict.streamlined.moments import Weight, mean_of, var_of
-from dubito.posteriors.predict.streamlined.trace import Ref, Size, Step, Trace, refs
+from dubito.posteriors.predict.streamlined.moments import Value, Weight, mean_of, var_of
+from dubito.posteriors.predict.streamlined.operations import Step, Trace, resolve, slot_of
 from dubito.tensors.covariances.noise import Rotated
 
 MOVES = {
@@ -25,10 +24,12 @@ MOVES = {
 class Origin(NamedTuple):
     """A linear layer with random weights, and which of its outputs are which head's."""
 
-    input: Any  # [B, T, I], or [T, B, I]
+    input: Value  # [B, T, I], or [T, B, I]
     weight: Weight
-    bias: Any
-    channels: Any  # [H, D], among the layer's outputs; or (start, H, D) where they stand in order, so that no copy is made
+    bias: Value | None
+    channels: (
+        Tensor | tuple[int, int, int]
+    )  # [H, D], among the layer's outputs; or (start, H, D) where they stand in order, so that no copy is made
     swapped: bool  # tokens before examples
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -38,9 +39,7 @@ class Origin(NamedTuple):
         block, bias = self.weight.block, var_of(self.bias)
         if not isinstance(block, Rotated):  # independent, or taken to be
             return rows, self.of(self.weight.var), None if bias is None else self.of(bias)
-        basis = block.basis
-        rows = torch.nn.functional.linear(rows, basis[:-1].mT, basis[-1]) if block.biased else rows @ basis
-        return rows, self.of(block.marginal), None if bias is None or block.biased else self.of(bias)
+        return block.rotate(rows), self.of(block.marginal), None if bias is None or block.biased else self.of(bias)
 
     def of(self, outputs: Tensor) -> Tensor:
         """[H, D, ...] of something [O, ...] that the layer's outputs have."""
@@ -50,57 +49,41 @@ class Origin(NamedTuple):
         return outputs[start : start + heads * width].unflatten(0, (heads, width))
 
 
-class Found(NamedTuple):
-    """An origin in the trace."""
+class LayerOutputs(NamedTuple):
+    """A linear layer in the trace, and which of its outputs the values are."""
 
-    step: Step  # the linear layer
-    channels: Tensor
-    swapped: bool
+    step: Step
+    channels: Tensor  # [H, D]
+    swapped: bool  # tokens before examples
 
 
-def origin(found: Trace, value: Any, uncertain: set[int]) -> Found | None:
-    """Of the values, if it is a linear layer with random weights over tokens and the way from there is understood."""
-    if not isinstance(value, Ref):
-        return None
-    makers = {ref.slot: step for step in found.steps for ref in refs(step.out)}
-    path: list[tuple[Step, Callable[[Any], Any]]] = []
-    slot = value.slot
-    while (step := makers.get(slot)) is not None and step.name in MOVES:
-        first = step.args[0] if step.args else None
-        others = [*step.args[1:], *step.kwargs.values()]
-        if not isinstance(first, Ref) or any(True for _ in refs(others)):
+def find_origin(trace: Trace, slot: int | None, uncertain: set[int]) -> LayerOutputs | None:
+    """Of the values in that slot, if it is a linear layer with random weights over tokens and the way from there is understood."""
+    makers, path = trace.makers, []
+    step = makers.get(slot)
+    while step is not None and slot is not None and step.name in MOVES:
+        if step.source is None or len(step.inputs) > 1:
             return None
-        path.append((step, _picked(step.out, slot)))
-        slot = first.slot
-    if step is None or step.name != "linear" or len(step.args) < 2 or step.args[1].slot not in uncertain:
+        path.append((step, step.outputs.index(slot)))
+        slot = step.source
+        step = makers.get(slot)
+    if step is None or step.name != "linear" or len(step.args) < 2 or slot_of(step.args[1]) not in uncertain:
         return None
-    shape = found.shapes[slot]
-    if len(shape) != 3:
-        return None
+    shape = trace.shapes[step.out.slot]
+    return _read(step, _replay(path, shape, trace.batch), shape) if len(shape) == 3 else None
+
+
+def _replay(path: list[tuple[Step, int]], shape: tuple[int, ...], batch: int) -> Tensor:
+    """Positions in a tensor of that shape, moved as the steps do (the last comes first); of several results one is followed."""
     where = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    for move, pick in reversed(path):
-        where = pick(move.func(where, *_plain(move.args[1:], found.batch), **_plain(move.kwargs, found.batch)))
-    return _understood(step, where, shape)
+    for step, place in reversed(path):
+        args, kwargs = resolve((step.args[1:], step.kwargs), lambda slot: slot, lambda size: size.value(batch))
+        moved = step.func(where, *args, **kwargs)
+        where = moved if step.result is not None else moved[place]
+    return where
 
 
-def _picked(out: Any, slot: int) -> Callable[[Any], Any]:
-    if isinstance(out, Ref):
-        return lambda value: value
-    index = next(i for i, part in enumerate(out) if isinstance(part, Ref) and part.slot == slot)
-    return lambda value: value[index]
-
-
-def _plain(value: Any, batch: int) -> Any:
-    if isinstance(value, Size):
-        return value.constant + value.slope * batch
-    if isinstance(value, dict):
-        return {key: _plain(item, batch) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_plain(item, batch) for item in (value.start, value.stop, value.step)))
-    return type(value)(_plain(item, batch) for item in value) if isinstance(value, tuple | list) else value
-
-
-def _understood(step: Step, where: Tensor, shape: tuple[int, ...]) -> Found | None:
+def _read(step: Step, where: Tensor, shape: tuple[int, ...]) -> LayerOutputs | None:
     """Positions [B, H, T, D] (or [B, T, D], or [B H, T, D]) in the layer's output, read as tokens and channels."""
     rows, channels = where // shape[-1], where % shape[-1]
     for swapped in (False, True):
@@ -110,7 +93,7 @@ def _understood(step: Step, where: Tensor, shape: tuple[int, ...]) -> Found | No
         row, channel = (t.reshape(batch, -1, tokens, where.shape[-1]) for t in (rows, channels))
         grid = torch.arange(batch * tokens)
         grid = grid.reshape(tokens, batch).mT if swapped else grid.reshape(batch, tokens)
-        alone = channel[:1, :, :1]
-        if torch.equal(row, grid[:, None, :, None].expand(row.shape)) and torch.equal(channel, alone.expand(channel.shape)):
-            return Found(step, alone[0, :, 0].clone(), swapped)
+        first = channel[:1, :, :1]
+        if torch.equal(row, grid[:, None, :, None].expand(row.shape)) and torch.equal(channel, first.expand(channel.shape)):
+            return LayerOutputs(step, first[0, :, 0].clone(), swapped)
     return None

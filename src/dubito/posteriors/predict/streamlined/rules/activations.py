@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +17,22 @@ from torch import Tensor
 
 from dubito.curvature.capture import tapped
 from dubito.posteriors.predict.streamlined.moments import Moments, attached, still
+from dubito.posteriors.predict.streamlined.operations import canonical
 from dubito.posteriors.predict.streamlined.registry import rule
 
 ROOT = math.sqrt(0.5)
 LOG_ROOT = 0.5 * math.log(2 * math.pi)
 NODES = 8
-Found = tuple[Tensor, Tensor, Tensor]  # mean, variance, expected slope
+Triple = tuple[Tensor, Tensor, Tensor]  # mean, variance, expected slope
+Tangent = Callable[[Tensor], tuple[Tensor, Tensor]]  # value and slope at a point
 
 
 def elementwise(
-    function: Callable[[Tensor, Tensor], Found],
+    function: Callable[[Tensor, Tensor], Triple],
     x: Moments,
     adjoint: bool,
     axis: int | None = None,
-    taylor: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    taylor: Tangent | None = None,
 ) -> Moments:
     """The rule of a function whose moments are known; or, with `taylor` (value and slope at the mean), to first order."""
     with still(adjoint):
@@ -45,14 +48,35 @@ def elementwise(
     return Moments(mean, var, None if x.factor is None else x.factor * slope)
 
 
-def at_mean(g: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Value and slope at the mean."""
+def tangent(g: Callable[[Tensor], Tensor]) -> Tangent:
+    """Value and slope of a function, by forward-mode differentiation."""
+    return lambda m: torch.func.jvp(g, (m,), (torch.ones_like(m),))  # pyright: ignore[reportReturnType]
 
-    def both(m: Tensor) -> tuple[Tensor, Tensor]:
-        value, slope = torch.func.jvp(g, (m,), (torch.ones_like(m),))  # pyright: ignore[reportAssignmentType]
-        return value, slope
 
-    return both
+def pointwise(
+    *names: str, plain: Callable[..., Tensor] | None = None
+) -> Callable[[Callable[..., Triple]], Callable[..., Triple]]:
+    """Register a rule by its moments, a function (m, v, ...) of mean, variance and the arguments of the operation.
+
+    To first order (`taylor`) it is the function `plain` at the mean; without it, the moments all the same."""
+
+    def _register(moments: Callable[..., Triple]) -> Callable[..., Triple]:
+        def _apply(
+            x: Moments, *args: Any, adjoint: bool = False, axis: int | None = None, taylor: bool = False, **kwargs: Any
+        ) -> Moments:
+            kwargs.pop("inplace", None)
+            args = tuple(value for value in args if not isinstance(value, bool))  # `inplace` by its place
+            first_order = tangent(partial(_call, plain, args, kwargs)) if taylor and plain is not None else None
+            return elementwise(lambda m, v: moments(m, v, *args, **kwargs), x, adjoint, axis, first_order)
+
+        rule(*names)(_apply)
+        return moments
+
+    return _register
+
+
+def _call(function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], m: Tensor) -> Tensor:
+    return function(m, *args, **kwargs)
 
 
 def _tiny(m: Tensor) -> float:
@@ -67,7 +91,7 @@ def _standard(z: Tensor) -> tuple[Tensor, Tensor]:
     return upper, torch.exp((z * z).mul(-0.5).sub(LOG_ROOT))
 
 
-def relu_moments(m: Tensor, v: Tensor) -> Found:
+def relu_moments(m: Tensor, v: Tensor) -> Triple:
     r"""With :math:`z = m / s` and :math:`h = z \Phi + \phi`: :math:`E = m \Phi + s \phi`, variance :math:`v (\Phi + h (z - h))`.
 
     z is cut off at 20: beyond, a ReLU is the identity or zero, and the variance would drown in rounding."""
@@ -88,38 +112,33 @@ def relu_moments(m: Tensor, v: Tensor) -> Found:
 
 @rule("relu")
 def relu(x: Moments, inplace: bool = False, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
+    """See `relu_moments`."""
     if taylor and x.factor is None and not adjoint:
         return Moments(x.mean.relu(), x.var * (x.mean > 0))
     return elementwise(relu_moments, x, adjoint, axis, (lambda m: (m.relu(), (m > 0).to(m.dtype))) if taylor else None)
 
 
-@rule("leaky_relu")
-def leaky_relu(
-    x: Moments,
-    negative_slope: float = 0.01,
-    inplace: bool = False,
-    *,
-    adjoint: bool = False,
-    axis: int | None = None,
-    taylor: bool = False,
-) -> Moments:
-    def moments(m: Tensor, v: Tensor) -> Found:
-        mean, var, upper = relu_moments(m, v)
-        a, b = negative_slope, 1 - negative_slope
-        return a * m + b * mean, (a * a) * v + (b * b) * var + (2 * a * b) * v * upper, a + b * upper
-
-    return elementwise(moments, x, adjoint, axis, at_mean(lambda m: F.leaky_relu(m, negative_slope)) if taylor else None)
+@pointwise("leaky_relu", plain=F.leaky_relu)
+def leaky_relu_moments(m: Tensor, v: Tensor, negative_slope: float = 0.01) -> Triple:
+    r""":math:`a x + (1 - a)\, \mathrm{relu}(x)`, whose terms have the covariance :math:`a (1 - a)\, v\, \Phi`."""
+    mean, var, upper = relu_moments(m, v)
+    a, b = negative_slope, 1 - negative_slope
+    return a * m + b * mean, (a * a) * v + (b * b) * var + (2 * a * b) * v * upper, a + b * upper
 
 
-@rule("relu6", "hardtanh")
-def clipped(x: Moments, *args: Any, adjoint: bool = False, axis: int | None = None, **kwargs: Any) -> Moments:
-    low, high = (args[0], args[1]) if len(args) > 1 else (kwargs.get("min_val", 0.0), kwargs.get("max_val", 6.0))
-    if isinstance(low, bool):
-        low, high = 0.0, 6.0
-    return elementwise(lambda m, v: quadrature(lambda t: t.clamp(low, high), m, v, 32), x, adjoint, axis)
+@pointwise("relu6")
+def relu6_moments(m: Tensor, v: Tensor) -> Triple:
+    """By quadrature."""
+    return quadrature(lambda t: t.clamp(0.0, 6.0), m, v, 32)
 
 
-def gelu_moments(m: Tensor, v: Tensor) -> Found:
+@pointwise("hardtanh")
+def hardtanh_moments(m: Tensor, v: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Triple:
+    """By quadrature."""
+    return quadrature(lambda t: t.clamp(min_val, max_val), m, v, 32)
+
+
+def gelu_moments(m: Tensor, v: Tensor) -> Triple:
     r"""With :math:`t^2 = 1 + v`: :math:`E = m \Phi(m/t) + (v/t) \phi(m/t)`, slope :math:`\Phi + m \phi / t^3`; the variance by the
     series :math:`\sum_n E[g^{(n)}]^2 v^n / n!`, whose terms are all positive, up to n = 3: off by .01 % of s at v = .1, .4 % at
     v = .5, 2 % at most."""
@@ -147,33 +166,35 @@ def gelu_moments(m: Tensor, v: Tensor) -> Found:
 def gelu(
     x: Moments, approximate: str = "none", *, adjoint: bool = False, axis: int | None = None, taylor: bool = False
 ) -> Moments:
-    return elementwise(gelu_moments, x, adjoint, axis, _gelu_at_mean if taylor else None)
+    """See `gelu_moments`; the approximation by tanh is taken for the exact function."""
+    return elementwise(gelu_moments, x, adjoint, axis, _gelu_tangent if taylor else None)
 
 
-def _gelu_at_mean(m: Tensor) -> tuple[Tensor, Tensor]:
+def _gelu_tangent(m: Tensor) -> tuple[Tensor, Tensor]:
     upper, density = _standard(m)
     return m * upper, torch.addcmul(upper, m, density)
 
 
-@rule("erf")
-def erf(x: Moments, *, adjoint: bool = False, axis: int | None = None) -> Moments:
-    def moments(m: Tensor, v: Tensor) -> Found:
-        t = (1 + 2 * v).sqrt()
-        mean = torch.erf(m / t)
-        slope = 2 / math.sqrt(math.pi) * torch.exp(-((m / t) ** 2)) / t
-        _, var, _ = quadrature(torch.erf, m, v, 24)
-        return mean, var, slope
-
-    return elementwise(moments, x, adjoint, axis)
+@pointwise("erf")
+def erf_moments(m: Tensor, v: Tensor) -> Triple:
+    r"""With :math:`t^2 = 1 + 2 v`: mean :math:`\mathrm{erf}(m / t)`, slope :math:`2 / (\sqrt{\pi} t)\, e^{-(m/t)^2}`; the variance by
+    quadrature."""
+    t = (1 + 2 * v).sqrt()
+    slope = 2 / math.sqrt(math.pi) * torch.exp(-((m / t) ** 2)) / t
+    return torch.erf(m / t), quadrature(torch.erf, m, v, 24)[1], slope
 
 
-@rule("exp")
-def exp(x: Moments, *, adjoint: bool = False, axis: int | None = None) -> Moments:
-    def moments(m: Tensor, v: Tensor) -> Found:
-        mean = torch.exp(m + 0.5 * v)
-        return mean, mean * mean * torch.expm1(v), mean
+@pointwise("exp")
+def exp_moments(m: Tensor, v: Tensor) -> Triple:
+    r"""Log-normal: mean :math:`e^{m + v/2}`, which is the slope too, and variance :math:`E^2 (e^v - 1)`."""
+    mean = torch.exp(m + 0.5 * v)
+    return mean, mean * mean * torch.expm1(v), mean
 
-    return elementwise(moments, x, adjoint, axis)
+
+@pointwise("square")
+def square_moments(m: Tensor, v: Tensor) -> Triple:
+    """Mean m^2 + v, variance 2 v^2 + 4 m^2 v, slope 2 m."""
+    return m * m + v, 2 * v * v + 4 * m * m * v, 2 * m
 
 
 HERMITE: dict[int, list[tuple[float, float]]] = {}  # what is known of `hermite`, which a compiler then need not look into
@@ -190,7 +211,7 @@ def hermite(n: int) -> list[tuple[float, float]]:
     return HERMITE[n]
 
 
-def quadrature(g: Callable[[Tensor], Tensor], m: Tensor, v: Tensor, n: int = NODES) -> Found:
+def quadrature(g: Callable[[Tensor], Tensor], m: Tensor, v: Tensor, n: int = NODES) -> Triple:
     r"""Gauss-Hermite: an even number of nodes, one pair at a time. The slope is :math:`E[g(m + s z) z] / s`."""
     s = (v + _tiny(m)).sqrt()
     center = g(m)
@@ -213,58 +234,37 @@ def by_quadrature(
     nodes: int = NODES,
 ) -> Moments:
     """The rule of any smooth function of single numbers."""
-    return elementwise(lambda m, v: quadrature(g, m, v, nodes), x, adjoint, axis, at_mean(g) if taylor else None)
+    return elementwise(lambda m, v: quadrature(g, m, v, nodes), x, adjoint, axis, tangent(g) if taylor else None)
 
 
 def smooth(g: Callable[..., Tensor], *names: str, nodes: int = NODES) -> None:
-    def apply(
-        x: Moments, *args: Any, adjoint: bool = False, axis: int | None = None, taylor: bool = False, **kwargs: Any
-    ) -> Moments:
-        kwargs.pop("inplace", None)
-        return by_quadrature(lambda t: g(t, *args, **kwargs), x, adjoint=adjoint, axis=axis, taylor=taylor, nodes=nodes)
-
-    rule(*names)(apply)
+    """Register the rule of a function, by quadrature."""
+    pointwise(*names, plain=g)(lambda m, v, *args, **kwargs: quadrature(lambda t: g(t, *args, **kwargs), m, v, nodes))
 
 
-smooth(torch.tanh, "tanh")
-smooth(torch.sigmoid, "sigmoid")
-smooth(F.silu, "silu")
-smooth(F.softplus, "softplus")
-smooth(F.mish, "mish")
-smooth(F.logsigmoid, "logsigmoid")
-smooth(F.softsign, "softsign", nodes=24)
-smooth(torch.sin, "sin", nodes=16)
-smooth(torch.cos, "cos", nodes=16)
-smooth(F.elu, "elu", nodes=24)
-smooth(F.selu, "selu", nodes=24)
-smooth(F.celu, "celu", nodes=24)
-smooth(F.hardswish, "hardswish", nodes=24)
-smooth(F.hardsigmoid, "hardsigmoid", nodes=24)
-smooth(torch.abs, "abs", nodes=64)
+SMOOTH: dict[int, tuple[Callable[..., Tensor], ...]] = {  # by the number of nodes
+    8: (torch.tanh, torch.sigmoid, F.silu, F.softplus, F.mish, F.logsigmoid),
+    16: (torch.sin, torch.cos),
+    24: (F.softsign, F.elu, F.selu, F.celu, F.hardswish, F.hardsigmoid),
+    64: (torch.abs,),
+}
+for _nodes, _functions in SMOOTH.items():
+    for _function in _functions:
+        smooth(_function, canonical(_function), nodes=_nodes)
 smooth(lambda t, low=None, high=None, **kw: torch.clamp(t, low, high, **kw), "clamp", "clip", nodes=64)
-
-
-@rule("square")
-def square(x: Moments, *, adjoint: bool = False, axis: int | None = None) -> Moments:
-    def moments(m: Tensor, v: Tensor) -> Found:
-        return m * m + v, 2 * v * v + 4 * m * m * v, 2 * m
-
-    return elementwise(moments, x, adjoint, axis)
 
 
 def second_order(
     g: Callable[[Tensor], Tensor], first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], name: str
 ) -> None:
-    """Functions with a pole, which a Gaussian would always reach: mean to second order, slope at the mean."""
+    r"""Register the rule of a function with a pole, which a Gaussian would always reach: mean to second order,
+    :math:`g(m) + \tfrac{1}{2} g''(m) v`, slope at the mean, variance :math:`g'(m)^2 v`."""
 
-    def apply(x: Moments, *, adjoint: bool = False, axis: int | None = None) -> Moments:
-        def moments(m: Tensor, v: Tensor) -> Found:
-            slope = first(m)
-            return g(m) + 0.5 * second(m) * v, slope * slope * v, slope
+    def _moments(m: Tensor, v: Tensor) -> Triple:
+        slope = first(m)
+        return g(m) + 0.5 * second(m) * v, slope * slope * v, slope
 
-        return elementwise(moments, x, adjoint, axis)
-
-    rule(name)(apply)
+    pointwise(name)(_moments)
 
 
 second_order(torch.rsqrt, lambda m: -0.5 * m**-1.5, lambda m: 0.75 * m**-2.5, "rsqrt")

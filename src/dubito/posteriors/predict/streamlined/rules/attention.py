@@ -15,22 +15,35 @@ their part is :math:`S (A m)^{\circ 2}` and not :math:`A^{\circ 2} (S m^{\circ 2
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from dubito.curvature.capture import tapped
-from dubito.posteriors.predict.streamlined.moments import Moments, Weight, mean_of, residual, still, var_of
+from dubito.posteriors.predict.streamlined.moments import (
+    Moments,
+    Value,
+    factor_of,
+    mean_of,
+    plus,
+    residual,
+    residual_of,
+    still,
+    total,
+    uncertain,
+    var_of,
+)
 from dubito.posteriors.predict.streamlined.origin import Origin
 from dubito.posteriors.predict.streamlined.registry import rule
-from dubito.posteriors.predict.streamlined.rules.shapes import widened
+from dubito.posteriors.predict.streamlined.rules.linear import bilinear
+from dubito.tensors.checks import require
 
 
 @rule("softmax")
-def softmax(x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None, *, adjoint: bool = False) -> Moments:
-    r""":math:`\mathrm{Var}_i = A_i^2 [v_i (1 - 2 A_i) + \sum_j A_j^2 v_j]`."""
+def softmax(x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: None = None, *, adjoint: bool = False) -> Moments:
+    r"""The softmax A of the means, and :math:`\mathrm{Var}_i = A_i^2 [v_i (1 - 2 A_i) + \sum_j A_j^2 v_j]`."""
     dim = _axis(dim, dtype)
     mean = torch.softmax(x.mean, dim)
     with still(adjoint):
@@ -43,8 +56,10 @@ def softmax(x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: Any
 
 
 @rule("log_softmax")
-def log_softmax(x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None, *, adjoint: bool = False) -> Moments:
-    r""":math:`\mathrm{Var}_i = v_i (1 - 2 A_i) + \sum_j A_j^2 v_j`."""
+def log_softmax(
+    x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: None = None, *, adjoint: bool = False
+) -> Moments:
+    r"""The log softmax of the means, and :math:`\mathrm{Var}_i = v_i (1 - 2 A_i) + \sum_j A_j^2 v_j`."""
     dim = _axis(dim, dtype)
     mean = torch.log_softmax(x.mean, dim)
     with still(adjoint):
@@ -55,60 +70,75 @@ def log_softmax(x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype:
     return Moments(mean, var, factor)
 
 
-def _axis(dim: int | None, dtype: Any) -> int:
+def _axis(dim: int | None, dtype: torch.dtype | None) -> int:
+    require(dtype is None, f"softmax(dtype={dtype}) has no rule for one pass: write x.to(dtype) before it")
     if dim is None:
-        raise ValueError("softmax() needs its axis (dim) in a streamlined network")
-    if dtype is not None:
-        raise ValueError("softmax() that changes the type of its numbers has no streamlined rule: write x.to(dtype) before it")
+        raise ValueError("softmax() without an axis has no rule for one pass: give its axis, as softmax(x, dim=-1)")
     return dim
+
+
+class _Scores(NamedTuple):
+    """Means of an attention: queries, keys, values, weights A and outputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    o: Tensor
 
 
 @rule("scaled_dot_product_attention")
 def attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    *, scale: float | None = None, enable_gqa: bool = False, adjoint: bool = False, axis: int | None = None, origin: Any = None,
-    taylor: bool = False,
+    query: Value, key: Value, value: Value, attn_mask: Value | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False, adjoint: bool = False, axis: int | None = None,
+    origin: tuple | None = None, taylor: bool = False,
 ) -> Moments:  # fmt: skip
-    """`taylor`: of the values' noise only, each token's own."""
-    if isinstance(attn_mask, Moments | Weight):
-        raise ValueError("attention with a random mask has no streamlined rule: make its weights certain by `only=`")
+    """The attention of the means, with the variance that is written at the head of this module; `taylor`: of the values' noise only,
+    each token's own."""
+    require(
+        not uncertain(attn_mask), "attention with a random mask has no rule for one pass: make its weights certain by `only=`"
+    )
     groups = mean_of(query).shape[-3] // mean_of(key).shape[-3] if enable_gqa else 1
     if groups > 1:
-        key, value = _repeated(key, groups), _repeated(value, groups)
+        key, value = _repeat(key, groups), _repeat(value, groups)
     scale = 1 / math.sqrt(mean_of(query).shape[-1]) if scale is None else scale
-    mask = _mask(attn_mask, is_causal, mean_of(query), mean_of(key))
-
     q, k, v = mean_of(query), mean_of(key), mean_of(value)
-    scores = (q * scale) @ k.mT
-    a = torch.softmax(scores if mask is None else scores + mask, -1)
+    mask = _mask(attn_mask, is_causal, q, k)  # pyright: ignore[reportArgumentType]
+    a = torch.softmax(plus((q * scale) @ k.mT, mask), -1)
     mean = a @ v
     noise = None
     with still(adjoint):
-        q, k, v, a, o = (t.detach() for t in (q, k, v, a, mean)) if adjoint else (q, k, v, a, mean)
-        vq, vk, vv = (None if var_of(t) is None else _own(t) for t in (query, key, value))
+        means = _Scores(*(t.detach() if adjoint else t for t in (q, k, v, a, mean)))
+        vq, vk, vv = (residual_of(t) for t in (query, key, value))
         vq, vk, origin = (None, None, None) if taylor and vv is not None else (vq, vk, origin)
-        square = a * a
-        var = torch.zeros((), dtype=o.dtype, device=o.device)
+        square = means.a * means.a
+        var = torch.zeros((), dtype=mean.dtype, device=mean.device)
         if vv is not None:
-            var = var + _values(square, a, vv, origin, groups)
+            var = var + (square @ vv if origin is None else shared_by_tokens(square, means.a, vv, Origin(*origin), groups))
         if vq is not None or vk is not None:
-            u = torch.zeros((), dtype=o.dtype, device=o.device)
-            if vk is not None:
-                u = (q * q if vq is None else q * q + vq) @ vk.mT
-            if vq is not None:
-                average = a @ k
-                apart = vq @ (k * k).mT - 2 * (vq * average) @ k.mT + (vq * average * average).sum(-1, keepdim=True)
-                u = u + _together(a, square) * apart.clamp_min(0)
-            p = square * (u * scale**2)
-            var = var + (p @ (v * v) - 2 * o * (p @ v) + o * o * p.sum(-1, keepdim=True)).clamp_min(0)
+            var = var + _from_scores(means, square, vq, vk, scale)
         if dropout_p > 0:  # kept on, as by MC dropout
-            noise = dropout_p / (1 - dropout_p) * (square @ (v * v if vv is None else v * v + vv))
+            noise = dropout_p / (1 - dropout_p) * (square @ plus(means.v * means.v, vv))
             var = var + noise
-        factor = _directions(a, scale, query, key, value)
+        factor = _directions(means, scale, factor_of(query), factor_of(key), factor_of(value))
         var = var if factor is None else var + factor.square().sum(0)
     if adjoint and noise is not None and axis is not None:
         mean = tapped(mean, noise, axis)
     return Moments(mean, var.expand(mean.shape), factor)
+
+
+def _from_scores(means: _Scores, square: Tensor, vq: Tensor | None, vk: Tensor | None, scale: float) -> Tensor:
+    r"""What noise of queries and keys adds: :math:`\sum_j A_{ij}^2 (V_j - o_i)^2 u_{ij}`."""
+    q, k, v, a, o = means
+    u = torch.zeros((), dtype=o.dtype, device=o.device)
+    if vk is not None:
+        u = plus(q * q, vq) @ vk.mT
+    if vq is not None:
+        average = a @ k
+        apart = vq @ (k * k).mT - 2 * (vq * average) @ k.mT + (vq * average * average).sum(-1, keepdim=True)
+        u = u + _together(a, square) * apart.clamp_min(0)
+    p = square * (u * scale**2)
+    return (p @ (v * v) - 2 * o * (p @ v) + o * o * p.sum(-1, keepdim=True)).clamp_min(0)
 
 
 def _together(a: Tensor, square: Tensor) -> Tensor:
@@ -119,15 +149,12 @@ def _together(a: Tensor, square: Tensor) -> Tensor:
     return (sums / squares.clamp_min(1e-12)).clamp(1, 2)  # both are zero where all weight is on one token
 
 
-def _own(x: Any) -> Tensor:
-    return residual(x) if isinstance(x, Moments) else x.var
-
-
-def _repeated(x: Any, times: int) -> Any:
+def _repeat(x: Value, times: int) -> Value:
     """Heads shared by several queries, once for each."""
     if isinstance(x, Tensor):
         return x.repeat_interleave(times, -3)
-    factor = None if isinstance(x, Weight) or x.factor is None else x.factor.repeat_interleave(times, -3)
+    factor = factor_of(x)
+    factor = None if factor is None else factor.repeat_interleave(times, -3)
     return Moments(x.mean.repeat_interleave(times, -3), x.var.repeat_interleave(times, -3), factor)
 
 
@@ -140,31 +167,25 @@ def _mask(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | N
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(mask.logical_not(), -math.inf)
 
 
-def _directions(a: Tensor, scale: float, query: Any, key: Any, value: Any) -> Tensor | None:
-    """Directions through the attention, linearised at its means."""
-    q, k, v = mean_of(query), mean_of(key), mean_of(value)
+def _directions(means: _Scores, scale: float, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """Directions through the attention, linearized at its means."""
+    q, k, v, a, _ = means
 
-    def scores(move: Tensor) -> Tensor:  # a move of the scores, to the outputs
-        return (a * (move - (a * move).sum(-1, keepdim=True))) @ v
+    def _move(scores: Tensor) -> Tensor:  # a move of the scores, to the outputs
+        return (a * (scores - (a * scores).sum(-1, keepdim=True))) @ v
 
     steps = (
-        (query, lambda u: scores((u * scale) @ k.mT)),
-        (key, lambda u: scores((q * scale) @ u.mT)),
+        (query, lambda u: _move((u * scale) @ k.mT)),
+        (key, lambda u: _move((q * scale) @ u.mT)),
         (value, lambda u: a @ u),
     )
-    found = [vmap(step)(x.factor) for x, step in steps if isinstance(x, Moments) and x.factor is not None]
-    return sum(widened(found), torch.zeros((), dtype=a.dtype, device=a.device)) if found else None
+    moved = [vmap(step)(factor) for factor, step in steps if factor is not None]
+    return total(moved, a) if moved else None
 
 
-def _values(square: Tensor, a: Tensor, var: Tensor, origin: Any, groups: int = 1) -> Tensor:
-    """The values' part of the variance."""
-    if origin is None:
-        return square @ var
-    return shared(square, a, var, Origin(*origin), groups)
-
-
-def shared(square: Tensor, a: Tensor, var: Tensor, origin: Origin, groups: int = 1) -> Tensor:
-    """Where the weights behind the values are the same for all tokens."""
+def shared_by_tokens(square: Tensor, a: Tensor, var: Tensor, origin: Origin, groups: int = 1) -> Tensor:
+    r"""The values' part of the variance where the weights behind them are the same for all tokens:
+    :math:`A^{\circ 2} (v - S m^{\circ 2}) + S (A m)^{\circ 2}`."""
     rows, each, shift = origin.parts()  # [B, T, I], [H, D, I], [H, D]
     if groups > 1:
         each, shift = each.repeat_interleave(groups, 0), None if shift is None else shift.repeat_interleave(groups, 0)
@@ -175,20 +196,18 @@ def shared(square: Tensor, a: Tensor, var: Tensor, origin: Origin, groups: int =
     together = (a @ rows).square() @ each
     if shift is not None:  # attention weights add up to 1
         alike, together = alike + shift.unsqueeze(1), together + shift.unsqueeze(1)
-    found = square @ (var - alike).clamp_min(0) + together
-    return found.reshape(*shape[:-1], found.shape[-1])
+    result = square @ (var - alike).clamp_min(0) + together
+    return result.reshape(*shape[:-1], result.shape[-1])
 
 
 @rule("bmm", "matmul")
-def matmul(a: Any, b: Any, *, adjoint: bool = False, axis: int | None = None, origin: Any = None) -> Moments:
-    """A product of two matrices of which either may be random; the two are taken to be independent."""
-    from dubito.posteriors.predict.streamlined.rules.linear import product
-
-    found = product(torch.matmul, a, b, adjoint, axis)
-    if origin is None or found.factor is not None:
-        return found
-    with still(adjoint):  # weights of attention times values: the part that the tokens share, in the place of each one's own
+def matmul(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, origin: tuple | None = None) -> Moments:
+    """a @ b, see `bilinear`; of attention weights and values the part that the tokens share is that of `shared_by_tokens`."""
+    result, v = bilinear(torch.matmul, a, b, adjoint, axis), var_of(b)
+    if origin is None or result.factor is not None or v is None:
+        return result
+    with still(adjoint):
         weights = mean_of(a).detach() if adjoint else mean_of(a)
         square = weights * weights
-        var = found.var - square @ b.var + shared(square, weights, b.var, Origin(*origin))
-    return Moments(found.mean, var, found.factor)
+        var = result.var - square @ v + shared_by_tokens(square, weights, v, Origin(*origin))
+    return Moments(result.mean, var)

@@ -5,49 +5,43 @@ r"""The output layer, whose outputs have a covariance: through the inputs they s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.posteriors.predict.streamlined.moments import Output, Weight, mean_of, residual, var_of
+from dubito.posteriors.predict.streamlined.moments import Moments, Output, Value, block_of, mean_of, plus, residual, var_of
 
 FEW = 32  # outputs up to which their pairs are few beside the inputs
 
 
-def head(input: Any, weight: Any, bias: Any = None) -> Output:
+def head(input: Value, weight: Value, bias: Value | None = None) -> Output:
     """Mean and covariance [B, ..., C, C] of a linear layer's output."""
-    m, v = mean_of(input), var_of(input)
-    w, s, b, sb = mean_of(weight), var_of(weight), mean_of(bias), var_of(bias)
-    mean = F.linear(m, w, b)
-    noise = weight.block if isinstance(weight, Weight) else None
-    shift = bias.block if isinstance(bias, Weight) else None
-    sb = None if shift is not None else sb
-    own = None  # variances that are each output's own
-    cov = None
-    if noise is not None:
-        cov = noise.cov(m)
-        assert s is not None
-        own = None if noise.biased or sb is None else sb.expand_as(mean)  # a bias in a block of its own
-        if v is not None:
-            own = F.linear(v, s, None if own is None else sb)
-    elif s is not None:
-        own = F.linear(m * m if v is None else torch.addcmul(v, m, m), s, sb)
-    elif sb is not None:
-        own = sb.expand_as(mean)
-    if v is not None:
+    m, w = mean_of(input), mean_of(weight)
+    mean = F.linear(m, w, mean_of(bias))
+    noise, shift = block_of(weight), block_of(bias)
+    cov = None if noise is None else noise.cov(m)
+    if isinstance(input, Moments):
         shared = sandwich(residual(input), w)
         if input.factor is not None:
             along = F.linear(input.factor, w)  # [R, B, C]
             shared = shared + torch.einsum("r...c,r...d->...cd", along, along)
-        cov = shared if cov is None else cov + shared
+        cov = plus(cov, shared)
     if shift is not None:
-        cov = shift.cov(m) if cov is None else cov + shift.cov(m)
-    if own is not None:
-        cov = torch.diag_embed(own) if cov is None else cov + torch.diag_embed(own)
-    assert cov is not None
-    return Output(mean, cov)
+        cov = plus(cov, shift.cov(m))
+    own = _own(m, var_of(input), weight, None if shift is not None else var_of(bias), mean)
+    return Output(mean, plus(cov, None if own is None else torch.diag_embed(own)))
+
+
+def _own(m: Tensor, v: Tensor | None, weight: Value, shift: Tensor | None, mean: Tensor) -> Tensor | None:
+    """Variances that are each output's own: :math:`S (m^2 + v) + s`; what a block of weights that are not independent has is not."""
+    s, noise = var_of(weight), block_of(weight)
+    if noise is not None:
+        shift = None if noise.biased else shift  # a bias in a block of its own
+        if v is not None and s is not None:
+            return F.linear(v, s, shift)
+    elif s is not None:
+        return F.linear(m * m if v is None else torch.addcmul(v, m, m), s, shift)
+    return None if shift is None else shift.expand_as(mean)
 
 
 def sandwich(v: Tensor, w: Tensor) -> Tensor:

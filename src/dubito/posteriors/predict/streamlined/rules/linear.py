@@ -9,6 +9,7 @@ directions, :math:`W \mathrm{diag}(\sqrt{d})`, all of them (`rank=-1`) or mixed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,99 +19,110 @@ from torch import Tensor
 from torch.func import vmap
 
 from dubito.curvature.capture import heard, noted, tapped
-from dubito.posteriors.predict.streamlined.moments import Moments, Weight, mean_of, residual, still, uncertain, var_of
-from dubito.posteriors.predict.streamlined.registry import rule
-from dubito.posteriors.predict.streamlined.rules.shapes import widened
+from dubito.posteriors.predict.streamlined.moments import (
+    Moments,
+    Value,
+    Weight,
+    block_of,
+    factor_of,
+    mean_of,
+    plus,
+    residual,
+    residual_of,
+    still,
+    total,
+    uncertain,
+    var_of,
+)
+from dubito.posteriors.predict.streamlined.registry import Sizes, rule
+from dubito.posteriors.predict.streamlined.rules.arithmetic import add, mul
+from dubito.tensors.checks import require
 from dubito.tensors.covariances.noise import Noise, Rotated
 
-
-def affine(
-    apply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    x: Moments | Tensor,
-    weight: Any,
-    bias: Any,
-    adjoint: bool,
-    rank: int,
-    kronecker: Callable[[Any, Tensor], Tensor] | None = None,
-    square: Tensor | None = None,
-) -> Moments:
-    """The rule of a map that is linear in its input and in its weight, such as a product or a convolution."""
-    m, v = mean_of(x), var_of(x)
-    w, s, b, sb = mean_of(weight), var_of(weight), mean_of(bias), var_of(bias)
-    mean = apply(m if v is None or not adjoint else noted(m, v), w, b)
-    with still(adjoint):
-        m, w = (m.detach(), w.detach()) if adjoint else (m, w)
-        block = weight.block if isinstance(weight, Weight) else None
-        if block is not None and kronecker is not None:
-            var = kronecker(block, m)
-            sb = None if block.biased else sb  # its part of the bias is inside
-        elif s is not None:
-            var, sb = apply(m * m, s, sb), None
-        else:
-            var = None
-        factor = None
-        if v is None:
-            pass
-        elif rank and isinstance(x, Moments):
-            own = residual(x)
-            extra, factor = _directions(apply, x, own, w, rank)
-            spread = extra + (apply(own, w * w, None) if s is None else apply(own, w * w, None) + apply(v, s, None))
-            var = spread if var is None else var + spread
-        else:
-            if isinstance(weight, Weight):
-                square = weight.second
-            elif square is None:
-                square = w * w if s is None else w * w + s
-            assert square is not None
-            spread = apply(v, square, None)
-            var = spread if var is None else var + spread
-        if rank and block is not None and apply is F.linear and m.ndim == 2:  # outputs move together by their weights too
-            factor = _joined(factor, block.directions(m), rank)
-        if rank and isinstance(bias, Weight) and bias.block is not None and apply is F.linear and m.ndim == 2:
-            factor = _joined(factor, bias.block.directions(m), rank)
-        if sb is not None:
-            shape = [1] * mean.ndim
-            shape[_channel(apply, mean)] = -1
-            var = sb.view(shape).expand_as(mean) if var is None else var + sb.view(shape)
-    assert var is not None
-    return Moments(mean, var, factor)
+# -- a map that is linear in its input and in its weight
 
 
-def _channel(apply: Callable, mean: Tensor) -> int:
-    return getattr(apply, "channel", -1)
+@dataclass(frozen=True)
+class Layer:
+    """A map that is linear in its input and in its weight, such as a product or a convolution: `apply(x, w, b)`.
+
+    `noise(block, m)` is the variance that weights with the covariance `block` put on the outputs of inputs m; None where weights are
+    taken to be independent. `channel` is the axis of the outputs that biases are on. `dense`: the map is a matrix product."""
+
+    apply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    noise: Callable[[Noise, Tensor], Tensor] | None = None
+    channel: int = -1
+    dense: bool = False
+
+    def moments(
+        self, x: Value, weight: Value, bias: Value | None, adjoint: bool, rank: int, square: Tensor | None = None
+    ) -> Moments:
+        """:math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; `square` is :math:`W^2`, where it is known."""
+        m, v, w = mean_of(x), var_of(x), mean_of(weight)
+        mean = self.apply(noted(m, v) if adjoint and v is not None else m, w, mean_of(bias))
+        with still(adjoint):
+            m, w = (m.detach(), w.detach()) if adjoint else (m, w)
+            var, shift = self._from_weights(m, weight, var_of(bias))
+            factor = None
+            if rank and isinstance(x, Moments):
+                spread, factor = self._with_directions(x, w, var_of(weight), rank)
+                var = plus(var, spread)
+            elif v is not None:
+                if square is None:  # of what is certain it is given
+                    square = weight.second if isinstance(weight, Weight) else plus(w * w, var_of(weight))
+                var = plus(var, self.apply(v, square, None))  # pyright: ignore[reportArgumentType]
+            if rank and self.dense and m.ndim == 2:  # outputs move together by their weights too
+                for block in [block for block in (block_of(weight), block_of(bias)) if block is not None]:
+                    factor = _join(factor, block.directions(m), rank)
+            if shift is not None:
+                shape = [1] * mean.ndim
+                shape[self.channel] = -1
+                var = plus(var, shift.view(shape)).expand_as(mean)
+        return Moments(mean, var, factor)
+
+    def _from_weights(self, m: Tensor, weight: Value, shift: Tensor | None) -> tuple[Any, Tensor | None]:
+        """:math:`S m^2`, which the weights' own noise adds, and what it leaves of the bias's variances to be added."""
+        block, s = block_of(weight), var_of(weight)
+        if block is not None and self.noise is not None:
+            return self.noise(block, m), None if block.biased else shift
+        return (None, shift) if s is None else (self.apply(m * m, s, shift), None)
+
+    def _with_directions(self, x: Moments, w: Tensor, s: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
+        """:math:`W C W^T + S v`, on the diagonal, where the inputs have the covariance C; and the directions after the layer."""
+        own = residual(x)
+        explained, factor = _directions(self, x.factor, own, w, rank)
+        spread = self.apply(own, w * w, None)
+        return explained + (spread if s is None else spread + self.apply(x.var, s, None)), factor
 
 
-def _directions(apply: Callable, x: Moments, own: Tensor, w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _directions(layer: Layer, factor: Tensor | None, own: Tensor, w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Variances that directions explain, and the directions after the layer."""
 
-    def once(u: Tensor) -> Tensor:  # [R, B, ...]; (vmap would fix the number of examples in what is exported)
-        return apply(u.flatten(0, 1), w, None).unflatten(0, u.shape[:2])
+    def _each(u: Tensor) -> Tensor:  # [R, B, ...]; (vmap would fix the number of examples in what is exported)
+        return layer.apply(u.flatten(0, 1), w, None).unflatten(0, u.shape[:2])
 
-    old = None if x.factor is None else once(x.factor)
+    old = None if factor is None else _each(factor)
     explained = torch.zeros((), dtype=own.dtype, device=own.device) if old is None else old.square().sum(0)
     root = (own + torch.finfo(own.dtype).tiny ** 0.5).sqrt()  # its slope stays finite where there is no variance
-    if rank < 0:
-        if apply is F.linear and root.ndim == 2:  # W diag(root), for which no matrix product is needed
-            new = root.mT.unsqueeze(-1) * w.mT.unsqueeze(1)
-            return explained, new if old is None else torch.cat([old, new])
+    if rank > 0:
+        signs = mixing_signs(rank, own[0].numel()).to(own).reshape(rank, 1, *own.shape[1:])
+        return explained, plus(old, _each(root * signs))
+    if layer.dense and root.ndim == 2:  # W diag(root), for which no matrix product is needed
+        new = root.mT.unsqueeze(-1) * w.mT.unsqueeze(1)
+    else:
         flat = root.flatten(1)  # every unit of its own
-        units = torch.diag_embed(flat).transpose(0, 1).reshape(flat.shape[1], *root.shape)
-        new = once(units)
-        return explained, new if old is None else torch.cat([old, new])
-    signs = _signs(rank, own[0].numel()).to(own).reshape(rank, 1, *own.shape[1:])
-    new = once(root * signs)
-    return explained, new if old is None else old + new
+        new = _each(torch.diag_embed(flat).transpose(0, 1).reshape(flat.shape[1], *root.shape))
+    return explained, new if old is None else torch.cat([old, new])
 
 
-def _joined(factor: Tensor | None, new: Tensor, rank: int) -> Tensor:
+def _join(factor: Tensor | None, new: Tensor, rank: int) -> Tensor:
     """Directions and new ones: all of them, or mixed into `rank`."""
     if rank > 0:
-        new = torch.tensordot(_signs(rank, len(new)).to(new), new, 1)
-        return new if factor is None else factor + new
+        return plus(factor, torch.tensordot(mixing_signs(rank, len(new)).to(new), new, 1))
     return new if factor is None else torch.cat([factor, new])
 
 
-def _signs(rank: int, size: int) -> Tensor:
+def mixing_signs(rank: int, size: int) -> Tensor:
     """[rank, size] of +-1 / sqrt(rank), the same every time. (Without a cache here, a compiler can take it for a constant.)"""
     return _known_signs(rank, size)
 
@@ -121,21 +133,32 @@ def _known_signs(rank: int, size: int) -> Tensor:
     return (torch.randint(2, (rank, size), generator=generator) * 2.0 - 1.0) / rank**0.5
 
 
-@rule("linear")
-def linear(
-    input: Any, weight: Any, bias: Any = None, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None
-) -> Moments:
-    independent = isinstance(weight, Weight) and weight.block is None
-    if independent and not adjoint and not rank and not isinstance(bias, Tensor):
-        return _independent(input, weight, bias)
-    return affine(_linear if adjoint else F.linear, input, weight, bias, adjoint, rank, _kronecker, square)
+# -- layers
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return heard(F.linear, x, w, b)
 
 
-def _independent(input: Any, weight: Weight, bias: Weight | None) -> Moments:
+def _block_variance(block: Noise, m: Tensor) -> Tensor:
+    return block.var(m)
+
+
+LINEAR, LINEAR_ADJOINT = Layer(F.linear, _block_variance, dense=True), Layer(_linear, _block_variance)
+
+
+@rule("linear")
+def linear(
+    input: Value, weight: Value, bias: Value | None = None, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None
+) -> Moments:
+    r""":math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; of weights that are not independent :math:`\Sigma_W(m)` for
+    :math:`S m^2 + s`."""
+    if isinstance(weight, Weight) and weight.block is None and not adjoint and not rank and not isinstance(bias, Tensor):
+        return _independent(input, weight, bias)
+    return (LINEAR_ADJOINT if adjoint else LINEAR).moments(input, weight, bias, adjoint, rank, square)
+
+
+def _independent(input: Value, weight: Weight, bias: Value | None) -> Moments:
     """The common case, without detours."""
     m, v = mean_of(input), var_of(input)
     mean = F.linear(m, weight.mean, mean_of(bias))
@@ -148,45 +171,43 @@ def _independent(input: Any, weight: Weight, bias: Weight | None) -> Moments:
     return Moments(mean, var)
 
 
-def _kronecker(block: Noise, m: Tensor) -> Tensor:
-    """Variances of W m + b for certain m."""
-    return block.var(m)
+def _convolution(function: Callable[..., Tensor]) -> Callable[..., Moments]:
+    """The rule of a convolution."""
 
-
-def _convolution(function: Callable) -> Callable:
-    def apply(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-        *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None,
+    def _apply(
+        input: Value, weight: Value, bias: Value | None = None, stride: Sizes = 1, padding: Sizes | str = 0, dilation: Sizes = 1,
+        groups: int = 1, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None,
     ) -> Moments:  # fmt: skip
-        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        def _convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             given = (x, w, b, stride, padding, dilation, groups)
             return heard(function, *given) if adjoint else function(*given)
 
-        def kronecker(block: Any, m: Tensor) -> Tensor:
+        def _rotated(block: Rotated, m: Tensor) -> Tensor:
             """As of a linear layer: the eigenbasis is a convolution, and what follows is a map of channels."""
             filters = (block.basis[:-1] if block.biased else block.basis).mT.reshape(-1, *mean_of(weight).shape[1:])
-            turned = convolve(m, filters, block.basis[-1] if block.biased else None)
-            return torch.einsum("oi,bi...->bo...", block.marginal, turned.square())
+            rotated = _convolve(m, filters, block.basis[-1] if block.biased else None)
+            return torch.einsum("oi,bi...->bo...", block.marginal, rotated.square())
 
-        convolve.channel = 1  # pyright: ignore[reportFunctionMemberAccess]
-        block = weight.block if isinstance(weight, Weight) and groups == 1 else None
-        return affine(convolve, input, weight, bias, adjoint, rank, kronecker if isinstance(block, Rotated) else None, square)
+        known = groups == 1 and isinstance(block_of(weight), Rotated)
+        layer = Layer(_convolve, _rotated if known else None, channel=1)  # pyright: ignore[reportArgumentType]
+        return layer.moments(input, weight, bias, adjoint, rank, square)
 
-    return apply
+    return _apply
 
 
-def _transposed(function: Callable) -> Callable:
-    def apply(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1,
-        dilation: Any = 1, *, adjoint: bool = False, rank: int = 0,
+def _transposed(function: Callable[..., Tensor]) -> Callable[..., Moments]:
+    """The rule of a transposed convolution."""
+
+    def _apply(
+        input: Value, weight: Value, bias: Value | None = None, stride: Sizes = 1, padding: Sizes = 0, output_padding: Sizes = 0,
+        groups: int = 1, dilation: Sizes = 1, *, adjoint: bool = False, rank: int = 0,
     ) -> Moments:  # fmt: skip
-        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        def _convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             return function(x, w, b, stride, padding, output_padding, groups, dilation)
 
-        convolve.channel = 1  # pyright: ignore[reportFunctionMemberAccess]
-        return affine(convolve, input, weight, bias, adjoint, rank)
+        return Layer(_convolve, channel=1).moments(input, weight, bias, adjoint, rank)
 
-    return apply
+    return _apply
 
 
 for _function in (F.conv1d, F.conv2d, F.conv3d):
@@ -197,11 +218,14 @@ for _function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
 
 @rule("embedding")
 def embedding(
-    input: Tensor, weight: Weight, padding_idx: int | None = None, max_norm: Any = None, *_: Any, adjoint: bool = False, **__: Any
-) -> Moments:
-    if max_norm is not None:
-        raise ValueError("an embedding that is renormalised while it is used (max_norm) has no streamlined rule")
-    mean = heard(F.embedding, input, weight.mean, padding_idx) if adjoint else F.embedding(input, weight.mean, padding_idx)
+    input: Tensor, weight: Weight, padding_idx: int | None = None, max_norm: float | None = None, *_: object,
+    adjoint: bool = False, **__: object,
+) -> Moments:  # fmt: skip
+    """The rows of the mean and of the variance; that of the padding has no variance."""
+    require(
+        max_norm is None, "an embedding with max_norm changes while it is used and has no rule for one pass: leave out max_norm"
+    )
+    mean = (heard if adjoint else _call)(F.embedding, input, weight.mean, padding_idx)
     with still(adjoint):
         var = F.embedding(input, weight.var)
         if padding_idx is not None:
@@ -209,36 +233,34 @@ def embedding(
     return Moments(mean, var)
 
 
-def product(
-    function: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any, adjoint: bool = False, axis: int | None = None
+def _call(function: Callable[..., Tensor], *args: object) -> Tensor:
+    return function(*args)
+
+
+# -- products of two values
+
+
+def bilinear(
+    function: Callable[[Tensor, Tensor], Tensor], a: Value, b: Value, adjoint: bool = False, axis: int | None = None
 ) -> Moments:
-    """A product that is linear in each of two tensors, of which either may be random; the two are taken to be independent."""
-    (m, v), (w, s) = ((mean_of(t), var_of(t)) for t in (a, b))
+    """The rule of a product that is linear in each of two tensors, which are taken to be independent; either may be random:
+    f(m_a, m_b) and f(v_a, m_b^2) + f(m_a^2, v_b) + f(v_a, v_b)."""
+    m, w = mean_of(a), mean_of(b)
     mean = function(m, w)
     with still(adjoint):
         m, w = (m.detach(), w.detach()) if adjoint else (m, w)
-        var, both = None, None
-        own_a, own_b = (residual(t) if isinstance(t, Moments) else var_of(t) for t in (a, b))
-        if own_a is not None:
-            var = function(own_a, w * w)
-        if own_b is not None:
-            part = function(m * m, own_b)
-            var = part if var is None else var + part
-        assert var is not None
-        if v is not None and s is not None:
-            both = function(v, s)
-            var = var + both
-        factors = [
-            vmap(one)(u)
-            for one, u in (
-                (lambda u: function(u, w), getattr(a, "factor", None)),
-                (lambda u: function(m, u), getattr(b, "factor", None)),
-            )
-            if u is not None
-        ]
+        v, s, own_a, own_b = var_of(a), var_of(b), residual_of(a), residual_of(b)
+        var = plus(
+            None if own_a is None else function(own_a, w * w),
+            None if own_b is None else function(m * m, own_b),
+        )
+        both = None if v is None or s is None else function(v, s)
+        var = plus(var, both)
+        sides = ((lambda u: function(u, w), factor_of(a)), (lambda u: function(m, u), factor_of(b)))
+        factors = [vmap(side)(u) for side, u in sides if u is not None]
         factor = None
         if factors:  # what moves together adds up before it is squared
-            factor = factors[0] if len(factors) == 1 else sum(widened(factors), torch.zeros((), device=mean.device))
+            factor = factors[0] if len(factors) == 1 else total(factors, mean)
             var = var + factor.square().sum(0)
     if adjoint and axis is not None and both is not None:  # noise times noise, which no slope tells of
         mean = tapped(mean, both, axis)
@@ -246,64 +268,62 @@ def product(
 
 
 @rule("mm")
-def mm(a: Any, b: Any, *, adjoint: bool = False, axis: int | None = None) -> Moments:
-    return product(torch.matmul, a, b, adjoint, axis)
+def mm(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+    """a @ b, see `bilinear`."""
+    return bilinear(torch.matmul, a, b, adjoint, axis)
 
 
 @rule("rmatmul")
-def rmatmul(b: Any, a: Any, *, adjoint: bool = False, axis: int | None = None) -> Moments:
-    return product(torch.matmul, a, b, adjoint, axis)
+def rmatmul(b: Value, a: Value, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+    """a @ b, called as b.__rmatmul__(a); see `bilinear`."""
+    return bilinear(torch.matmul, a, b, adjoint, axis)
 
 
 @rule("baddbmm", "addmm")
 def baddbmm(
-    input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1, adjoint: bool = False, axis: int | None = None
+    input: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1, adjoint: bool = False, axis: int | None = None
 ) -> Moments:
-    from dubito.posteriors.predict.streamlined.rules.arithmetic import add, mul
-
-    if not uncertain(a) and not uncertain(b):
-        found: Any = torch.matmul(a, b)
-    else:
-        found = product(torch.matmul, a, b, adjoint, axis)
-    if not uncertain(input):
-        first: Any = input if beta == 1 else input * beta
-    else:
-        first = input if beta == 1 else mul(input, beta, adjoint=adjoint)
-    return add(first, found, alpha=alpha, adjoint=adjoint)
+    """beta * input + alpha * a @ b, the two taken to be independent."""
+    random = uncertain(a) or uncertain(b)
+    product = bilinear(torch.matmul, a, b, adjoint, axis) if random else torch.matmul(mean_of(a), mean_of(b))
+    if beta != 1:
+        input = input * beta if isinstance(input, Tensor) else mul(input, beta, adjoint=adjoint)
+    return add(input, product, alpha=alpha, adjoint=adjoint)
 
 
 @rule("einsum")
-def einsum(equation: str, *operands: Any, adjoint: bool = False, axis: int | None = None) -> Moments:
-    """Of one or two tensors, where no letter stands twice in one of them."""
+def einsum(equation: str, *operands: Value | list[Value], adjoint: bool = False, axis: int | None = None) -> Moments:
+    """Of one or two tensors, where no letter stands twice in one of them; see `bilinear`."""
     given: Any = operands[0] if isinstance(operands[0], list) else operands
     letters = equation.split("->")[0].replace(" ", "").split(",")
-    if len(given) > 2 or any(len(set(one)) < len(one.replace("...", ".")) for one in letters):
-        raise ValueError("einsum() has a streamlined rule for one or two tensors, and no letter twice in one of them")
-    if len(given) == 1:
-        x = given[0]
-        return product(lambda t, one: torch.einsum(equation, t) * one, x, torch.ones((), device=x.mean.device), adjoint, axis)
-    return product(lambda t, u: torch.einsum(equation, t, u), given[0], given[1], adjoint, axis)
+    repeated = any(len(set(term)) < len(term.replace("...", ".")) for term in letters)
+    require(
+        len(given) <= 2 and not repeated, f"einsum({equation!r}) has no rule: use one or two tensors, and no letter twice in one"
+    )
+    if len(given) == 2:
+        return bilinear(lambda t, u: torch.einsum(equation, t, u), given[0], given[1], adjoint, axis)
+    one = torch.ones((), device=mean_of(given[0]).device)
+    return bilinear(lambda t, one: torch.einsum(equation, t) * one, given[0], one, adjoint, axis)
 
 
 @rule("lerp")
-def lerp(a: Any, b: Any, weight: Any, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+def lerp(a: Value, b: Value, weight: Value, *, adjoint: bool = False, axis: int | None = None) -> Moments:
     r""":math:`a + w (b - a)` of three independent numbers: :math:`(1 - w)^2 v_a + w^2 v_b + v_w ((b - a)^2 + v_a + v_b)`."""
-    (m, v), (n, u), (w, s) = ((mean_of(t), var_of(t)) for t in (a, b, weight))
+    m, n, w = mean_of(a), mean_of(b), mean_of(weight)
     mean = torch.lerp(m, n, w)
     with still(adjoint):
         zero = torch.zeros((), dtype=mean.dtype, device=mean.device)
-        own = [zero if t is None else t for t in (v, u)]
-        var = (1 - w) ** 2 * own[0] + w**2 * own[1]
-        beyond = None
+        va, vb = (zero if t is None else t for t in (var_of(a), var_of(b)))
+        var, s, beyond = (1 - w) ** 2 * va + w**2 * vb, var_of(weight), None
         if s is not None:
-            beyond = s * (own[0] + own[1])
+            beyond = s * (va + vb)
             var = var + s * (n - m) ** 2 + beyond
-        slopes = ((a, 1 - w), (b, w), (weight, n - m))
-        known = [(t.factor, slope) for t, slope in slopes if getattr(t, "factor", None) is not None]
+        slopes = ((factor_of(a), 1 - w), (factor_of(b), w), (factor_of(weight), n - m))
+        known = [(u, slope) for u, slope in slopes if u is not None]
         factor = None
         if known:
             apart = sum((slope**2 * u.square().sum(0) for u, slope in known), zero)
-            factor = sum(widened([u * slope for u, slope in known]), zero)
+            factor = total([u * slope for u, slope in known], mean)
             var = (var - apart).clamp_min(0) + factor.square().sum(0)
         var = var.expand(mean.shape)
     if adjoint and axis is not None and beyond is not None:

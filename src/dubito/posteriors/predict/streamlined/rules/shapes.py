@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.posteriors.predict.streamlined.moments import Moments, Weight
+from dubito.posteriors.predict.streamlined.moments import Moments, Value, Weight, factor_of, mean_of, var_of, widen
 from dubito.posteriors.predict.streamlined.registry import rule
 
 
-def moved(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of such an operation."""
+def movement(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an operation that moves numbers: function(m), function(v) and function(u) of every direction u."""
 
-    def apply(x: Moments | Weight, *args: Any, **kwargs: Any) -> Any:
-        def one(value: Tensor) -> Any:
+    def _apply(x: Moments | Weight, *args: Any, **kwargs: Any) -> Moments | tuple[Moments, ...]:
+        def _move(value: Tensor) -> Any:
             return function(value, *args, **kwargs)
 
-        mean, var = one(x.mean), one(x.var)
-        factor = None if isinstance(x, Weight) or x.factor is None else vmap(one)(x.factor)
-        if isinstance(mean, tuple | list):
-            factors = [None] * len(mean) if factor is None else factor
-            return tuple(Moments(*parts) for parts in zip(mean, var, factors, strict=True))
-        return Moments(mean, var, factor)
+        mean, var, factor = _move(x.mean), _move(x.var), factor_of(x)
+        factor = None if factor is None else vmap(_move)(factor)
+        if isinstance(mean, Tensor):
+            return Moments(mean, var, factor)
+        factors = [None] * len(mean) if factor is None else factor
+        return tuple(Moments(*parts) for parts in zip(mean, var, factors, strict=True))
 
-    return apply
+    return _apply
 
 
 METHODS = (
@@ -36,81 +38,67 @@ METHODS = (
     "repeat_interleave", "index_select", "gather", "detach", "to", "type_as", "float", "double", "half", "bfloat16", "tile", "diagonal",
 )  # fmt: skip
 for _name in METHODS:
-    rule(_name)(moved(getattr(torch.Tensor, _name)))
-rule("get_T")(moved(lambda x: x.T))
-rule("get_mT")(moved(lambda x: x.mT))
-rule("get_data")(moved(lambda x: x.data))
-rule("broadcast_to")(moved(torch.broadcast_to))
-rule("swapdims")(moved(torch.swapdims))
-rule("moveaxis")(moved(torch.moveaxis))
-rule("tensor_split")(moved(torch.tensor_split))
-rule("unflatten")(moved(torch.unflatten))  # torch.compile does not know the method
+    rule(_name)(movement(getattr(torch.Tensor, _name)))
+for _name in ("T", "mT", "data"):
+    rule(f"get_{_name}")(movement(operator.attrgetter(_name)))
+for _function in (torch.broadcast_to, torch.swapdims, torch.moveaxis, torch.tensor_split, torch.unflatten):
+    rule(_function)(movement(_function))  # (of unflatten, torch.compile does not know the method)
 
 
 @rule("getitem")
-def getitem(x: Any, index: Any) -> Moments:
-    return moved(lambda value: value[index])(x)
+def getitem(x: Moments | Weight, index: Any) -> Moments:
+    """x[index]: the entries' means and variances."""
+    return movement(lambda value: value[index])(x)
 
 
 @rule("pad")
-def pad(x: Moments, pad: Any, mode: str = "constant", value: float | None = None) -> Moments:
-    import torch.nn.functional as F
+def pad(x: Moments, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Moments:
+    """Padding with a constant has no variance; that with entries of x has theirs."""
+    padded = movement(lambda v: F.pad(v, pad, mode, 0.0 if mode == "constant" else None))(x)
+    return padded._replace(mean=F.pad(x.mean, pad, mode, value)) if value else padded
 
-    found = moved(lambda v: F.pad(v, pad, mode, 0.0 if mode == "constant" else None))(x)
-    return found if not value else found._replace(mean=F.pad(x.mean, pad, mode, value))
 
-
-def _joined(function: Callable[..., Tensor], parts: Any, dim: int) -> Moments:
-    means = [p.mean if isinstance(p, Moments | Weight) else p for p in parts]
-    shape = torch.broadcast_shapes(*(m.shape for m in means)) if function is torch.stack else None
-    variances = [p.var if isinstance(p, Moments | Weight) else torch.zeros_like(p) for p in parts]
-    assert shape is None or all(m.shape == shape for m in means)
-    factors = [getattr(p, "factor", None) for p in parts]
-    factor = None
-    if any(one is not None for one in factors):
-        first = next(one for one in factors if one is not None)
+def _join(function: Callable[..., Tensor], values: Sequence[Value], dim: int) -> Moments:
+    means = [mean_of(value) for value in values]
+    variances = [torch.zeros_like(m) if (v := var_of(value)) is None else v for m, value in zip(means, values, strict=True)]
+    factors = [factor_of(value) for value in values]
+    first, factor = next((u for u in factors if u is not None), None), None
+    if first is not None:
         whole = [m.new_zeros(first.shape[0], *m.shape) if u is None else u for m, u in zip(means, factors, strict=True)]
-        factor = vmap(lambda *values: function(values, dim))(*widened(whole))
+        factor = vmap(lambda *parts: function(parts, dim))(*widen(whole))
     return Moments(function(means, dim), function(variances, dim), factor)
 
 
-def widened(factors: list[Tensor]) -> list[Tensor]:
-    """Directions of several values side by side: where some have more, the others do not move in those."""
-    count = max(len(one) for one in factors)
-    return [one if len(one) == count else torch.cat([one, one.new_zeros(count - len(one), *one.shape[1:])]) for one in factors]
-
-
 @rule("cat", "concat", "concatenate")
-def cat(tensors: Any, dim: int = 0) -> Moments:
-    return _joined(torch.cat, tensors, dim)
+def cat(tensors: Sequence[Value], dim: int = 0) -> Moments:
+    """Means and variances side by side."""
+    return _join(torch.cat, tensors, dim)
 
 
 @rule("stack")
-def stack(tensors: Any, dim: int = 0) -> Moments:
-    return _joined(torch.stack, tensors, dim)
+def stack(tensors: Sequence[Value], dim: int = 0) -> Moments:
+    """Means and variances along a new axis."""
+    return _join(torch.stack, tensors, dim)
 
 
 @rule("where")
-def where(condition: Tensor, x: Any, y: Any) -> Moments:
-    """A choice that does not depend on what is random."""
-    if isinstance(condition, Moments):
-        raise ValueError("a choice (where) by a random condition has no rule")
+def where(condition: Value, x: Value, y: Value) -> Moments:
+    """A choice that does not depend on what is random: the mean and the variance of the one that is chosen."""
+    if not isinstance(condition, Tensor):
+        raise ValueError("where() with a random condition has no rule for one pass: predict with how='sampled'")
     zero = torch.zeros((), device=condition.device)
-    means = [v.mean if isinstance(v, Moments | Weight) else v for v in (x, y)]
-    variances = [v.var if isinstance(v, Moments | Weight) else zero for v in (x, y)]
-    factors = [getattr(v, "factor", None) for v in (x, y)]
-    factor = None
-    if any(u is not None for u in factors):
-        first = next(u for u in factors if u is not None)
-        a, b = (zero if u is None else u for u in factors)
-        if a.ndim and b.ndim:
-            a, b = widened([a, b])
-        factor = torch.where(condition.expand(first.shape[1:]), a, b)
-    mean = torch.where(condition, *means)
-    return Moments(mean, torch.where(condition, *variances).to(mean.dtype), factor)
+    mean = torch.where(condition, mean_of(x), mean_of(y))
+    var = torch.where(condition, *(zero if v is None else v for v in (var_of(x), var_of(y)))).to(mean.dtype)
+    factors = [factor_of(value) for value in (x, y)]
+    known = [u for u in factors if u is not None]
+    if not known:
+        return Moments(mean, var)
+    a, b = widen(known) if len(known) == 2 else (zero if u is None else u for u in factors)
+    return Moments(mean, var, torch.where(condition.expand(known[0].shape[1:]), a, b))
 
 
 @rule("masked_fill")
 def masked_fill(x: Moments, mask: Tensor, value: float) -> Moments:
+    """What is filled has no variance."""
     factor = None if x.factor is None else x.factor.masked_fill(mask, 0.0)
     return Moments(x.mean.masked_fill(mask, value), x.var.masked_fill(mask, 0.0), factor)
