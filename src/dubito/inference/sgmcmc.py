@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dubito.inference.full_batch import BUFFER, TRACE, own_buffers, samples, starts, within
+from dubito.inference.chains import BUFFER, TRACE, check_precision, own_buffers, samples, starts, within
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Model, Target
 from dubito.model.likelihoods import own as learned
@@ -192,11 +192,7 @@ class Langevin(ABC):
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LangevinState:
         if target.members is not None:
             raise ValueError(f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
-        if any(leaf.dtype.itemsize < 4 for leaf in start.params.values()):
-            raise ValueError(
-                "weights in half precision lose the small steps of a sampler: keep the network in float32, and give "
-                'fit(precision="bfloat16") to run it in half precision'
-            )
+        check_precision(start.params)
         params, (shared, moving) = starts(target, start, self.chains, generator), _apart(target.model, start.buffers)
         if not start.given:
             params = within(target.model.prior, params, generator)

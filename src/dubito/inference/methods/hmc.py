@@ -9,23 +9,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, welford
+from dubito.inference.full_batch import Chains, ChainState
 from dubito.inference.integrators import Point, kinetic, leapfrog, potential, rise
 from dubito.inference.log_density import Density
 from dubito.inference.method import Traits
+from dubito.inference.tuning import adapt, check_step_size, dice, find_step, metropolis, start_average
 from dubito.model import Target
+from dubito.tensors.checks import at_least, between, one_of, positive
 
 DIVERGED = 1000.0  # a change of energy that no sound trajectory makes
 
 
 @dataclass(frozen=True)
 class HMC(Chains):
-    r"""Trajectories of a particle that rolls over the posterior, accepted by the change of its energy.
+    r"""Trajectories of a particle that rolls over the posterior, accepted by the change of its energy: asymptotically exact.
 
-    Every transition draws a velocity from N(0, I), follows it for `path_length` by leapfrog steps of `step_size`, and accepts the
-    end with probability :math:`\min(1, e^{-\Delta H})`; a rejected proposal counts the present draw again. Both lengths are in
-    units of the prior's standard deviation at the target's temperature, so that a path of pi / 2 crosses the prior (Izmailov et al.
-    2021).
+    The law of the draws is the posterior, :math:`p(\theta \mid D)^{1/T}`, in the limit of long chains, at any step size. Every
+    transition draws a velocity from N(0, I), follows it for `path_length` by leapfrog steps of `step_size`, and accepts the end with
+    probability :math:`\min(1, e^{-\Delta H})`; a rejected proposal counts the present draw again. Both lengths are in units of the
+    prior's standard deviation at the target's temperature, so that a path of pi / 2 crosses the prior (Izmailov et al. 2021).
 
     During the burn-in `step_size` is tuned to `target_acceptance` by dual averaging, each chain's its own (`tune=False` keeps it),
     and with `units="posterior"` every coordinate's unit of length becomes its standard deviation over the chains, which is a
@@ -53,47 +55,52 @@ class HMC(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.step_size is not None and not self.step_size > 0) or not self.path_length > 0 or self.max_steps < 1:
-            raise ValueError(
-                "step_size and path_length are positive lengths and max_steps at least 1; got "
-                f"step_size={self.step_size}, path_length={self.path_length}, max_steps={self.max_steps}"
-            )
-        if not 0 < self.target_acceptance < 1 or not 0 <= self.jitter < 1:
-            raise ValueError(
-                f"target_acceptance is between 0 and 1 and jitter at least 0 and below 1; got {self.target_acceptance}, {self.jitter}"
-            )
-        if self.step_size is None and (not self.tune or self.burn_in < 10):
-            raise ValueError(
-                "a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in of at least 10"
-            )
+        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=10)
+        positive(path_length=self.path_length)
+        at_least(1, max_steps=self.max_steps)
+        between(0, 1, target_acceptance=self.target_acceptance)
+        between(0, 1, jitter=self.jitter, include="low")
+        one_of(("prior", "posterior"), units=self.units)
 
     @property
     def traits(self) -> Traits:
+        """Those of chains; asymptotically exact if `adjusted`."""
         return replace(super().traits, adjusted=self.adjusted)
 
+    @property
+    def tunes(self) -> bool:
+        """Whether step sizes are tuned during the burn-in."""
+        return self.tune
+
+    @property
+    def resamples(self) -> bool:
+        """Whether a learned noise is drawn from its conditional between trajectories."""
+        return self.gibbs
+
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        return averaging(self.step_size or 0.01, state)
+        """Dual averaging of the step size, from the one given."""
+        return start_average(self.step_size or 0.01, state)
 
     def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        """The density at the start, and a first step size where none is given."""
         super().begin(density, state, generator)
         if self.step_size is None:
-            find_step(density, state, generator, leapfrog)
+            find_step(density, state, generator)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        """A trajectory of about `path_length` from a fresh velocity, accepted or rejected."""
+        step = state.step_size
         # one number for all chains, which run side by side and would wait for the longest
-        dice = float(torch.rand((), dtype=torch.float64, device=step.device, generator=generator))
-        count = (self.path_length * (1 + self.jitter * (2 * dice - 1)) / step).ceil().clamp(1, self.max_steps).int()
+        share = 1 + self.jitter * (2 * float(dice(step.new_empty(()), generator)) - 1)
+        count = (self.path_length * share / step).ceil().clamp(1, self.max_steps).int()
         # what a Gibbs move draws has no unit of length: it does not move here, and has no share in the energy
-        velocity = torch.empty_like(state.position).normal_(generator=generator) * (state.scale > 0)
-        before = self.here(state, velocity)
+        before = state.point(state.noise(generator) * (state.scale > 0))
         after = leapfrog(density, before, step=step, count=count, scale=state.scale)
-        noted = self.judge(density, state, before, after, generator)
-        if state.step < self.burn_in and self.tune:
-            average(state.tuning, noted["acceptance"], self.target_acceptance)
-            if self.units == "posterior":
-                welford(state, self.burn_in)
-        return {**noted, "step_size": step, "gradients": torch.full_like(step, int(count.max()))}
+        notes = self.judge(density, state, before, after, generator)
+        if self.tune:
+            posterior = self.units == "posterior"
+            adapt(state, notes["acceptance"], self.target_acceptance, self.burn_in, posterior_units=posterior)
+        return {**notes, "step_size": step, "gradients": torch.full_like(step, int(count.max()))}
 
     def judge(
         self, density: Density, state: ChainState, before: Point, after: Point, generator: torch.Generator
@@ -102,11 +109,10 @@ class HMC(Chains):
         change = rise(density, before, after) + kinetic(after.velocity) - kinetic(before.velocity)
         change = torch.where(change.isnan(), torch.inf, change)
         diverged = change > DIVERGED
-        probability = (-change).exp().clamp(max=1.0)
-        dice = torch.rand(change.shape, dtype=torch.float64, device=change.device, generator=generator)
-        accepted = (dice < probability) & ~diverged if self.adjusted else change.isfinite()
+        probability, accepted = metropolis(change, generator)
+        accepted = accepted & ~diverged if self.adjusted else change.isfinite()
         energy = potential(density, before) + kinetic(before.velocity) + torch.where(accepted, change, 0.0)
-        self.accept(state, after, accepted)
+        state.accept(after, accepted)
         return {
             "acceptance": torch.where(diverged, 0.0, probability),
             "accepted": accepted.double(),

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, langevin
-from dubito.inference.integrators import leapfrog
+from dubito.inference.full_batch import Chains, ChainState
 from dubito.inference.log_density import Density
+from dubito.inference.tuning import adapt, check_step_size, find_step, langevin, metropolis, start_average
 from dubito.model import Target
+from dubito.tensors.checks import between
 
 
 @dataclass(frozen=True)
 class MALA(Chains):
-    r"""A Langevin step, up the gradient and with noise, accepted or rejected,
+    r"""A Langevin step, up the gradient and with noise, accepted or rejected: asymptotically exact,
 
     .. math:: \theta' = \theta + \tfrac{h^2}{2} s^2 \nabla \log p(\theta, D) + h s\, \xi.
 
@@ -38,28 +39,31 @@ class MALA(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.step_size is not None and not self.step_size > 0) or not 0 < self.target_acceptance < 1:
-            raise ValueError(
-                f"step_size is positive and target_acceptance between 0 and 1; got {self.step_size} and {self.target_acceptance}"
-            )
-        if self.step_size is None and (not self.tune or self.burn_in < 1):
-            raise ValueError("a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in")
+        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=1)
+        between(0, 1, target_acceptance=self.target_acceptance)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether step sizes are tuned during the burn-in."""
+        return self.tune
 
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        return averaging(self.step_size or 0.1 / math.sqrt(state.position.shape[1]), state)
+        """Dual averaging of the step size, from the one given."""
+        return start_average(self.step_size or 0.1 / math.sqrt(state.position.shape[1]), state)
 
     def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        """The density at the start, and a first step size where none is given."""
         super().begin(density, state, generator)
         if self.step_size is None:
-            find_step(density, state, generator, leapfrog)
+            find_step(density, state, generator)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step, after, change = langevin(self, density, state, generator)
-        probability = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0)
-        accepted = torch.rand(probability.shape, dtype=torch.float64, device=step.device, generator=generator) < probability
-        self.accept(state, after, accepted)
-        if state.step < self.burn_in and self.tune:
-            average(state.tuning, probability, self.target_acceptance)
+        """A Langevin step, accepted or rejected."""
+        step, after, change = langevin(density, state, generator)
+        probability, accepted = metropolis(change, generator)
+        state.accept(after, accepted)
+        if self.tune:
+            adapt(state, probability, self.target_acceptance, self.burn_in)
         diverged = ~change.isfinite()
         return {
             "acceptance": probability,

@@ -9,15 +9,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState, average, averaging, welford
+from dubito.inference.full_batch import Chains, ChainState
 from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, rise
 from dubito.inference.log_density import Density
+from dubito.inference.tuning import adapt, check_step_size, dice, metropolis, start_average
 from dubito.model import Target
+from dubito.tensors.checks import at_least, between, one_of, positive, require
 
 
 @dataclass(frozen=True)
 class MAMS(Chains):
-    r"""Microcanonical trajectories, accepted by the change of their energy: MCLMC without its bias.
+    r"""Microcanonical trajectories, accepted by the change of their energy: MCLMC without its bias, asymptotically exact.
 
     Every transition draws a direction anew, follows it for a random number of steps of which the mean length is `path_length`, and
     accepts the end with probability :math:`\min(1, e^{-\Delta E})`, where :math:`\Delta E` is the rise of the potential energy and
@@ -41,39 +43,41 @@ class MAMS(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.step_size is not None and not self.step_size > 0) or not self.path_length > 0 or self.max_steps < 1:
-            raise ValueError(
-                "step_size and path_length are positive lengths and max_steps at least 1; got "
-                f"step_size={self.step_size}, path_length={self.path_length}, max_steps={self.max_steps}"
-            )
-        if not 0 < self.target_acceptance < 1:
-            raise ValueError(f"target_acceptance is between 0 and 1; got {self.target_acceptance}")
-        if self.step_size is None and (not self.tune or self.burn_in < 10):
-            raise ValueError(
-                "a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in of at least 10"
-            )
+        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=10)
+        positive(path_length=self.path_length)
+        at_least(1, max_steps=self.max_steps)
+        between(0, 1, target_acceptance=self.target_acceptance)
+        one_of(("prior", "posterior"), units=self.units)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether step sizes are tuned during the burn-in."""
+        return self.tune
+
+    @property
+    def resamples(self) -> bool:
+        """Whether a learned noise is drawn from its conditional between trajectories."""
+        return self.gibbs
 
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        if state.position.shape[1] < 2:
-            raise ValueError("MAMS turns a direction, and one weight has none to turn: use HMC")
-        return averaging(self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1]), state)
+        """Dual averaging of the step size, from the one given."""
+        require(state.position.shape[1] > 1, "MAMS turns a direction, and one weight has none to turn: use HMC")
+        return start_average(self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1]), state)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        """A microcanonical trajectory from a fresh direction, accepted or rejected."""
+        step = state.step_size
         # one number for all chains, which run side by side and would wait for the longest
-        share = 2 * float(torch.rand((), dtype=torch.float64, device=step.device, generator=generator))
+        share = 2 * float(dice(step.new_empty(()), generator))
         count = (share * self.path_length / step).ceil().clamp(1, self.max_steps).int()
-        before = self.here(state, on_sphere(torch.empty_like(state.position).normal_(generator=generator)))
+        before = state.point(on_sphere(state.noise(generator)))
         after, gain = self._trajectory(density, before, step, count, state.scale)
         change = rise(density, before, after) + gain
         change = torch.where(change.isnan(), torch.inf, change)
-        probability = (-change).exp().clamp(max=1.0)
-        accepted = torch.rand(probability.shape, dtype=torch.float64, device=step.device, generator=generator) < probability
-        self.accept(state, after, accepted)
-        if state.step < self.burn_in and self.tune:
-            average(state.tuning, probability, self.target_acceptance)
-            if self.units == "posterior":
-                welford(state, self.burn_in)
+        probability, accepted = metropolis(change, generator)
+        state.accept(after, accepted)
+        if self.tune:
+            adapt(state, probability, self.target_acceptance, self.burn_in, posterior_units=self.units == "posterior")
         diverged = change > 1000.0
         return {
             "acceptance": probability,

@@ -10,11 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState, averaging, welford
+from dubito.inference.full_batch import Chains, ChainState
 from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, refreshed, rise
 from dubito.inference.log_density import Density
 from dubito.inference.method import Traits
+from dubito.inference.tuning import adapt_units, check_step_size, start_average
 from dubito.model import Target
+from dubito.tensors.checks import one_of, positive, require
 
 MEMORY = 150  # steps over which the error of the energy is averaged while the step size is tuned
 
@@ -26,8 +28,8 @@ class MCLMC(Chains):
     In the limit of small steps it samples the posterior exactly. With finite ones the energy is not quite kept, and the draws are
     biased, by an amount that the variance of its error per dimension bounds: during the burn-in each chain's step size is tuned to
     :math:`\mathrm{Var}[\Delta E] / P` = `energy_variance`. At .0005 no bias is visible in predictions; .1 is faster and makes them
-    a few percent too narrow. It reaches about three times HMC's effective draws of predictions per gradient; `MAMS` is the same
-    with an accept step.
+    a few percent too narrow. It reaches about three times HMC's effective draws of predictions per gradient; effective draws say
+    nothing of the bias, which more draws do not remove. `MAMS` is the same with an accept step.
 
     A step of the integrator takes two gradients. `path_length`, the distance over which the direction is forgotten, and the step
     size are in prior standard deviations, as for HMC: the particle's speed is sqrt(P). `units="posterior"` measures them in the
@@ -49,37 +51,40 @@ class MCLMC(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.step_size is not None and not self.step_size > 0) or not self.path_length > 0 or not self.energy_variance > 0:
-            raise ValueError(
-                "step_size, path_length and energy_variance are positive; got "
-                f"{self.step_size}, {self.path_length}, {self.energy_variance}"
-            )
-        if self.step_size is None and (not self.tune or self.burn_in < 1):
-            raise ValueError("a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in")
+        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=1)
+        positive(path_length=self.path_length, energy_variance=self.energy_variance)
+        one_of(("prior", "posterior"), units=self.units)
 
     @property
     def traits(self) -> Traits:
+        """Those of chains without an accept step."""
         return replace(super().traits, adjusted=False)
 
+    @property
+    def tunes(self) -> bool:
+        """Whether step sizes are tuned during the burn-in."""
+        return self.tune
+
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        if state.position.shape[1] < 2:
-            raise ValueError("MCLMC turns a direction, and one weight has none to turn: use HMC")
+        """Dual averaging of the step size, from the one given."""
+        require(state.position.shape[1] > 1, "MCLMC turns a direction, and one weight has none to turn: use HMC")
         start = self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1])
         zero = torch.zeros_like(state.log_prior)
-        return {**averaging(start, state), "weight": zero, "sixth": zero.clone(), "limit": zero + math.inf}
+        return {**start_average(start, state), "weight": zero, "sixth": zero.clone(), "limit": zero + math.inf}
 
     def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        """The density at the start, and a random direction."""
         super().begin(density, state, generator)
-        state.velocity = on_sphere(torch.empty_like(state.position).normal_(generator=generator))
+        state.velocity = on_sphere(state.noise(generator))
 
     def moves(self, density: Density, state: ChainState, generator: torch.Generator) -> Iterable[dict[str, Tensor]]:
         """All of them at once where a kernel does that, and there is nothing to tune in between."""
         tuning, kernel = state.step < self.burn_in and self.tune, density.kernel
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        step = state.step_size
         options = {"share": MINIMAL_NORM, "length": self.path_length, "steps": self.thin, "generator": generator}
         found = None
         if kernel is not None and not tuning:
-            found = kernel.langevin(*self.here(state, state.velocity), step=step, scale=state.scale, **options)
+            found = kernel.langevin(*state.point(state.velocity), step=step, scale=state.scale, **options)
         if found is None:
             yield from super().moves(density, state, generator)
             return
@@ -92,13 +97,13 @@ class MCLMC(Chains):
         }
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
-        before = self.here(state, state.velocity)
+        """A step of the integrator, after which the direction is partly drawn anew."""
+        step, before = state.step_size, state.point(state.velocity)
         after, gain = self._integrated(density, before, step, state.scale)
         error = rise(density, before, after) + gain
         sound = error.isfinite()
-        self.accept(state, after, sound)
-        noise = torch.empty_like(state.position).normal_(generator=generator)
+        state.accept(after, sound)
+        noise = state.noise(generator)
         # a chain that has run off the edge of what numbers hold turns round
         velocity = torch.where(sound.unsqueeze(1), after.velocity, -before.velocity)
         state.velocity = refreshed(velocity, noise, step, self.path_length)
@@ -136,7 +141,7 @@ class MCLMC(Chains):
         tuning["log_mean"] = tuning["log_step"].clone()
         if self.units == "posterior":
             scale = state.scale
-            welford(state, self.burn_in)
+            adapt_units(state, self.burn_in)
             if state.scale is not scale:  # errors in the old units say nothing of the new ones
                 tuning["weight"], tuning["sixth"] = torch.zeros_like(tuning["weight"]), torch.zeros_like(tuning["sixth"])
                 tuning["limit"] = torch.full_like(tuning["limit"], torch.inf)

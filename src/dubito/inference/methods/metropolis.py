@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState, average, averaging
+from dubito.inference.full_batch import Chains, ChainState
 from dubito.inference.integrators import Point, rise
 from dubito.inference.log_density import Density, Value
+from dubito.inference.tuning import adapt, metropolis, start_average
 from dubito.model import Target
+from dubito.tensors.checks import between, positive, require
 
 # (positions [C, P], step sizes [C, 1], generator) -> new positions [C, P] and log q(old | new) - log q(new | old), [C]
 Proposal = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
@@ -21,9 +23,9 @@ Proposal = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Metropolis(Chains):
-    r"""Try a random step, and accept or reject it by how probable the posterior finds both ends; there is no gradient.
+    r"""Try a random step, and accept or reject it by the posterior density at both ends: asymptotically exact, without gradients.
 
-    It is accepted with probability
+    A step is accepted with probability
 
     .. math:: \min \left(1, \frac{p(\theta')\, q(\theta \mid \theta')}{p(\theta)\, q(\theta' \mid \theta)}\right)
 
@@ -43,52 +45,55 @@ class Metropolis(Chains):
     step_size: float | None = None  # in prior standard deviations; None begins at 2.4 / sqrt(P) of the prior
     tune: bool = field(default=True, kw_only=True)  # adapt the step size in the burn-in
     target_acceptance: float = field(default=0.234, kw_only=True)  # the best for a random walk in many dimensions
-    proposal: Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]] | None = field(
-        default=None, kw_only=True, repr=False
-    )
+    proposal: Proposal | None = field(default=None, kw_only=True, repr=False)
     thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.step_size is not None and not self.step_size > 0) or not 0 < self.target_acceptance < 1:
-            raise ValueError(
-                f"step_size is positive and target_acceptance between 0 and 1; got {self.step_size} and {self.target_acceptance}"
-            )
+        positive(step_size=self.step_size)
+        between(0, 1, target_acceptance=self.target_acceptance)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether step sizes are tuned during the burn-in."""
+        return self.tune
 
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        return averaging(self.step_size or 2.4 / math.sqrt(state.position.shape[1]), state)
+        """Dual averaging of the step size, from the one given."""
+        return start_average(self.step_size or 2.4 / math.sqrt(state.position.shape[1]), state)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        """A proposal for every chain, accepted or rejected."""
+        step = state.step_size
         proposed, log_ratio = self._proposed(state, step.unsqueeze(1), generator)
         value = density.values(proposed)
         after = Point(proposed, state.velocity, state.gradient, value.log_likelihood, value.log_prior)
         change = rise(density, Value(state.gradient, state.log_likelihood, state.log_prior), after) - log_ratio
-        probability = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0)
-        accepted = torch.rand(probability.shape, dtype=torch.float64, device=step.device, generator=generator) < probability
-        self.accept(state, after, accepted)
-        if state.step < self.burn_in and self.tune:
-            average(state.tuning, probability, self.target_acceptance)
+        probability, accepted = metropolis(change, generator)
+        state.accept(after, accepted)
+        if self.tune:
+            adapt(state, probability, self.target_acceptance, self.burn_in)
         # a step out of the prior's support is a proposal like others, and rightly rejected
         lost = ~(value.log_likelihood + value.log_prior).isfinite() & ~value.log_prior.isneginf()
         return {"acceptance": probability, "accepted": accepted.double(), "divergent": lost.double(), "step_size": step}
 
     def _proposed(self, state: ChainState, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """What the proposal gives, if it is what it should be: positions alone could be unpacked by chains, and nobody would notice."""
-        found: Any = (self.proposal or self._walk(state))(state.position, step, generator)
-        parts = found if isinstance(found, tuple | list) else [found]
-        shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+        proposed: Any = (self.proposal or self._walk(state))(state.position, step, generator)
+        several = isinstance(proposed, tuple | list)
+        shapes = [tuple(getattr(part, "shape", (type(part).__name__,))) for part in (proposed if several else [proposed])]
         wanted = [tuple(state.position.shape), tuple(state.log_prior.shape)]
-        if shapes != wanted or parts is not found:
-            raise ValueError(
-                f"a proposal returns the new positions {wanted[0]} and the logarithm of the Hastings ratio {wanted[1]}, "
-                "log q(old | new) - log q(new | old), which is 0 if it is symmetric: `return new, torch.zeros(len(new))`; "
-                f"got {shapes}"
-            )
-        return found[0], found[1]
+        require(
+            several and shapes == wanted,
+            f"a proposal returns the new positions {wanted[0]} and the logarithm of the Hastings ratio {wanted[1]}, "
+            "log q(old | new) - log q(new | old), which is 0 if it is symmetric: `return new, torch.zeros(len(new))`; "
+            f"got {shapes}",
+        )
+        return proposed[0], proposed[1]
 
     def _walk(self, state: ChainState) -> Proposal:
         def walk(position: Tensor, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            """A Gaussian step of `step` prior standard deviations, which is symmetric."""
             noise = torch.empty_like(position).normal_(generator=generator)
             return position + step * state.scale * noise, torch.zeros_like(state.log_prior)
 

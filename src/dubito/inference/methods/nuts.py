@@ -8,10 +8,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, welford
+from dubito.inference.full_batch import Chains, ChainState
 from dubito.inference.integrators import Point, kinetic, leapfrog, potential, rise
 from dubito.inference.log_density import Density
+from dubito.inference.tuning import adapt, check_step_size, dice, find_step, start_average
 from dubito.model import Target
+from dubito.tensors.checks import at_least, between, one_of
 
 DIVERGED = 1000.0  # a change of energy that no sound trajectory makes
 
@@ -40,7 +42,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class NUTS(Chains):
-    r"""HMC whose trajectories end where they begin to turn back, so that no path length has to be chosen.
+    r"""HMC whose trajectories end where they begin to turn back, so that no path length has to be chosen: asymptotically exact.
 
     From a fresh velocity a trajectory of leapfrog steps is doubled, forwards or backwards in time at random, until it turns: until the
     velocity at one of its ends points against the sum :math:`\rho` of all its velocities, :math:`v \cdot \rho < 0`. Every half, quarter
@@ -69,43 +71,50 @@ class NUTS(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.step_size is not None and not self.step_size > 0) or self.max_depth < 1:
-            raise ValueError(
-                f"step_size is a positive length and max_depth at least 1; got step_size={self.step_size}, max_depth={self.max_depth}"
-            )
-        if not 0 < self.target_acceptance < 1:
-            raise ValueError(f"target_acceptance is between 0 and 1; got {self.target_acceptance}")
-        if self.step_size is None and (not self.tune or self.burn_in < 10):
-            raise ValueError(
-                "a step size is found during the burn-in: give step_size=..., or tune=True and a burn_in of at least 10"
-            )
+        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=10)
+        at_least(1, max_depth=self.max_depth)
+        between(0, 1, target_acceptance=self.target_acceptance)
+        one_of(("prior", "posterior"), units=self.units)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether step sizes are tuned during the burn-in."""
+        return self.tune
+
+    @property
+    def resamples(self) -> bool:
+        """Whether a learned noise is drawn from its conditional between trajectories."""
+        return self.gibbs
 
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        return averaging(self.step_size or 0.01, state)
+        """Dual averaging of the step size, from the one given."""
+        return start_average(self.step_size or 0.01, state)
 
     def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        """The density at the start, and a first step size where none is given."""
         super().begin(density, state, generator)
         if self.step_size is None:
-            find_step(density, state, generator, leapfrog)
+            find_step(density, state, generator)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step = state.tuning["log_step"].exp().to(state.position.dtype)
+        """A trajectory that is doubled until it turns, and one of its points."""
+        step = state.step_size
         # coordinates without a unit of length do not move, and have no say in whether a trajectory turns
-        start = self.here(state, torch.empty_like(state.position).normal_(generator=generator) * (state.scale > 0))
+        start = state.point(state.noise(generator) * (state.scale > 0))
         back, front, total = start, start, start.velocity
         chosen, error, weight = start, torch.zeros_like(state.log_prior), torch.zeros_like(state.log_prior)
         acceptance, points, depth = torch.zeros_like(error), torch.zeros_like(error), torch.zeros_like(error)
         growing = torch.ones_like(error, dtype=torch.bool)
         moved, diverged = torch.zeros_like(growing), torch.zeros_like(growing)
         for doubling in range(self.max_depth):
-            forward = _dice(error, generator) < 0.5
+            forward = dice(error, generator) < 0.5
             near, far = _where(forward, front, back), _where(forward, back, front)
             directed = torch.where(forward, step, -step)
             branch = self._branch(density, state, start, near, directed, growing, 2**doubling, generator)
             acceptance, points = acceptance + branch.acceptance, points + branch.points
             diverged, depth = diverged | branch.diverged, depth + branch.sound
             # the new half is preferred to the old one, which keeps the distribution and goes further
-            taken = branch.sound & (_dice(error, generator).log() < branch.weight - weight)
+            taken = branch.sound & (dice(error, generator).log() < branch.weight - weight)
             chosen, error = _where(taken, branch.chosen, chosen), torch.where(taken, branch.error, error)
             weight, moved = torch.logaddexp(weight, branch.weight), moved | taken
             back, front = _where(forward, back, branch.end), _where(forward, branch.end, front)
@@ -113,12 +122,10 @@ class NUTS(Chains):
             growing = branch.sound & straight
             if not growing.any():
                 break
-        self.accept(state, chosen, moved)
+        state.accept(chosen, moved)
         probability = acceptance / points
-        if state.step < self.burn_in and self.tune:
-            average(state.tuning, probability, self.target_acceptance)
-            if self.units == "posterior":
-                welford(state, self.burn_in)
+        if self.tune:
+            adapt(state, probability, self.target_acceptance, self.burn_in, posterior_units=self.units == "posterior")
         return {
             "acceptance": probability,
             "accepted": moved.double(),
@@ -159,7 +166,7 @@ class NUTS(Chains):
             diverged, sound = diverged | lost, sound & ~lost
             # each point takes the place of the one drawn before it with its share of the weight up to here
             weight = torch.logaddexp(weight, -risen)
-            taken = sound & (_dice(error, generator).log() < -risen - weight)
+            taken = sound & (dice(error, generator).log() < -risen - weight)
             chosen, error = _where(taken, end, chosen), torch.where(taken, risen, error)
             stretch, left = Stretch(end.velocity, end.velocity, end.velocity), number
             while left & 1:
@@ -190,7 +197,3 @@ def _where(chains: Tensor, this: Point, other: Point) -> Point:
     """The one point for some chains, and the other for the rest."""
     wide = chains.unsqueeze(1)
     return Point(*(torch.where(wide if a.ndim > 1 else chains, a, b) for a, b in zip(this, other, strict=True)))
-
-
-def _dice(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.rand(like.shape, dtype=torch.float64, device=like.device, generator=generator)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState, average, averaging, find_step, langevin
-from dubito.inference.integrators import leapfrog
+from dubito.inference.full_batch import Chains, ChainState
 from dubito.inference.log_density import Density
 from dubito.inference.method import Traits
+from dubito.inference.tuning import adapt, check_step_size, find_step, langevin, metropolis, start_average
 from dubito.model import Target
+from dubito.tensors.checks import between
 
 
 @dataclass(frozen=True)
@@ -42,40 +43,39 @@ class ULA(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.step_size is not None and not self.step_size > 0) or not 0 < self.target_acceptance < 1:
-            raise ValueError(
-                f"step_size is a positive length and target_acceptance between 0 and 1; got {self.step_size} and "
-                f"{self.target_acceptance}"
-            )
-        if self.step_size is None and self.burn_in < 1:
-            raise ValueError("a step size is found during the burn-in: give step_size=..., or a burn_in")
+        check_step_size(self.step_size, tune=True, burn_in=self.burn_in, least=1)
+        between(0, 1, target_acceptance=self.target_acceptance)
 
     @property
     def traits(self) -> Traits:
+        """Those of chains without an accept step."""
         return replace(super().traits, adjusted=False)
 
     @property
-    def tune(self) -> bool:
+    def tunes(self) -> bool:
+        """Whether a step size is looked for during the burn-in."""
         return self.step_size is None
 
     def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        return averaging(self.step_size or 0.1 / math.sqrt(state.position.shape[1]), state)
+        """Dual averaging of the step size, from the one given."""
+        return start_average(self.step_size or 0.1 / math.sqrt(state.position.shape[1]), state)
 
     def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        """The density at the start, and a first step size where none is given."""
         super().begin(density, state, generator)
         if self.step_size is None:
-            find_step(density, state, generator, leapfrog)
+            find_step(density, state, generator)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
-        step, after, change = langevin(self, density, state, generator)
+        """A Langevin step; accepted or rejected only while its size is looked for."""
+        step, after, change = langevin(density, state, generator)
         lost = ~(after.log_likelihood + after.log_prior).isfinite()
-        probability = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0)
-        taken = ~lost
-        if state.step < self.burn_in and self.tune:  # a step that is still too large would throw a chain far out
-            dice = torch.rand(probability.shape, dtype=torch.float64, device=step.device, generator=generator)
-            taken = dice < probability
-            average(state.tuning, probability, self.target_acceptance)
-        self.accept(state, after, taken)
+        if state.step < self.burn_in and self.tunes:  # a step that is still too large would throw a chain far out
+            probability, accepted = metropolis(change, generator)
+            adapt(state, probability, self.target_acceptance, self.burn_in)
+        else:
+            probability, accepted = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0), ~lost
+        state.accept(after, accepted)
         return {
             "acceptance": probability,
             "divergent": lost.double(),
