@@ -723,7 +723,7 @@ def test_bad_data(refused, tables, tmp_path):
         (["FIT", "--epoch", "3"], "Unrecognized options: --epoch, 3; Perhaps you meant: --epochs INT"),
         (["FIT", "--epochs", "x"], "Error parsing --epochs: invalid literal for int() with base 10: 'x'"),
         (["FIT", "--optimizer", "lion"], "invalid choice 'lion' for argument '--optimizer'"),
-        (["FIT", "--epochs", "-1"], "epochs >= 0, "),
+        (["FIT", "--epochs", "-1"], "epochs must be at least 0; got -1"),
         (["FIT", "--hidden", "0"], "the widths of hidden layers are positive; got 0"),
         (["FIT", "--dropout", "1"], "a dropout rate lies in [0, 1); got 1.0"),
         (["FIT", "--network", "a:b", "--dropout", "0.1"], "--network takes the place of the MLP"),

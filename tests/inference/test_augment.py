@@ -57,7 +57,7 @@ def test_the_generator_decides_and_nothing_is_changed_in_place():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="standard deviation"):
+    with pytest.raises(ValueError, match="scale must be at least 0"):
         Noise(-1.0)
     with pytest.raises(ValueError, match="at least 0"):
         Shift(-1)

@@ -275,7 +275,7 @@ def test_refusals(kind):
         kind(MAP(), unlabelled=Dataset())
     with pytest.raises(ValueError, match="no unlabelled examples"):
         kind(MAP(), unlabelled=x[:0])
-    with pytest.raises(ValueError, match="weight is at least 0"):
+    with pytest.raises(ValueError, match="weight must be at least 0"):
         kind(MAP(), weight=-1.0)
     with pytest.raises(TypeError, match="augment is a function"):
         kind(MAP(), augment=0.1)

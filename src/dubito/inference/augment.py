@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dubito.tensors.checks import at_least
+
 Augmentation = Callable[[Any, torch.Generator], Any]
 
 
@@ -27,8 +29,7 @@ class Noise:
     scale: float = 0.15  # standard deviation
 
     def __post_init__(self):
-        if not self.scale >= 0:
-            raise ValueError(f"scale is a standard deviation, at least 0; got {self.scale}")
+        at_least(0, scale=self.scale)
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -51,8 +52,7 @@ class Shift:
     pixels: int = 2
 
     def __post_init__(self):
-        if self.pixels < 0:
-            raise ValueError(f"pixels is how far an image may move, at least 0; got {self.pixels}")
+        at_least(0, pixels=self.pixels)
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if x.ndim < 3 or self.pixels >= min(x.shape[-2:]):

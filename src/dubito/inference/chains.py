@@ -22,10 +22,10 @@ TRACE, BUFFER = "trace:", "buffer:"  # names of a draw that are no weights: what
 
 
 def check_precision(params: Params) -> None:
-    """Raise for weights in half precision, in which a sampler's small steps are lost."""
+    """Raise for weights in half precision, in which the small steps of a sampler, and draws near a mean, are lost."""
     require(
         all(leaf.dtype.itemsize >= 4 for leaf in params.values()),
-        "weights in half precision lose the small steps of a sampler: keep the network in float32, and give "
+        "weights in half precision lose small steps and small differences between draws: keep the network in float32, and give "
         'fit(precision="bfloat16") to run it in half precision',
     )
 

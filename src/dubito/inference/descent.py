@@ -21,6 +21,7 @@ from dubito.model.likelihoods.likelihood import PREFIX
 from dubito.network.cuda_graphs import Steps
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, between, one_of, positive
 from dubito.tensors.tree import Buffers, Params
 
 PACE, FARTHEST = 10.0, 0.01  # of learned noises: times the learning rate, and no more than this for it
@@ -58,22 +59,20 @@ class Descent(ABC):
     record: bool = field(default=True, kw_only=True)  # on a GPU, play steps back where that is faster
 
     def __post_init__(self):
-        if self.epochs < 0 or not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not 0 <= self.warmup < 1:
-            raise ValueError(
-                f"epochs >= 0, learning_rate > 0, 0 <= momentum < 1 and 0 <= warmup < 1 are needed; got epochs={self.epochs}, "
-                f"learning_rate={self.learning_rate}, momentum={self.momentum}, warmup={self.warmup}"
-            )
-        if self.optimizer not in ("adam", "sgd") or self.schedule not in ("cosine", "constant"):
-            raise ValueError(
-                f"optimizer is 'adam' or 'sgd' and schedule 'cosine' or 'constant'; got {self.optimizer!r}, {self.schedule!r}"
-            )
+        at_least(0, epochs=self.epochs)
+        positive(learning_rate=self.learning_rate)
+        between(0, 1, momentum=self.momentum, warmup=self.warmup, include="low")
+        one_of(("adam", "sgd"), optimizer=self.optimizer)
+        one_of(("cosine", "constant"), schedule=self.schedule)
 
     @property
     def data(self) -> Literal["batches", "full"]:
+        """A mini-batch a step."""
         return "batches"
 
     @property
     def traits(self) -> Traits:
+        """Members of an ensemble train in one batched pass; a warmup is a share of all steps."""
         return Traits(stacks=True, length_settings=("warmup=0",) if self.warmup else ())
 
     @property
@@ -83,7 +82,8 @@ class Descent(ABC):
         return max(1.0, min(PACE, FARTHEST / self.learning_rate)) if self.optimizer == "adam" else 1.0
 
     @abstractmethod
-    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior: ...
+    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        """What the weights, and whatever else the state holds, stand for."""
 
     def prepare(self, target: Target) -> Target:
         """The target as this method trains on it."""
@@ -94,9 +94,11 @@ class Descent(ABC):
         return gradient
 
     def steps(self, n_batches: int) -> int:
+        """`epochs` passes over the data."""
         return self.epochs * n_batches
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> DescentState:
+        """The weights at their start, and an optimizer for them."""
         # Adam and momentum work element by element, so the leaves of stacked members need no optimiser of their own each.
         leaves = list(start.params.values())
         if self.optimizer == "adam":
@@ -108,6 +110,7 @@ class Descent(ABC):
     def step(
         self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[DescentState, Info]:
+        """A step of the optimizer on minus the log joint, times T / N."""
         data = list(data)
         state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
         if self._may_record(target, data) and (kind := self.kind(state)) is not None:
@@ -141,6 +144,7 @@ class Descent(ABC):
         return {"log_likelihood": evaluation.log_likelihood}
 
     def draw(self, state: DescentState) -> Params | None:
+        """None: descent has no draws."""
         return None
 
     def unstack(self, target: Target, state: DescentState) -> list[DescentState]:

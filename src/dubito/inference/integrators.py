@@ -57,6 +57,7 @@ def leapfrog(density: Density, point: Point, *, step: Tensor, count: Tensor, sca
     """
 
     def once(position, velocity, gradient, likelihood, prior, left, step, scale):
+        """One step of all chains that have steps left."""
         reach = (step * (left > 0)).unsqueeze(1) * scale
         velocity = torch.addcmul(velocity, reach, gradient, value=0.5)
         position = torch.addcmul(position, reach, velocity)

@@ -54,6 +54,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether the peak is within the memory that is free."""
         return self.free is None or self.peak <= self.free
 
     def check(self) -> None:
@@ -108,9 +109,11 @@ class _Case(NamedTuple):
 
     @property
     def x(self) -> Any:
+        """The inputs of the batch."""
         return self.model.split(self.batch)[0]
 
     def start(self) -> Start:
+        """The network's weights as a start."""
         # a noise that would have to be given is of no account for sizes
         return make_start(self.model, None, self.model.split(self.batch)[1])._replace(unset=())
 
@@ -252,6 +255,7 @@ class _Measured(NamedTuple):
     curvature: float | None = None  # seconds of a step that gathers curvature, of a method with both kinds
 
     def total(self, method: Method, batches: int, steps: int) -> float | None:
+        """Seconds of all steps."""
         if self.step is None:
             return None
         if isinstance(method, OnlineLaplace) and self.curvature is not None:
@@ -266,6 +270,7 @@ def _measure(case: _Case) -> _Measured:
     source, peak = generator(model.device, "plan"), _peak(model.device)
 
     def step(state: Any) -> tuple[Any, float]:
+        """One step, measured."""
         with peak:
             state, _ = method.step(target, state, [case.batch], source)
         return state, _seconds(model.device, lambda: method.step(target, state, [case.batch], source))
@@ -289,6 +294,7 @@ def _measure(case: _Case) -> _Measured:
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
     def wait() -> None:
+        """Wait for the device."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -343,6 +349,7 @@ class _Allocated:
 
     @property
     def now(self) -> int:
+        """Bytes allocated since the beginning."""
         return torch.cuda.memory_allocated(self.device) - self.before
 
     def __exit__(self, *_: object) -> None:

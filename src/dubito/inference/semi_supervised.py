@@ -33,6 +33,7 @@ from dubito.network.weights import mode
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, between
 from dubito.tensors.randomness import derive
 from dubito.tensors.tree import Buffers, Params
 
@@ -113,6 +114,7 @@ def count(unlabelled: Unlabelled) -> int:
 
 
 def batches_of(n: int, size: int) -> int:
+    """The number of batches of at most `size` of n examples."""
     return math.ceil(n / size)
 
 
@@ -171,6 +173,7 @@ class Consistent(Target):
             x = joined(x, more)
 
         def view() -> Any:
+            """Another random view of the inputs."""
             if self.augment is None:
                 return x
             made = self.augment(x, self.generator)
@@ -225,11 +228,9 @@ class Consistency(ABC):
                 f"{name} wraps a method that trains one setting of the weights, as {name}(MAP(...)) or {name}(MCDropout(...)); got "
                 f"{inner.__name__}" + (f": write Ensemble({name}(...), size)" if inner.__name__ == "Ensemble" else "")
             )
-        if not self.weight >= 0 or not 0 <= self.ramp_up <= 1 or self.unlabelled_size < 1:
-            raise ValueError(
-                "weight is at least 0, ramp_up a share of the steps and unlabelled_size at least 1; got "
-                f"weight={self.weight}, ramp_up={self.ramp_up}, unlabelled_size={self.unlabelled_size}"
-            )
+        at_least(0, weight=self.weight)
+        at_least(1, unlabelled_size=self.unlabelled_size)
+        between(0, 1, ramp_up=self.ramp_up, include="both")
         if self.augment is not None and not callable(self.augment):
             raise TypeError(f"augment is a function of (x, generator), such as dubito.augment.Noise(); got {self.augment!r}")
         if self.unlabelled is not None:
@@ -237,10 +238,12 @@ class Consistency(ABC):
 
     @property
     def data(self) -> Literal["batches", "full"]:
+        """A mini-batch a step."""
         return "batches"
 
     @property
     def traits(self) -> Traits:
+        """Those of the method inside that concern the network; a ramp is a share of all steps."""
         inner = traits_of(self.method)
         ramp_up = ("ramp_up=0",) if self.ramp_up else ()
         # examples count once each: bagging and adversarial neighbors would have to reach the teacher
@@ -273,6 +276,7 @@ class Consistency(ABC):
         return self._inner.steps(n_batches)
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> ConsistencyState:
+        """The student's state, the unlabelled examples, and what the teacher needs."""
         student = self._inner.init(target, start, batch, generator, steps=steps)
         name = type(self.method).__name__
         if type(student) is not DescentState:
@@ -290,6 +294,7 @@ class Consistency(ABC):
         return self.begin(target, state, x, generator)
 
     def step(self, target: Target, state: Any, data: Iterable[Any], generator: torch.Generator) -> tuple[Any, Info]:
+        """A step of the student on the log joint less the consistency, and then one of the teacher."""
         if state.digest != state.given:
             raise ValueError("the unlabelled examples are others than those this run began with: resume with the same")
         data = list(data)
@@ -312,7 +317,9 @@ class Consistency(ABC):
         return state, info
 
     def draw(self, state: ConsistencyState) -> Params | None:
+        """None: the method inside has no draws."""
         return None
 
     def posterior(self, target: Target, state: Any, draws: store.Draws) -> Posterior:
+        """That of the method inside, at the student's weights."""
         return self._inner.posterior(target, state.student, draws)

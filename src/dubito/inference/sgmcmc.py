@@ -32,6 +32,7 @@ from dubito.model import Model, Target
 from dubito.model.likelihoods import own as learned
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, between, one_of, positive, require
 from dubito.tensors.randomness import PIECE, Normals, normals
 from dubito.tensors.tree import Buffers, Params
 
@@ -132,36 +133,37 @@ class Langevin(ABC):
     rates: ClassVar[dict[str, float]]  # default of the learning rate, for each preconditioner
 
     def __post_init__(self):
-        if self.chains < 1 or self.draws < 1 or self.burn_in < 0 or self.thin < 1 or self.cycles < 0:
-            raise ValueError(
-                "chains, draws and thin are at least 1, burn_in and cycles at least 0; got "
-                f"chains={self.chains}, draws={self.draws}, thin={self.thin}, burn_in={self.burn_in}, cycles={self.cycles}"
-            )
-        if self.preconditioner not in ("none", "rmsprop"):
-            raise ValueError(f"preconditioner is 'none' or 'rmsprop'; got {self.preconditioner!r}")
-        if not self.rate > 0 or self.decay < 0 or not 0 <= self.exploration < 1:
-            raise ValueError(
-                "learning_rate > 0, decay >= 0 and 0 <= exploration < 1 are needed; got "
-                f"learning_rate={self.learning_rate}, decay={self.decay}, exploration={self.exploration}"
-            )
-        if self.draws % max(1, self.cycles):
-            raise ValueError(f"every cycle gives as many draws: make draws={self.draws} a multiple of cycles={self.cycles}")
-        if self.cycles and self.exploration * self.epochs > self.burn_in * self.cycles + 1e-9:
-            raise ValueError(
-                f"draws are made after the exploration: {self.exploration:g} of {self.epochs // self.cycles} epochs is more than "
-                f"burn_in={self.burn_in}; give a longer burn_in, fewer draws or a smaller exploration"
-            )
-        if self.decay and (self.cycles or not self.burn_in):
-            raise ValueError("the step decays from the end of the burn-in on, and not in cycles: give burn_in > 0 and cycles=0")
-        if self.preconditioner != "none" and not self.burn_in:
-            raise ValueError("a preconditioner is learned during the burn-in: give burn_in > 0")
+        at_least(1, chains=self.chains, draws=self.draws, thin=self.thin)
+        at_least(0, burn_in=self.burn_in, cycles=self.cycles, decay=self.decay)
+        one_of(("none", "rmsprop"), preconditioner=self.preconditioner)
+        positive(learning_rate=self.learning_rate)
+        between(0, 1, exploration=self.exploration, include="low")
+        require(
+            self.draws % max(1, self.cycles) == 0,
+            f"every cycle gives as many draws: draws={self.draws} must be a multiple of cycles={self.cycles}",
+        )
+        require(
+            not self.cycles or self.exploration * self.epochs <= self.burn_in * self.cycles + 1e-9,
+            f"draws are made after the exploration: {self.exploration:g} of {self.epochs // max(1, self.cycles)} epochs is more than "
+            f"burn_in={self.burn_in}; give a longer burn_in, fewer draws or a smaller exploration",
+        )
+        require(
+            not self.decay or (self.burn_in and not self.cycles),
+            "the step decays from the end of the burn-in on, and not in cycles: give burn_in > 0 and cycles=0",
+        )
+        require(
+            self.preconditioner == "none" or self.burn_in,
+            "a preconditioner is learned during the burn-in: give burn_in > 0",
+        )
 
     @property
     def data(self) -> Literal["batches", "full"]:
+        """A mini-batch a step."""
         return "batches"
 
     @property
     def traits(self) -> Traits:
+        """Chains that start at many places, without an accept step; without cycles they can be made longer."""
         grows = None if self.cycles else "draws"  # cycles are laid out over all draws
         return Traits(many_starts=True, draws_weights=True, adjusted=False, learning_rate=self.rate, length_field=grows)
 
@@ -172,6 +174,7 @@ class Langevin(ABC):
 
     @property
     def epochs(self) -> int:
+        """Passes over the data in all cycles."""
         return max(1, self.cycles) * self.burn_in + self.draws * self.thin
 
     @abstractmethod
@@ -187,11 +190,12 @@ class Langevin(ABC):
         return {}
 
     def steps(self, n_batches: int) -> int:
+        """`epochs` passes over the data."""
         return self.epochs * n_batches
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LangevinState:
-        if target.members is not None:
-            raise ValueError(f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
+        """Chains at their starts, with velocities and a metric where the sampler has them."""
+        require(target.members is None, f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
         check_precision(start.params)
         params, (shared, moving) = starts(target, start, self.chains, generator), _apart(target.model, start.buffers)
         if not start.given:
@@ -219,6 +223,7 @@ class Langevin(ABC):
     def step(
         self, target: Target, state: LangevinState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[LangevinState, Info]:
+        """A step of every chain on the same batches."""
         h = self.learning_rate_at(state.step, state.period) * target.temperature / target.n_data
         if isinstance(noise := self._noise(target.model, state.params), Tensor):
             for name, leaf in state.root.items():
@@ -256,6 +261,7 @@ class Langevin(ABC):
         return state, {"log_likelihood": score}
 
     def draw(self, state: LangevinState) -> Params | None:
+        """The weights of all chains, and what is noted of them, at the end of every `thin` epochs after the burn-in."""
         if not self._due(state):
             return None
         noted = {TRACE + name: value for name, value in state.trace.items()}

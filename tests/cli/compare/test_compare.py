@@ -70,7 +70,7 @@ def test_options_reach_the_method_what_it_wraps_and_what_comes_before(digits):
         ("map,epoch=3", "did you mean 'epochs'"),
         ("map,epochs=many", "'many' is no int"),
         ("map,epochs", "name=value"),
-        ("map,learning_rate=-1", "learning_rate > 0"),
+        ("map,learning_rate=-1", "learning_rate must be positive"),
         ("laplace:map", "only ensemble wraps"),
         ("neural_linear", "not for classification"),
         ("map,noise=shared", "of a regression"),

@@ -150,7 +150,7 @@ def test_adversarial_training_withstands_the_attack_better():
 
 
 def test_bad_options_are_refused_in_words():
-    for options, words in [({"size": 0}, "at least one member"), ({"adversarial": -1.0}, "positive share")]:
+    for options, words in [({"size": 0}, "size must be at least 1"), ({"adversarial": -1.0}, "adversarial must be positive")]:
         with pytest.raises(ValueError, match=words):
             Ensemble(MAP(), **options)
     ids = torch.randint(0, 5, (8, 3))

@@ -108,8 +108,8 @@ def test_bad_options_are_refused_in_words():
     for options, words in [
         ({"learn_rates": True}, "name the layers"),
         ({"length_scale": 1.0}, "both"),
-        ({"recurrent": "step"}, "'sequence' or 'batch'"),
-        ({"draws": 0}, "at least one draw"),
+        ({"recurrent": "step"}, "'sequence', 'batch'"),
+        ({"draws": 0}, "draws must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=words):
             MCDropout(**options)

@@ -65,5 +65,5 @@ def test_the_teacher_has_running_statistics_of_its_own():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="decay lies in"):
+    with pytest.raises(ValueError, match="decay must be"):
         MeanTeacher(MAP(), decay=1.0)

@@ -478,7 +478,7 @@ def test_what_is_not_exact_is_refused():
     with pytest.raises(ValueError, match="Gamma of its precision"):
         fit(Model(network(1), Gaussian(prior=torch.distributions.LogNormal(0.0, 1.0))), NIG, (x, y))
     for wrong in ({"prior_precision": 0.0}, {"a0": -1.0}, {"b0": math.inf}):
-        with pytest.raises(ValueError, match="is a positive number"):
+        with pytest.raises(ValueError, match="must be above 0"):
             NeuralLinear(**wrong)
     found = fit(Model(network(1), Gaussian()), NIG, (x, y))
     with pytest.raises(ValueError, match="'conjugate' or 'sampled'"):

@@ -86,7 +86,7 @@ def test_a_point_of_a_branch_is_drawn_by_its_weight(gaussian):
 def test_a_trajectory_ends_where_it_turns(gaussian, dice, monkeypatch):
     """With dice that always say forwards, or always backwards: how often it was doubled, and for how many steps."""
     density, _, start = gaussian
-    monkeypatch.setattr("dubito.methods.nuts._dice", lambda like, generator: torch.full_like(like, dice))
+    monkeypatch.setattr("dubito.methods.nuts.dice", lambda like, generator: torch.full_like(like, dice))
     method = NUTS(0.2, tune=False, chains=48, draws=1, burn_in=0)
     found = dubito.fit(MILD.model, method, (MILD.x, MILD.y), start={"weight": start.position.unsqueeze(1)})
     velocity = torch.empty_like(start.velocity).normal_(generator=randomness.generator("cpu", 0, "method"))

@@ -12,6 +12,7 @@ from torch import nn
 
 import dubito
 from dubito import Categorical, Ensemble, Gaussian, Model, posteriors
+from dubito.inference.method import traits_of
 from dubito.methods import MAP, MCDropout
 from dubito.posteriors import Mixture, Point
 from dubito.priors import Normal
@@ -325,5 +326,5 @@ def test_what_cannot_be_learned_is_refused():
     for wrong in (dict(every=0), dict(burn_in=1.0), dict(evidence_rate=0.0), dict(draws=0), dict(structure="lowrank")):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             OnlineLaplace(**wrong)
-    assert hasattr(MCDropout(), "unstack")
-    assert not hasattr(SHORT, "unstack")
+    assert traits_of(MCDropout()).stacks
+    assert not traits_of(SHORT).stacks

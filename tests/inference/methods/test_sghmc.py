@@ -118,5 +118,5 @@ def test_a_learned_noise_level_is_sampled_too():
 
 def test_momentum_is_checked():
     for momentum in (1.0, -0.1):
-        with pytest.raises(ValueError, match="momentum is at least 0 and below 1"):
+        with pytest.raises(ValueError, match="momentum must be at least 0 and below 1"):
             SGHMC(momentum=momentum)

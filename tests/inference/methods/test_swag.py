@@ -296,12 +296,12 @@ def test_a_saved_gaussian_predicts_the_same_bits(tmp_path, rank):
 
 def test_bad_options_are_refused_in_words():
     bad = [
-        ({"rank": 1}, "two columns"),
-        ({"rank": -1}, "two columns"),
-        ({"draws": 0}, "at least one draw"),
-        ({"collect_after": 1.0}, "share of the epochs"),
-        ({"collecting_rate": 0.0}, "positive learning rate"),
-        ({"learning_rate": -1.0}, "learning_rate > 0"),
+        ({"rank": 1}, "at least 2 columns"),
+        ({"rank": -1}, "at least 2 columns"),
+        ({"draws": 0}, "draws must be at least 1"),
+        ({"collect_after": 1.0}, "collect_after must be"),
+        ({"collecting_rate": 0.0}, "collecting_rate must be positive"),
+        ({"learning_rate": -1.0}, "learning_rate must be positive"),
     ]
     for options, words in bad:
         with pytest.raises(ValueError, match=words):

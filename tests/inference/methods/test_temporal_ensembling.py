@@ -95,5 +95,5 @@ def test_the_first_prediction_is_given_back_whatever_the_decay():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="decay lies in"):
+    with pytest.raises(ValueError, match="decay must be"):
         TemporalEnsembling(MAP(), decay=1.0)

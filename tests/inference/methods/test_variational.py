@@ -408,11 +408,11 @@ def test_mean_field_is_too_certain_between_clusters():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"family": "round"}, "family is one of"),
-        ({"estimator": "best"}, "estimator is"),
+        ({"family": "round"}, "family must be one of"),
+        ({"estimator": "best"}, "estimator must be"),
         ({"family": "full", "estimator": "local"}, "independent"),
         ({"samples": 0}, "at least 1"),
-        ({"kl_warmup": 1.0}, "share of the steps"),
+        ({"kl_warmup": 1.0}, "kl_warmup must be"),
         ({"family": "flow", "path_only": True}, "density of q"),
         ({"estimator": "local", "path_only": True}, "draws of the weights"),
     ],

@@ -223,18 +223,22 @@ class Rectified(Field):
         super().__init__(network, x, y)
 
     def block(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """Inputs with a column of ones, also weighted and transposed, and targets, all padded to whole vector registers."""
         rows = math.ceil(len(x) / 16) * 16  # whole vector registers: what is added is 0, to which any network here answers 0
         inputs, targets = x.new_zeros(rows, self.width), y.new_zeros(1, 1, rows)
         inputs[: len(x), :-1], inputs[: len(x), -1], targets[0, 0, : len(x)] = x, 1.0, y.reshape(-1)
         return inputs, inputs * self.precision, inputs.mT.contiguous(), targets
 
     def lift(self, position: Tensor) -> Tensor:
+        """Weights as rows, with a unit that is always on for the last bias."""
         return torch.addcmul(self.constants, position.index_select(1, self.into), self.real)
 
     def raise_(self, vectors: Tensor) -> Tensor:
+        """Velocities as rows; constants have none."""
         return vectors.index_select(1, self.into) * self.real
 
     def lower(self, rows: Tensor) -> Tensor:
+        """Rows as weights."""
         return rows.index_select(1, self.back)
 
     def views(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,6 +251,7 @@ class Rectified(Field):
         )
 
     def climber(self, q: Tensor, g: Tensor, memory: Memory) -> Climb:
+        """The gradient of one hidden layer, by the formulas at the top of this module."""
         chains = len(q)
         (w, u, s), (gw, gu, gs) = self.views(q), self.views(g)
         sums, products = (memory(name, chains, self.units, self.width) for name in ("sums", "products"))
@@ -263,6 +268,7 @@ class Rectified(Field):
         learned, count, nothing = self.learned, self.count, torch.zeros((), dtype=torch.float64)
 
         def run(valued: bool) -> Tensor | None:
+            """One gradient of all chains."""
             tau, total = s.mul(-2).exp_() if learned else s, nothing
             for i, (x, turned, y, a, r, spread) in enumerate(blocks):
                 bmm(w, turned, out=a)
@@ -300,15 +306,18 @@ class Dense(Field):
         super().__init__(network, x, y)
 
     def block(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """Inputs, also transposed, and targets."""
         return x.contiguous(), x.mT.contiguous(), y.view(1, 1, -1) if self.classes else y.mT.contiguous()
 
     def climber(self, q: Tensor, g: Tensor, memory: Memory) -> Climb:
+        """The gradient by a forward and a backward pass through all layers."""
         weights, slopes = self._leaves(q), self._leaves(g)
         noise = self.network.noise
         width = 0 if noise < 0 else self.network.likelihood.outputs  # type: ignore[attr-defined]
         s, gs = (q[:, noise : noise + width].unsqueeze(2), g[:, noise : noise + width]) if width else (None, None)
 
         def run(valued: bool) -> Tensor | None:
+            """One gradient of all chains."""
             total = None
             for i, (x, turned, y) in enumerate(self.blocks):
                 below, f = self._forward(weights, turned.expand(len(q), -1, -1))

@@ -21,6 +21,7 @@ try:
 except ImportError:  # it comes with torch for GPUs only; without it nothing here is ever called
 
     def jit(function=None, **options):
+        """The function as it is, where Triton is not there."""
         return function or (lambda one: one)
 
 

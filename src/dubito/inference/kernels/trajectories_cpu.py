@@ -121,7 +121,10 @@ class Trajectories(Kernel):
         order = order[: int((counts > 0).sum())]
 
         def task(which: Tensor) -> Callable[[Memory], None]:
+            """The trajectories of some chains, as a task for a core."""
+
             def run(memory: Memory) -> None:
+                """Run them in a core's own memory."""
                 q, v, g = (leaf[which] for leaf in (position, velocity, gradient))
                 reach = (step[which].unsqueeze(1) * scale).to(position)
                 log_likelihood[which] = self._group(q, v, g, reach, counts[which].tolist(), memory)
@@ -142,6 +145,7 @@ class Trajectories(Kernel):
         s, gs = q[:, first:last], g[:, first:last]
 
         def both() -> None:
+            """Add the gradients of the weights' prior and of the noise's."""
             g.addcmul_(rate, q)
             gs.add_((-2 * s).exp_(), alpha=2 * strength).sub_(2 * shape)
 
@@ -180,7 +184,10 @@ class Trajectories(Kernel):
         """One microcanonical step: the new point, and the rise of its kinetic energy [C]."""
 
         def task(number: int, part: slice) -> Callable[[Memory], tuple[Tensor, ...]]:
+            """The step of some chains, as a task for a core."""
+
             def run(memory: Memory) -> tuple[Tensor, ...]:
+                """Make it in a core's own memory."""
                 walk = self._walk(number, part, memory, position, velocity, gradient, step, scale, share)
                 gain, value = walk.step()
                 return *walk.point(), value, self.prior.log_prob(walk.position()), torch.tensor(gain, dtype=torch.float64)
@@ -206,7 +213,10 @@ class Trajectories(Kernel):
         fresh = torch.expm1(2 * step / length).sqrt().unsqueeze(1).to(position.dtype)
 
         def task(number: int, part: slice) -> Callable[[Memory], tuple[Tensor, ...]]:
+            """The steps of some chains, as a task for a core."""
+
             def run(memory: Memory) -> tuple[Tensor, ...]:
+                """Make them in a core's own memory."""
                 walk = self._walk(number, part, memory, position, velocity, gradient, step, scale, share)
                 value = log_likelihood[part]
                 for kick in noise[:-1, part]:
@@ -265,6 +275,7 @@ class Walk:
         self.column = self.force.unsqueeze(2)
 
     def start(self, position: Tensor, velocity: Tensor, gradient: Tensor, scale: Tensor, step: Tensor, share: float) -> None:
+        """Begin at a point, with a step size for every chain."""
         self.q.copy_(self.field.lift(position))
         self.v.copy_(self.field.raise_(velocity))
         torch.mul(self.field.raise_(gradient), self.temperature, out=self.g)
@@ -273,6 +284,7 @@ class Walk:
         self.outer, self.inner = [share * one for one in lengths], [(1 - 2 * share) * one for one in lengths]
 
     def position(self) -> Tensor:
+        """Where the chains are, [C, P]."""
         return self.field.lower(self.q)
 
     def point(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from dubito.model import Target
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, positive, require
 from dubito.tensors.randomness import derive, hashed, uniforms
 from dubito.tensors.tree import Params
 
@@ -73,23 +74,27 @@ class Ensemble:
     initialize: Callable[[nn.Module], object] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"an ensemble has at least one member; got size={self.size}")
-        if self.adversarial is not None and not self.adversarial > 0:
-            raise ValueError(f"adversarial is a positive share of the inputs' range, such as 0.01; got {self.adversarial}")
+        at_least(1, size=self.size)
+        positive(adversarial=self.adversarial)
         names = [type(method).__name__ for method in self.methods]
-        if (self.bagging or self.adversarial is not None) and not traits_of(self.method).takes_example_weights:
-            raise ValueError(f"{names[-1]} takes all examples as they are: leave out bagging and adversarial")
-        if self.vectorize and not any(traits_of(method).stacks for method in self.methods):
-            raise ValueError(f"{' and '.join(names)} cannot run members in one pass: leave out `vectorize`")
-        if self.methods[0].data != self.data:
-            raise ValueError(
-                f"{names[0]} takes its data as {self.methods[0].data!r} and {names[1]} as {self.data!r}, and one run cannot give "
-                f"both: choose a start that takes them as {self.data!r}"
-            )
+        require(
+            traits_of(self.method).takes_example_weights or (not self.bagging and self.adversarial is None),
+            f"{names[-1]} takes all examples as they are: leave out bagging and adversarial",
+        )
+        require(
+            not self.vectorize or any(traits_of(method).stacks for method in self.methods),
+            f"{' and '.join(names)} cannot run members in one pass: leave out `vectorize`",
+        )
+        first = self.methods[0].data
+        require(
+            first == self.data,
+            f"{names[0]} takes its data as {first!r} and {names[-1]} as {self.data!r}, and one run cannot give "
+            f"both: choose a start that takes them as {self.data!r}",
+        )
 
     @property
     def traits(self) -> Traits:
+        """Members start anew; what concerns the network and its weights is as of the method inside."""
         inner = traits_of(self.method)
         return Traits(starts_anew=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights)
 
@@ -102,12 +107,15 @@ class Ensemble:
 
     @property
     def data(self) -> Literal["batches", "full"]:
+        """As of the method inside."""
         return self.method.data
 
     def steps(self, n_batches: int) -> int:
+        """Those of all stages."""
         return sum(method.steps(n_batches) for method in self.methods)
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> EnsembleState:
+        """Members with newly initialized weights, in one batched state where that is faster."""
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         starts = [self._reset(target, start, derive(seed, i)) for i in range(self.size)]
         pays = any(self._vectorized(target, stage) for stage in range(len(self.methods)))
@@ -132,6 +140,7 @@ class Ensemble:
     def step(
         self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[EnsembleState, Info]:
+        """A step of every member, on the same batches."""
         if self.bagging or self.adversarial is not None:
             data = list(data)
         if state.step == state.first:
@@ -207,6 +216,7 @@ class Ensemble:
         return [method.posterior(target, own, draws.column(i)) for i, own in enumerate(states)]
 
     def posterior(self, target: Target, state: EnsembleState, draws: store.Draws) -> Posterior:
+        """The equal mixture of the members' posteriors."""
         members = self._posteriors(state.stage, target, state, draws)
         points = [member for member in members if isinstance(member, Point)]
         if len(points) < len(members):

@@ -10,12 +10,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dubito.inference.chains import check_precision
 from dubito.inference.descent import share
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.priors import Normal, Prior
 from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, between, one_of, positive
 from dubito.tensors.covariances import Diagonal
 from dubito.tensors.randomness import PIECE, Normals, normals
 from dubito.tensors.tree import Buffers, Params
@@ -77,42 +79,30 @@ class IVON:
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
 
     def __post_init__(self):
-        if self.epochs < 0 or not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not 0 <= self.warmup < 1:
-            raise ValueError(
-                f"epochs >= 0, learning_rate > 0, 0 <= momentum < 1 and 0 <= warmup < 1 are needed; got epochs={self.epochs}, "
-                f"learning_rate={self.learning_rate}, momentum={self.momentum}, warmup={self.warmup}"
-            )
-        if not self.initial_hessian > 0 or (self.hessian_momentum is not None and not 0 <= self.hessian_momentum < 1):
-            raise ValueError(
-                "initial_hessian > 0 and 0 <= hessian_momentum < 1 are needed; got "
-                f"initial_hessian={self.initial_hessian}, hessian_momentum={self.hessian_momentum}"
-            )
-        if self.samples < 1 or self.draws < 1 or (self.clip is not None and not self.clip > 0):
-            raise ValueError(
-                "samples and draws are at least 1, and clip is positive; got "
-                f"samples={self.samples}, draws={self.draws}, clip={self.clip}"
-            )
-        if self.schedule not in ("cosine", "constant"):
-            raise ValueError(f"schedule is 'cosine' or 'constant'; got {self.schedule!r}")
+        at_least(0, epochs=self.epochs)
+        at_least(1, samples=self.samples, draws=self.draws)
+        positive(learning_rate=self.learning_rate, initial_hessian=self.initial_hessian, clip=self.clip)
+        between(0, 1, momentum=self.momentum, hessian_momentum=self.hessian_momentum, warmup=self.warmup, include="low")
+        one_of(("cosine", "constant"), schedule=self.schedule)
 
     @property
     def data(self) -> Literal["batches", "full"]:
+        """A mini-batch a step."""
         return "batches"
 
     @property
     def traits(self) -> Traits:
+        """Members train in one batched pass; a warmup, and a Hessian momentum that is not given, depend on the number of steps."""
         settings = {"warmup=0": self.warmup > 0, "hessian_momentum=0.999": self.hessian_momentum is None}
         return Traits(draws_weights=True, stacks=True, length_settings=tuple(value for value, used in settings.items() if used))
 
     def steps(self, n_batches: int) -> int:
+        """`epochs` passes over the data."""
         return self.epochs * n_batches
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> IVONState:
-        if any(leaf.dtype.itemsize < 4 for leaf in start.params.values()):
-            raise ValueError(
-                "in half precision a draw is as near to its mean as numbers allow: keep the network in float32, and give "
-                'fit(precision="bfloat16") to run it in half precision'
-            )
+        """q around the start, as wide as `initial_hessian` says, and a first draw of it."""
+        check_precision(start.params)
         deltas = zip(start.params.items(), _deltas(target, start.params), strict=True)
         spread = {name: torch.full_like(leaf, 1 / (self.initial_hessian + delta)) for (name, leaf), delta in deltas}
         momentum, drawn = tree.apply(torch.zeros_like, start.params), tree.apply(torch.empty_like, start.params)
@@ -176,6 +166,7 @@ class IVON:
             noise.add(drawn, means, spreads)
 
     def draw(self, state: IVONState) -> Params | None:
+        """None: the posterior is a Gaussian."""
         return None
 
     def unstack(self, target: Target, state: IVONState) -> list[IVONState]:
@@ -195,6 +186,7 @@ class IVON:
         ]
 
     def posterior(self, target: Target, state: IVONState, draws: store.Draws) -> Posterior:
+        """The Gaussian q with independent weights."""
         curvature, prior, n = {}, {}, target.n_data
         for (name, spread), delta in zip(state.spread.items(), _deltas(target, state.params), strict=True):
             curvature[name] = spread.reciprocal().sub_(delta).mul_(n).unsqueeze(0)
@@ -221,16 +213,19 @@ class _Flat(Prior):
 
     @property
     def stacks(self) -> bool:
+        """Members may be stacked."""
         return True
 
     def log_prob(self, params: Params) -> Tensor:
+        """Zero."""
         return torch.zeros(())
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """Not possible."""
         raise ValueError("a flat prior has no draws")
 
     def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
-        pass
+        """Nothing to add."""
 
 
 def _loss(target: Target) -> Target:

@@ -94,6 +94,7 @@ class MAMS(Chains):
             return Point(*moved[0]), moved[1]
 
         def once(position, velocity, gradient, likelihood, prior, gain, left, step, scale):
+            """One step of all chains that have steps left."""
             point = Point(position, velocity, gradient, likelihood, prior)
             point, more = minimal_norm(density, point, step=step * (left > 0), scale=scale)
             return *point, gain + more, left - 1

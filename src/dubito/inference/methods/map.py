@@ -25,4 +25,5 @@ class MAP(Descent):
     """
 
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        """A point at the weights."""
         return Point(target.model, state.params, state.buffers)

@@ -18,6 +18,7 @@ from dubito.model.priors import Normal
 from dubito.posteriors import Posterior, Stochastic
 from dubito.posteriors.predict.dropout import DROPOUTS, PREFIX, Dropout, Masks
 from dubito.tensors import store
+from dubito.tensors.checks import at_least, between, one_of, require
 from dubito.tensors.tree import Params
 
 RELAXATION = 0.1  # temperature of the concrete distribution
@@ -69,25 +70,28 @@ class MCDropout(Descent):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.rate < 1 or self.draws < 1:
-            raise ValueError(
-                f"a dropout rate lies in [0, 1) and there is at least one draw; got rate={self.rate}, draws={self.draws}"
-            )
-        if self.learn_rates and self.at is None:
-            raise ValueError("learned rates belong to places: name the layers whose inputs are dropped, as MCDropout(at='', ...)")
-        if self.recurrent not in ("sequence", "batch"):
-            raise ValueError(f"recurrent is 'sequence' or 'batch'; got {self.recurrent!r}")
-        if (self.length_scale is None) != (self.weight_decay is None):
-            raise ValueError("the model precision needs both length_scale and weight_decay")
+        between(0, 1, rate=self.rate, include="low")
+        at_least(1, draws=self.draws)
+        one_of(("sequence", "batch"), recurrent=self.recurrent)
+        require(
+            not self.learn_rates or self.at is not None,
+            "learned rates belong to places: name the layers whose inputs are dropped, as MCDropout(at='', ...)",
+        )
+        require(
+            (self.length_scale is None) == (self.weight_decay is None),
+            "the model precision needs both length_scale and weight_decay",
+        )
 
     @property
     def traits(self) -> Traits:
+        """Those of descent; dropout stays on when predicting."""
         return replace(super().traits, keeps_dropout=True)
 
     def _dropout(self, target: Target) -> Dropout:
         return Dropout.find(target.model.network, self.at, self.rate, self.recurrent)
 
     def prepare(self, target: Target) -> Target:
+        """The target with dropout at the named places, and with the noise and prior that the paper's settings imply."""
         dropout = self._dropout(target)
         if not dropout.plain:
             target = replace(target, around=lambda weights: Masks(dropout, weights, relax=RELAXATION))
@@ -97,6 +101,7 @@ class MCDropout(Descent):
         return target
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> DescentState:
+        """The weights, and a logit for each rate that is learned."""
         params, noise = dict(start.params), LIKELIHOOD + "log_scale"
         self._dropout(target).check(target.model, target.model.split(batch)[0])
         if self.learn_rates:
@@ -119,6 +124,7 @@ class MCDropout(Descent):
         return super().init(target, Start(params, start.buffers), batch, generator, steps=steps)
 
     def adjust(self, target: Target, params: Params, gradient: Params) -> Params:
+        """Add the gradient of what concrete dropout asks of the rates."""
         if self.length_scale is not None:
             gradient[LIKELIHOOD + "log_scale"].zero_()
         if self.learn_rates:
@@ -163,4 +169,5 @@ class MCDropout(Descent):
                 gradient[name] -= slope / target.n_data
 
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        """The trained weights with their dropout: every mask is a draw."""
         return Stochastic(target.model, state.params, state.buffers, self._dropout(target), self.draws, self.consistent)

@@ -118,6 +118,7 @@ class MCLMC(Chains):
 
     def _integrated(self, density: Density, before: Point, step: Tensor, scale: Tensor) -> tuple[Point, Tensor]:
         def once(position, velocity, gradient, likelihood, prior, gain, step, scale):
+            """One step of all chains."""
             point, more = minimal_norm(density, Point(position, velocity, gradient, likelihood, prior), step=step, scale=scale)
             return *point, gain + more
 

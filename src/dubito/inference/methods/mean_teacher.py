@@ -12,6 +12,7 @@ from dubito.inference.semi_supervised import Consistency, ConsistencyState, View
 from dubito.model import Target
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
+from dubito.tensors.checks import between
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -45,22 +46,25 @@ class MeanTeacher(Consistency):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay lies in [0, 1): the share of the average that a step keeps; got {self.decay}")
+        between(0, 1, decay=self.decay, include="low")
 
     def begin(self, target: Target, state: ConsistencyState, x: Any, generator: torch.Generator) -> MeanTeacherState:
+        """A teacher at the student's weights."""
         student = state.student
         return MeanTeacherState(**vars(state), teacher=tree.clone(student.params), buffers=tree.clone(student.buffers))
 
     def teach(self, state: MeanTeacherState, view: View) -> Tensor:
+        """The squared difference from the teacher's predictions."""
         with torch.no_grad():
             _, z, state.buffers = view.target.predicted(state.teacher, view.augmented(), state.buffers)
         return squared(view.z, z)
 
     def follow(self, state: MeanTeacherState) -> None:
+        """Move the teacher's weights towards the student's."""
         keep = min(self.decay, 1 - 1 / (state.step + 1))
         with torch.no_grad():
             torch._foreach_lerp_(list(state.teacher.values()), list(state.student.params.values()), 1 - keep)
 
     def posterior(self, target: Target, state: Any, draws: store.Draws) -> Posterior:
+        """That of the method inside, at the teacher's weights."""
         return self._inner.posterior(target, replace(state.student, params=state.teacher, buffers=state.buffers), draws)

@@ -18,6 +18,7 @@ from dubito.model.priors import Normal
 from dubito.posteriors import Conjugate, Posterior
 from dubito.posteriors.predict.conjugate import INSTEAD, Head, features, find
 from dubito.tensors import store
+from dubito.tensors.checks import between
 from dubito.tensors.tree import Buffers, Params
 
 WIDE = 25.0  # how far from the features' own scale, in log, a prior precision is looked for
@@ -73,19 +74,19 @@ class NeuralLinear:
     traits: ClassVar[Traits] = Traits(post_hoc=True)
 
     def __post_init__(self):
-        given = {"prior_precision": self.prior_precision, "a0": self.a0, "b0": self.b0}
-        for name, value in given.items():
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is a positive number; got {value}")
+        between(0, math.inf, prior_precision=self.prior_precision, a0=self.a0, b0=self.b0)
 
     @property
     def data(self) -> Literal["batches", "full"]:
+        """A mini-batch a step."""
         return "batches"
 
     def steps(self, n_batches: int) -> int:
+        """One pass over the data."""
         return n_batches  # one pass
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> NeuralLinearState:
+        """Empty sums over the features of the last layer."""
         self._check(target)
         head = find(target.model, start.params, start.buffers, target.model.split(batch)[0])
         like = start.params[head.weight]
@@ -115,6 +116,7 @@ class NeuralLinear:
     def step(
         self, target: Target, state: NeuralLinearState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[NeuralLinearState, Info]:
+        """Add a batch to the sums."""
         if target.adversary is not None:
             raise ValueError("the last layer's exact posterior has no place for adversarial neighbours: leave out adversarial")
         head = Head(state.weight, state.bias)
@@ -133,9 +135,11 @@ class NeuralLinear:
         return state, {"rows": state.rows}
 
     def draw(self, state: NeuralLinearState) -> Params | None:
+        """None: the posterior has a closed form."""
         return None
 
     def posterior(self, target: Target, state: NeuralLinearState, draws: store.Draws) -> Posterior:
+        """The exact posterior of the last layer."""
         if not all(bool(torch.isfinite(leaf).all()) for leaf in (state.gram, state.cross, state.square)):
             raise FloatingPointError(
                 "the features or the targets hold NaN or infinite values: look at the data, and at the network"
@@ -163,6 +167,7 @@ class NeuralLinear:
         assert isinstance(likelihood, Gaussian)
 
         def flat(value: Any) -> Tensor:
+            """A number or tensor as a vector like the sums."""
             return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1)
 
         prior = (self.a0, self.b0)
@@ -204,6 +209,7 @@ class Rotated:
 
     @property
     def shape(self) -> Tensor:
+        """a of the noise's posterior, InvGamma(a, b), [G]."""
         return self.a0 + 0.5 * self.rows * len(self.square) / len(self.a0)
 
     def misfit(self, precision: Tensor) -> Tensor:
@@ -211,6 +217,7 @@ class Rotated:
         return (self.square - (self.cross**2 / (self.values.unsqueeze(-1) + precision)).sum(0)).clamp_min(0)
 
     def rate(self, precision: Tensor) -> Tensor:
+        """b of the noise's posterior, InvGamma(a, b), [G]."""
         return self.b0 + 0.5 * self.misfit(precision).reshape(len(self.b0), -1).sum(-1)
 
     def evidence(self, precision: Tensor) -> float:

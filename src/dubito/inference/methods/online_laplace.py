@@ -21,6 +21,7 @@ from dubito.model.likelihoods import NOISE
 from dubito.model.priors import Normal, Prior
 from dubito.posteriors import Gaussian, Point, Posterior
 from dubito.tensors import store
+from dubito.tensors.checks import at_least, between, one_of, require
 from dubito.tensors.tree import Buffers, Params
 
 LEAP = math.log(10.0)  # the most that the logarithm of a precision changes at a time
@@ -33,6 +34,7 @@ class Precisions(Prior):
     values: Mapping[str, float]
 
     def log_prob(self, params: Params) -> Tensor:
+        """The log density of independent normals."""
         parts = [
             0.5 * (leaf.numel() * math.log(self.values[name] / (2 * math.pi)) - self.values[name] * leaf.pow(2).sum())
             for name, leaf in params.items()
@@ -40,9 +42,11 @@ class Precisions(Prior):
         return torch.stack(parts).sum()
 
     def gradient(self, params: Params) -> Params:
+        """Minus precision times weight."""
         return {name: -self.values[name] * leaf.detach() for name, leaf in params.items()}
 
     def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        """Add `factor` times the gradient, in place."""
         groups: dict[float, list[str]] = {}  # one call, and so one kernel on a GPU, for all leaves that share a precision
         for name in params:
             groups.setdefault(self.values[name], []).append(name)
@@ -51,6 +55,7 @@ class Precisions(Prior):
             torch._foreach_add_([gradient[name] for name in names], leaves, alpha=-factor * value)
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """Independent normals."""
         return {n: torch.empty_like(p).normal_(0.0, self.values[n] ** -0.5, generator=generator) for n, p in like.items()}
 
 
@@ -101,27 +106,18 @@ class OnlineLaplace(Descent):
 
     def __post_init__(self):
         super().__post_init__()
-        known = {
-            "structure": ("kronecker", "diagonal", "dense"),
-            "curvature": ("ggn", "fisher", "empirical"),
-            "shared": ("expand", "reduce"),
-            "prior_groups": ("layer", "one", "parameter"),
-        }
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} is one of {', '.join(values)}; got {getattr(self, name)!r}")
-        if self.every < 1 or not 0 <= self.burn_in < 1 or not 0 < self.evidence_rate <= 1:
-            raise ValueError(
-                "every >= 1, 0 <= burn_in < 1 and 0 < evidence_rate <= 1 are needed; got "
-                f"every={self.every}, burn_in={self.burn_in}, evidence_rate={self.evidence_rate}"
-            )
-        if self.draws is not None and self.draws < 1:
-            raise ValueError(f"draws is at least 1, or None; got {self.draws}")
-        if self.epochs <= self.first:
-            raise ValueError(
-                f"epochs={self.epochs} and burn_in={self.burn_in} leave no training after an evidence step: give more epochs (for a "
-                "network that is trained already there is Laplace())"
-            )
+        one_of(("kronecker", "diagonal", "dense"), structure=self.structure)
+        one_of(("ggn", "fisher", "empirical"), curvature=self.curvature)
+        one_of(("expand", "reduce"), shared=self.shared)
+        one_of(("layer", "one", "parameter"), prior_groups=self.prior_groups)
+        at_least(1, every=self.every, draws=self.draws)
+        between(0, 1, burn_in=self.burn_in, include="low")
+        between(0, 1, evidence_rate=self.evidence_rate, include="high")
+        require(
+            self.epochs > self.first,
+            f"epochs={self.epochs} and burn_in={self.burn_in} leave no training after an evidence step: give more epochs (for a "
+            "network that is trained already there is Laplace())",
+        )
 
     # -- the order of the passes: training for `first` epochs, curvature, training for `every` epochs, curvature ... curvature
 
@@ -140,15 +136,18 @@ class OnlineLaplace(Descent):
         return since < 0 or (since % (self.every + 1) != 0 and which < self.passes - 1)
 
     def steps(self, n_batches: int) -> int:
+        """Passes for training and for curvature."""
         return self.passes * n_batches
 
     # -- the method
 
     @property
     def traits(self) -> Traits:
+        """Those of descent, one member at a time: curvature is of one network."""
         return replace(super().traits, stacks=False)  # curvature is of one network: members of an ensemble run one after another
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> OnlineLaplaceState:
+        """As of descent, with the prior's precisions and empty sums of curvature."""
         prior, period = target.model.prior, steps // self.passes
         if not isinstance(prior, Normal):
             raise ValueError(
@@ -171,6 +170,7 @@ class OnlineLaplace(Descent):
     def step(
         self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[DescentState, Info]:
+        """A step of training or, in a pass for curvature, a batch of it; an evidence step at its end."""
         assert isinstance(state, OnlineLaplaceState)
         which, position = divmod(state.made, state.period)
         state.made += 1
@@ -189,6 +189,7 @@ class OnlineLaplace(Descent):
         return state, info
 
     def kind(self, state: DescentState) -> Hashable | None:
+        """Steps under the same precisions are of one kind."""
         assert isinstance(state, OnlineLaplaceState)
         return tuple(float(leaf) for leaf in state.precision.values())
 
@@ -232,6 +233,7 @@ class OnlineLaplace(Descent):
         return (self.evidence_rate * (best / now).log()).clamp(-LEAP, LEAP).exp()
 
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        """The Laplace approximation; a point where there is no curvature of these weights yet."""
         assert isinstance(state, OnlineLaplaceState)
         which, position = divmod(state.made, state.period)
         if position or which == 0 or self._trains(which - 1):  # there is no curvature of these weights

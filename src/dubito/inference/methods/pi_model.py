@@ -35,6 +35,7 @@ class PiModel(Consistency):
     """
 
     def begin(self, target: Target, state: ConsistencyState, x: Any, generator: torch.Generator) -> ConsistencyState:
+        """The state as it is; two passes over the same inputs must differ."""
         if self.augment is None:
             # dropout that the method inside puts on (MCDropout(at=...)) counts as well
             prepared, found = self._inner.prepare(target), []
@@ -54,6 +55,7 @@ class PiModel(Consistency):
         return state
 
     def teach(self, state: ConsistencyState, view: View) -> Tensor:
+        """The squared difference from a second pass, with its own augmentation and dropout."""
         # running statistics follow the first pass; gradients go through both
         _, z, _ = view.target.predicted(
             view.params, view.augmented(), {name: leaf.clone() for name, leaf in view.buffers.items()}

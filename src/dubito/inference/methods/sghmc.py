@@ -10,6 +10,7 @@ import torch
 
 from dubito.inference.sgmcmc import Langevin, Move
 from dubito.tensors import tree
+from dubito.tensors.checks import between
 from dubito.tensors.tree import Params
 
 
@@ -44,16 +45,18 @@ class SGHMC(Langevin):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is at least 0 and below 1; got {self.momentum}")
+        between(0, 1, momentum=self.momentum, include="low")
 
     def begin(self, params: Params) -> Params:
+        """Velocities of zero."""
         return tree.apply(torch.zeros_like, params)
 
     def factor(self, h: float) -> float:
+        """epsilon, the length of a kick."""
         return math.sqrt(2 * h / (1 + self.momentum))
 
     def move(self, move: Move, h: float) -> None:
+        """Kick, half a drift, friction with its noise, and the other half."""
         half = self.factor(h) / 2
         move.push(move.velocity, move.slopes, drift=half)
         move.shake(move.velocity, math.sqrt(1 - self.momentum**2), keep=self.momentum, drift=half)

@@ -34,7 +34,9 @@ class SGLD(Langevin):
     rates: ClassVar[dict[str, float]] = {"none": 0.1, "rmsprop": 3e-3}
 
     def factor(self, h: float) -> float:
+        """h itself."""
         return h
 
     def move(self, move: Move, h: float) -> None:
+        """Add h times the gradient, and noise of variance 2 h."""
         move.shake(move.slopes, math.sqrt(2 * h), drift=1.0)

@@ -16,6 +16,7 @@ from dubito.model import Model, Target
 from dubito.network.weights import mode
 from dubito.posteriors import Gaussian, Point, Posterior, Samples
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, between, positive, require
 from dubito.tensors.covariances import Diagonal, LowRank
 from dubito.tensors.randomness import derive
 from dubito.tensors.tree import Buffers, Params
@@ -70,27 +71,25 @@ class SWAG(Descent):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.collecting_rate is not None and not self.collecting_rate > 0:
-            raise ValueError(f"collecting_rate is a positive learning rate; got {self.collecting_rate}")
-        if not 0 <= self.collect_after < 1 or self.draws < 1:
-            raise ValueError(
-                "collect_after is a share of the epochs in [0, 1), and there is at least one draw; got "
-                f"collect_after={self.collect_after}, draws={self.draws}"
-            )
-        if self.rank < 0 or self.rank == 1:
-            raise ValueError(f"a covariance is made of two columns at least, or of none for rank=0; got rank={self.rank}")
+        positive(collecting_rate=self.collecting_rate)
+        between(0, 1, collect_after=self.collect_after, include="low")
+        at_least(1, draws=self.draws)
+        require(
+            self.rank == 0 or self.rank >= 2, f"rank must be at least 2 columns, or 0 for a diagonal covariance; got {self.rank}"
+        )
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> SWAGState:
+        """As of descent, with empty moments."""
         norms = _norms(target.model.network)
         period = steps // max(1, self.epochs)
         passes = self.epochs - bool(norms)
         before = int(self.collect_after * passes)
-        if passes - before < 2:
-            last = ", the last of which is for BatchNorm," if norms else ""
-            raise ValueError(
-                f"SWAG takes the weights at the ends of two epochs at least; epochs={self.epochs}{last} and "
-                f"collect_after={self.collect_after} leave {max(0, passes - before)}: give more epochs"
-            )
+        last = ", the last of which is for BatchNorm," if norms else ""
+        require(
+            passes - before >= 2,
+            f"SWAG takes the weights at the ends of two epochs at least; epochs={self.epochs}{last} and "
+            f"collect_after={self.collect_after} leave {max(0, passes - before)}: give more epochs",
+        )
         trained = super().init(target, start, batch, generator, steps=passes * period)
         # sums are kept in single precision at least
         zero = {
@@ -118,6 +117,7 @@ class SWAG(Descent):
     def step(
         self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
     ) -> tuple[DescentState, Info]:
+        """A step of descent, after which moments may be updated; in the last epoch of networks with BatchNorm, statistics of draws."""
         assert isinstance(state, SWAGState)
         if state.step >= state.steps:
             self._measure(target, state, data)
@@ -163,6 +163,7 @@ class SWAG(Descent):
         diagonal, columns = self._parts(state)
 
         def noise(shape: Iterable[int], like: torch.Tensor) -> torch.Tensor:
+            """Standard normals of a shape."""
             return torch.randn(*shape, generator=generator, dtype=like.dtype, device=like.device)
 
         first = next(iter(columns.values()))
@@ -199,10 +200,12 @@ class SWAG(Descent):
         ]
 
     def unstack(self, target: Target, state: DescentState) -> list[DescentState]:
+        """Views of the members' states."""
         assert isinstance(state, SWAGState)
         return [*self._members(target, state)]
 
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        """The Gaussian of the moments, or draws of it where BatchNorm has statistics; a point before there are any."""
         assert isinstance(state, SWAGState)
         model, last = target.model, state.steps + (state.period if state.statistics else 0)
         if state.collected < 2 or (state.statistics and state.step < last):

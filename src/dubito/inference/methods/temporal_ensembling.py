@@ -12,6 +12,7 @@ from dubito.inference.semi_supervised import Consistency, ConsistencyState, View
 from dubito.model import Target
 from dubito.model.likelihoods import own
 from dubito.tensors import tree
+from dubito.tensors.checks import between
 from dubito.tensors.randomness import hashed
 
 
@@ -49,10 +50,10 @@ class TemporalEnsembling(Consistency):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay lies in [0, 1): the share of the average that a new prediction leaves; got {self.decay}")
+        between(0, 1, decay=self.decay, include="low")
 
     def begin(self, target: Target, state: ConsistencyState, x: Any, generator: torch.Generator) -> TemporalEnsemblingState:
+        """Averages of zero, one for each example."""
         model = target.model
         with torch.no_grad():
             f, _ = model.forward(state.student.params, x, tree.clone(state.student.buffers))
@@ -67,6 +68,7 @@ class TemporalEnsembling(Consistency):
         )
 
     def teach(self, state: TemporalEnsemblingState, view: View) -> Tensor:
+        """The squared difference from the average of earlier predictions, which is then updated."""
         x = tree.apply_leaves(lambda leaf: leaf[: view.labelled], view.inputs)
         rows = torch.cat([self._places(state, hashed(list(tree.leaves(x)))), len(state.keys) + view.rows])
         z, k = view.z.detach().to(state.sums.dtype), state.seen[rows]

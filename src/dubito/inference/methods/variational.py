@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dubito.inference.chains import check_precision
 from dubito.inference.descent import Descent, DescentState, advance, clip
 from dubito.inference.method import Start, Traits
 from dubito.model import Target
@@ -22,6 +23,7 @@ from dubito.posteriors.families.family import kind
 from dubito.posteriors.families.mean_field import pieces
 from dubito.posteriors.families.reparametrized import Estimator, layers
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, between, one_of, positive, require
 from dubito.tensors.tree import Params
 
 LEVELS = 100  # of the divergence's weight as it rises: steps that share one can be recorded together
@@ -82,35 +84,33 @@ class Variational(Descent):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.family, str) and self.family not in FAMILIES:
-            raise ValueError(f"family is one of {', '.join(FAMILIES)}, or an object of dubito.families; got {self.family!r}")
-        if self.estimator not in ("auto", "weights", "local", "flipout"):
-            raise ValueError(f"estimator is 'auto', 'weights', 'local' or 'flipout'; got {self.estimator!r}")
-        if self.samples < 1 or self.draws < 1 or not self.init_scale > 0 or (self.moped is not None and not self.moped > 0):
-            raise ValueError(
-                "samples and draws are at least 1, init_scale and moped positive; got "
-                f"samples={self.samples}, draws={self.draws}, init_scale={self.init_scale}, moped={self.moped}"
-            )
-        if self.kl_weight < 0 or not 0 <= self.kl_warmup < 1 or self.kl_batches not in ("uniform", "blundell"):
-            raise ValueError(
-                "kl_weight is at least 0, kl_warmup a share of the steps in [0, 1), and kl_batches 'uniform' or 'blundell'; got "
-                f"{self.kl_weight}, {self.kl_warmup}, {self.kl_batches!r}"
-            )
-        if self.estimator in ("local", "flipout") and not self.q.local:
-            raise ValueError(
-                f"outputs can be drawn in the place of weights that are independent: with family={self.family!r} use "
-                "estimator='auto' or 'weights'"
-            )
-        if self.path_only and type(self.q).log_prob is Family.log_prob:
-            raise ValueError(f"path_only needs the density of q, which family={self.family!r} does not know")
-        if self.path_only and (self.learn_prior or self.estimator in ("local", "flipout")):
-            raise ValueError(
-                "path_only scores q and a given prior at draws of the weights: leave out learn_prior, and use estimator='auto' or "
-                "'weights'"
-            )
+        if isinstance(self.family, str):
+            one_of(FAMILIES, family=self.family)
+        one_of(("auto", "weights", "local", "flipout"), estimator=self.estimator)
+        one_of(("uniform", "blundell"), kl_batches=self.kl_batches)
+        at_least(1, samples=self.samples, draws=self.draws)
+        at_least(0, kl_weight=self.kl_weight)
+        positive(init_scale=self.init_scale, moped=self.moped)
+        between(0, 1, kl_warmup=self.kl_warmup, include="low")
+        by_outputs = self.estimator in ("local", "flipout")
+        require(
+            self.q.local or not by_outputs,
+            f"outputs can be drawn instead of weights only where weights are independent: with family={self.family!r} use "
+            "estimator='auto' or 'weights'",
+        )
+        require(
+            not self.path_only or type(self.q).log_prob is not Family.log_prob,
+            f"path_only needs the density of q, which family={self.family!r} does not know",
+        )
+        require(
+            not self.path_only or not (self.learn_prior or by_outputs),
+            "path_only scores q and a given prior at draws of the weights: leave out learn_prior, and use estimator='auto' or "
+            "'weights'",
+        )
 
     @property
     def traits(self) -> Traits:
+        """Those of descent, one member at a time; it draws weights."""
         inherited = super().traits
         warmup = ("kl_warmup=0",) if self.kl_warmup else ()
         settings, exact = (*inherited.length_settings, *warmup), (("kl_weight", 1.0),)
@@ -122,6 +122,7 @@ class Variational(Descent):
         return FAMILIES[self.family]() if isinstance(self.family, str) else self.family
 
     def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> VariationalState:
+        """q around the start, and which layers draw their outputs."""
         prior, q = target.model.prior, self.q
         if self.learn_prior and not (isinstance(prior, Normal) and prior.scale is None and isinstance(q, MeanField)):
             raise ValueError(
@@ -129,11 +130,7 @@ class Variational(Descent):
             )
         weights = {name: leaf for name, leaf in start.params.items() if ":" not in name}
         points = {name: leaf for name, leaf in start.params.items() if ":" in name}
-        if any(leaf.dtype.itemsize < 4 for leaf in weights.values()):
-            raise ValueError(
-                "in half precision a draw is as near to its mean as numbers allow: keep the network in float32, and give "
-                'fit(precision="bfloat16") to run it in half precision'
-            )
+        check_precision(weights)
         if self.moped is not None:
             scale = {name: (self.moped * leaf.abs()).clamp_min(1e-4 * self.moped) for name, leaf in weights.items()}
         else:
@@ -164,10 +161,12 @@ class Variational(Descent):
             return self._expected(target, leaves, hyper) is None
 
     def kind(self, state: DescentState) -> Hashable | None:
+        """Steps with the same weight of the divergence are of one kind, apart from those that report it."""
         assert isinstance(state, VariationalState)
         return None if self.kl_batches == "blundell" else (self._weight(state), state.step % REPORTED == 0)
 
     def update(self, target: Target, state: DescentState, data: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """A gradient of minus the evidence bound, estimated by `samples` draws, and a step of the optimizer."""
         assert isinstance(state, VariationalState)
         q, points = self.q, {name: leaf for name, leaf in state.params.items() if ":" in name}
         leaves = {name: leaf for name, leaf in state.params.items() if ":" not in name}
@@ -343,6 +342,7 @@ class Variational(Descent):
         )
 
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+        """q, as a Gaussian where it is one."""
         q, model = self.q, target.model
         points = {name: leaf for name, leaf in state.params.items() if ":" in name}
         leaves = {name: leaf for name, leaf in state.params.items() if ":" not in name}
