@@ -61,13 +61,13 @@ def test_a_maze_that_slips_is_as_random_as_it_says():
     maze.reset(seed=3)
     straight = 0
     for _ in range(2000):
-        maze._at = 7  # the middle
+        maze._cell = 7  # the middle
         maze.step(0)
-        straight += maze._at == 2
+        straight += maze._cell == 2
     assert straight / 2000 == pytest.approx(0.6 + 0.4 / 4, abs=0.04)
 
 
-@pytest.mark.parametrize(("plan", "words"), [("S#G", "no way"), ("S..", "one 'G'"), ("S.G\n..", "equal length")])
+@pytest.mark.parametrize(("plan", "words"), [("S#G", "cannot be reached"), ("S..", "one 'G'"), ("S.G\n..", "equal length")])
 def test_plans_that_are_none_are_refused(plan, words):
     with pytest.raises(ValueError, match=words):
         Maze(plan)
@@ -86,9 +86,9 @@ def test_replay_keeps_the_last_and_draws_them_all():
         replay.add(torch.full((2,), float(i)), i % 3, i, torch.full((2,), i + 1.0), i % 5 == 0)
     rows = replay.sample(500, generator())
     assert set(rows.reward.tolist()) == set(range(15, 25))
-    assert torch.equal(rows.after, rows.seen + 1)
+    assert torch.equal(rows.next_observation, rows.observation + 1)
     assert torch.equal(rows.action, rows.reward.long() % 3)
-    assert torch.equal(rows.over, (rows.reward % 5 == 0).float())
+    assert torch.equal(rows.terminated, (rows.reward % 5 == 0).float())
 
 
 def test_curves_are_of_windows():
@@ -147,7 +147,7 @@ def test_values_are_those_of_dynamic_programming():
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_what_is_foreseen(double):
+def test_what_is_targets(double):
     """By the frozen network, which is renewed every `sync` steps; of the action that is the best by the present one, or by itself."""
     agent = QLearning(
         model(3), dubito.MCDropout(learning_rate=0.3), 4, explore=EpsilonGreedy(), discount=0.5, initial=5, sync=4, double=double,
@@ -162,11 +162,11 @@ def test_what_is_foreseen(double):
     assert changed == [8, 12, 16]  # the first learning step is the fifth step
     batch = agent.replay.rows
     with torch.no_grad():
-        now, then = only_network(agent.posterior, "")((batch.after,)), agent._frozen((batch.after,))
+        now, then = only_network(agent.posterior, "")((batch.next_observation,)), agent._frozen((batch.next_observation,))
     assert not torch.equal(now.argmax(1), then.argmax(1))
     rows = torch.arange(len(now))
     value = then[rows, now.argmax(1)] if double else then.amax(1)
-    torch.testing.assert_close(agent._foreseen(batch), batch.reward + 0.5 * (1 - batch.over) * value)
+    torch.testing.assert_close(agent._targets(batch), batch.reward + 0.5 * (1 - batch.terminated) * value)
 
 
 def test_epsilon_falls_from_the_end_of_the_random_steps():
@@ -186,7 +186,7 @@ def test_an_episode_that_is_cut_off_is_not_over():
     agent = QLearning(model(3), dubito.MAP(), 4, explore=EpsilonGreedy(), initial=1000)
     agent.learn(Maze("S.G", limit=1), steps=5)
     assert agent.history.lengths == [1] * 5
-    assert agent.replay.rows.over.tolist() == [0.0] * 5
+    assert agent.replay.rows.terminated.tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -245,11 +245,11 @@ def test_what_cannot_be_is_refused():
         QLearning(one, dubito.Variational(kl_warmup=0.1), 4)
     with pytest.raises(ValueError, match="give hessian_momentum"):
         QLearning(one, dubito.IVON(), 4)
-    with pytest.raises(ValueError, match="two actions"):
+    with pytest.raises(ValueError, match="actions must be at least 2"):
         QLearning(one, dubito.MAP(), 1)
     with pytest.raises(ValueError, match="likelihood of rewards"):
         QLearning(dubito.Model(one.network, dubito.Categorical()), dubito.MAP(), 4)
-    with pytest.raises(ValueError, match="nothing was learned"):
+    with pytest.raises(ValueError, match="no posterior yet"):
         QLearning(one, dubito.MAP(), 4).posterior  # noqa: B018
     with pytest.raises(ValueError, match="4 outputs for 3"):
         QLearning(one, dubito.MAP(), 3, initial=5).learn(Maze("S.G"), steps=10)

@@ -67,7 +67,7 @@ def test_greedy_improvement_against_all_pairs():
     assert chosen[0] == max(range(7), key=lambda i: together([i]))
     best = max(together(pair) for pair in combinations(range(7), 2))
     assert together(chosen[:2].tolist()) >= (1 - 1 / torch.e) * best  # what greedy choice is known to reach
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="k must be"):
         greedy_improvement(values, 0.5, 8)
 
 
@@ -135,20 +135,20 @@ def test_settings_that_cannot_be_are_refused():
         Optimization(model(), dubito.MAP(), [(1.0, 0.0)])
     with pytest.raises(ValueError, match="finite"):
         Optimization(model(), dubito.MAP(), [(0.0, float("inf"))])
-    with pytest.raises(ValueError, match="'ei' or 'thompson'"):
+    with pytest.raises(ValueError, match="'ei', 'thompson'"):
         Optimization(model(), dubito.MAP(), [(0.0, 1.0)], acquisition="pi")
     search = Optimization(model(), dubito.MAP(), [(0.0, 1.0)])
-    with pytest.raises(ValueError, match="nothing was told"):
+    with pytest.raises(ValueError, match="before the first value"):
         search.posterior  # noqa: B018
     with pytest.raises(ValueError, match="outside"):
         search.tell([[2.0]], [0.0])
     with pytest.raises(ValueError, match="NaN"):
         search.tell([[0.5]], [float("nan")])
-    with pytest.raises(ValueError, match="have 1 values"):
+    with pytest.raises(ValueError, match="got 2 for 1 inputs"):
         search.tell([[0.5]], [0.0, 1.0])
     assert len(search.y) == 0
     search.tell([[0.5]], [1.0])
-    with pytest.raises(ValueError, match="a point"):
+    with pytest.raises(ValueError, match="is a point"):
         search.posterior  # noqa: B018
 
 

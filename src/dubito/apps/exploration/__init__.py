@@ -1,6 +1,7 @@
 """Exploration in environments: Q-learning with Thompson sampling from a posterior over value functions, or epsilon-greedy.
 
-`QLearning` learns in anything with the interface of gymnasium; `Maze` is a small world of our own.
+`QLearning` learns in any environment with the interface of gymnasium; `Maze` is a small one. Read maze, replay, explore, q_learning.
+A part of the room `apps`: it imports from `apps.network` and `apps.action_values`, and from the rooms below.
 """
 
 from dubito.apps.exploration.explore import EpsilonGreedy as EpsilonGreedy

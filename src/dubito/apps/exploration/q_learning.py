@@ -1,4 +1,4 @@
-"""Deep Q-learning by any method that descends, with exploration from its posterior."""
+"""Deep Q-learning with any method that learns from mini-batches, and exploration by its posterior."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,34 +22,43 @@ from dubito.inference.progress import Progress
 from dubito.model import Model, Target
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, between, require
 from dubito.tensors.randomness import derive, forked, generator
 
-FOREVER = 2**40  # steps of a learning rate that stays
+FOREVER = 2**40  # a number of steps over which a learning rate does not change noticeably
+
+
+Observation: TypeAlias = Any  # whatever the environment shows; `observe` turns it into a tensor
+Data: TypeAlias = tuple[tuple[Tensor, Tensor], Tensor]  # ((observations, actions), values)
 
 
 class Environment(Protocol):
-    """As much of gymnasium's interface as is used."""
+    """The part of gymnasium's interface that is used."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]: ...
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+        """Begin an episode: the first observation, and a dict that is ignored."""
+        ...
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
+    def step(self, action: Any) -> tuple[Observation, Any, bool, bool, dict[str, Any]]:
+        """Act: the observation, the reward, whether the episode terminated, whether it was truncated, and a dict that is ignored."""
+        ...
 
 
-def flat(seen: Any) -> Tensor:
-    """What an environment shows as a vector of float32; for dicts and the like give `QLearning` a function of your own."""
-    return torch.as_tensor(seen, dtype=torch.float32).flatten()
+def flat(observation: Observation) -> Tensor:
+    """An observation as a vector in float32. For dicts and the like give `QLearning` another function."""
+    return torch.as_tensor(observation, dtype=torch.float32).flatten()
 
 
 @dataclass
 class History:
-    """Episodes, in their order."""
+    """The episodes so far, in order."""
 
-    returns: list[float] = field(default_factory=list)  # rewards summed
+    returns: list[float] = field(default_factory=list)  # the sum of the rewards of each episode
     lengths: list[int] = field(default_factory=list)
 
     def curve(self, every: int, steps: int) -> list[float]:
-        """The mean return of the episodes that ended in each window of so many steps; an empty window has that before it, and NaN where
-        no episode has ended yet.
+        """The mean return of the episodes that ended in each window of `every` steps. An empty window repeats the one before it, or is
+        NaN before the end of the first episode.
 
         >>> History([0.0, 1.0, 1.0], [10, 4, 4]).curve(10, 20)
         [0.0, 1.0]
@@ -59,27 +68,27 @@ class History:
         for value, length in zip(self.returns, self.lengths, strict=True):
             end += length
             windows[min(len(windows), -(-end // every)) - 1].append(value)
-        found: list[float] = []
+        means, mean = [], math.nan
         for window in windows:
-            found.append(sum(window) / len(window) if window else (found[-1] if found else math.nan))
-        return found
+            mean = sum(window) / len(window) if window else mean
+            means.append(mean)
+        return means
 
 
 class QLearning:
-    r"""Deep Q-learning: a network from what is seen to the value of each action, fitted to what rewards and its own foresight say,
+    r"""Deep Q-learning: a network from observations to the value of each action, trained towards
 
     .. math:: Q(s, a) \leftarrow r + \gamma \max_{a'} \bar Q(s', a'),
 
-    with a replay of the last `capacity` steps and a frozen copy :math:`\bar Q`, renewed every `sync` learning steps. With `double`
-    the action a' is the one that the present network would take (van Hasselt et al. 2016).
+    with a replay memory of the last `capacity` steps and a target network :math:`\bar Q`, a copy that is renewed after every `sync`
+    learning steps. With `double` the action a' is the best one by the current network (van Hasselt et al. 2016).
 
-    `model` has a Gaussian likelihood, and learns from the action that was taken. `method` is one that takes mini-batches and always
-    has a posterior with a centre: `MAP`, `MCDropout`, `Variational`, `IVON(hessian_momentum=...)`; its learning rate stays constant,
-    and its epochs do not count. `explore` is `Thompson()`, for which the posterior has to be more than the point that `MAP` gives, or
-    `EpsilonGreedy()`.
+    `model` has a Gaussian likelihood and learns from the actions that were taken. `method` learns from mini-batches and has at every
+    step a posterior with a center: `MAP`, `MCDropout`, `Variational`, `IVON(hessian_momentum=...)`. Its learning rate stays constant,
+    and its epochs are ignored. `explore` is `EpsilonGreedy()`, or `Thompson()`, which needs a posterior other than the point of `MAP`.
 
-    The first `initial` steps are random; then there is a learning step `every` so many. `n_data`, for the prior's weight, is the
-    capacity if not given. `observe` turns what the environment shows into a tensor.
+    The first `initial` steps are random; after that, a learning step follows every `every` steps. `n_data` sets the weight of the prior
+    and is by default the capacity. `observe` turns an observation of the environment into a tensor.
 
     >>> import dubito
     >>> from dubito.apps.exploration import Maze
@@ -109,22 +118,19 @@ class QLearning:
         observe: Callable[[Any], Tensor] = flat,
         seed: int = 0,
     ):
-        if actions < 2 or min(capacity, batch_size, initial, every, sync) < 1 or not 0 <= discount <= 1:
-            raise ValueError(
-                "there are at least two actions, capacity, batch_size, initial, every and sync are at least 1, and discount is in "
-                f"[0, 1]; got {actions}, {capacity}, {batch_size}, {initial}, {every}, {sync} and {discount}"
-            )
-        traits = traits_of(method)
-        if method.data != "batches" or traits.post_hoc or traits.starts_anew:
-            raise ValueError(
-                f"{type(method).__name__} does not learn step by step from mini-batches at one setting of the weights: use MAP, "
-                "MCDropout, Variational or IVON"
-            )
+        at_least(2, actions=actions)
+        at_least(1, capacity=capacity, batch_size=batch_size, initial=initial, every=every, sync=sync)
+        between(0, 1, discount=discount, include="both")
+        name, traits = type(method).__name__, traits_of(method)
+        require(
+            method.data == "batches" and not traits.post_hoc and not traits.starts_anew,
+            f"{name} does not learn step by step from mini-batches with one set of weights: use MAP, MCDropout, Variational or IVON",
+        )
         if traits.length_settings:
             setting = traits.length_settings[0]
+            word = setting.partition("=")[0]
             raise ValueError(
-                f"{setting.partition('=')[0]} depends on the total number of steps, which is not known here: give {setting}, as in "
-                f"{type(method).__name__}({setting})"
+                f"{word} depends on the number of steps, which is not known here: give {setting}, as in {name}({setting})"
             )
         self.model, self.method, self.actions, self.explore = action_value_model(model), method, actions, explore
         self.discount, self.batch_size, self.initial, self.every = discount, batch_size, initial, every
@@ -132,48 +138,45 @@ class QLearning:
         self.target = Target(self.model, n_data or capacity)
         self.replay = Replay(capacity, self.model.device)
         self.history = History()
-        self.total = self.learned = 0  # steps of the environment, and of learning
+        self.total = self.learned = 0  # steps in the environment, and learning steps
         self._state: Any = None
         self._frozen: Network | None = None
         self._posterior: Posterior | None = None
-        self._file: Path | None = None  # where this very agent is saved
+        self._file: Path | None = None  # where this agent was saved
         self._draws = generator(self.model.device, seed, "method")
 
     @property
     def posterior(self) -> Posterior:
-        """Over value functions, as it stands; the next learning step changes it."""
-        if self._state is None:
-            raise ValueError(f"nothing was learned yet: the first {self.initial} steps are random")
+        """The posterior over value functions now; the next learning step changes it."""
+        require(self._state is not None, f"there is no posterior yet: the first {self.initial} steps are random")
         if self._posterior is None:
             self._posterior = self.method.posterior(self.target, self._state, store.Draws())
             if isinstance(self._posterior, Samples):
-                raise ValueError(
-                    f"{type(self.method).__name__} has no centre from which to look ahead: use MCDropout or Variational"
-                )
+                name = type(self.method).__name__
+                raise ValueError(f"the posterior of {name} has no center, which Q-learning needs: use MCDropout or Variational")
         return self._posterior
 
-    def act(self, seen: Tensor, *, step: int = 0) -> int:
-        """The action to try at the given step of the present episode."""
+    def act(self, observation: Tensor, *, step: int = 0) -> int:
+        """The action to try at the given step of the current episode."""
         episode = len(self.history.returns)
         if self.total < self.initial or self._state is None:
             source = generator("cpu", self.seed, "initial", episode, step)
             return int(torch.randint(self.actions, (1,), generator=source))
+        seen, total = self._ready(observation), self.total - self.initial
         with torch.no_grad():
-            values = self.explore.values(
-                self.posterior, self._ready(seen), self.seed, episode=episode, step=step, total=self.total - self.initial
-            )
-        return int(values.argmax())
+            return int(self.explore.values(self.posterior, seen, self.seed, episode=episode, step=step, total=total).argmax())
 
-    def _ready(self, seen: Tensor) -> Tensor:
-        return seen.to(next(self.model.network.parameters()))
+    def _ready(self, observation: Tensor) -> Tensor:
+        return observation.to(next(self.model.network.parameters()))
 
-    def update(self, seen: Tensor, action: int, reward: float, after: Tensor, over: bool) -> None:
-        """Take in a step of the environment, and learn if it is time."""
-        if not 0 <= int(action) < self.actions:
-            raise ValueError(f"the actions are 0 to {self.actions - 1}; got {action}")
-        if not math.isfinite(reward) or not bool(torch.isfinite(after).all()):
-            raise ValueError("the environment gives a reward, or shows something, that is NaN or infinite: it was not taken in")
-        self.replay.add(seen, action, reward, after, over)
+    def update(self, observation: Tensor, action: int, reward: float, next_observation: Tensor, terminated: bool) -> None:
+        """Store a step of the environment, and learn where a learning step is due."""
+        require(0 <= int(action) < self.actions, f"actions are 0 to {self.actions - 1}; got {action}")
+        finite = math.isfinite(reward) and bool(torch.isfinite(next_observation).all())
+        require(
+            finite, f"rewards and observations must be finite; got the reward {reward}, or an observation with NaN or infinity"
+        )
+        self.replay.add(observation, action, reward, next_observation, terminated)
         self.total += 1
         if self.total >= self.initial and self.total % self.every == 0:
             self._learn()
@@ -182,50 +185,54 @@ class QLearning:
         batch = self.replay.sample(self.batch_size, generator("cpu", self.seed, "batch", self.learned))
         if self._state is not None and self.learned % self.sync == 0:
             self._freeze()
-        y = self._foreseen(batch)
-        data = ((self._ready(batch.seen), batch.action), y)
+        data = self._data(batch, self._targets(batch))
         with forked(derive(self.seed, "learn", self.learned)):  # dropout in training draws from the global generator
             if self._state is None:
                 check_width(self.model, data[0][0], self.actions)
-                start = Start(self.model.parameters(y), self.model.buffers())
-                self.model.check(start.params, data, start.buffers)
-                self._state = self.method.init(self.target, start, data, self._draws, steps=FOREVER)
+                self._state = self._initial_state(data, check=True)
                 self._check_spread()
                 self._freeze()
             self._state, _ = self.method.step(self.target, self._state, [data], self._draws)
         self.learned, self._posterior = self.learned + 1, None
 
+    def _data(self, batch: Transitions, values: Tensor) -> Data:
+        return (self._ready(batch.observation), batch.action), values
+
+    def _initial_state(self, data: Data, *, check: bool) -> Any:
+        start = Start(self.model.parameters(data[1]), self.model.buffers())
+        if check:
+            self.model.check(start.params, data, start.buffers)
+        return self.method.init(self.target, start, data, self._draws, steps=FOREVER)
+
     def _check_spread(self) -> None:
-        """A point has one function: what was meant to be Thompson sampling would be greedy choice, and nobody would see it."""
-        if isinstance(self.explore, Thompson) and isinstance(self.posterior, Point):
+        """Refuse Thompson sampling from a point, which would be greedy choice without anyone noticing."""
+        if self.explore.needs_spread and isinstance(self.posterior, Point):
             self._state = self._posterior = None
             raise ValueError(
-                f"the posterior of {type(self.method).__name__} is a point here, with one function, and Thompson sampling from it "
-                "would be greedy choice: use MCDropout, Variational or IVON, or explore=EpsilonGreedy()"
+                f"the posterior of {type(self.method).__name__} is a point here, and Thompson sampling from a point is "
+                "greedy choice: use MCDropout, Variational or IVON, or explore=EpsilonGreedy()"
             )
 
     def _freeze(self) -> None:
-        centre = only_network(self.posterior, "Q-learning")
-        if not all(bool(torch.isfinite(leaf).all()) for leaf in centre.params.values()):
+        """Copy the current network into the target network."""
+        center = only_network(self.posterior, "Q-learning")
+        if not all(bool(torch.isfinite(leaf).all()) for leaf in center.params.values()):
             raise FloatingPointError(
                 f"the weights are not finite after {self.learned} learning steps: lower the learning rate, set clip, or give the "
                 "likelihood a larger noise"
             )
-        self._frozen = Network(self.model, tree.clone(centre.params), tree.clone(centre.buffers))
+        self._frozen = Network(self.model, tree.clone(center.params), tree.clone(center.buffers))
 
-    def _foreseen(self, batch: Transitions) -> Tensor:
-        """r + discount * the value of what comes then, [B]."""
-        after = (self._ready(batch.after),)
+    def _targets(self, batch: Transitions) -> Tensor:
+        """The values to learn, r + discount * Q(s', a'), [B]; r before the first learning step."""
+        if self._frozen is None:
+            return batch.reward.clone()
+        inputs = (self._ready(batch.next_observation),)
         with torch.no_grad():
-            if self._frozen is None:  # before the first step there is nothing to foresee by
-                return batch.reward.clone()
-            frozen = self._frozen(after)
-            if self.double:
-                best = only_network(self.posterior, "Q-learning")(after).argmax(-1, keepdim=True)
-                value = frozen.gather(-1, best).squeeze(-1)
-            else:
-                value = frozen.amax(-1)
-        return batch.reward + self.discount * (1 - batch.over) * value
+            values = self._frozen(inputs)
+            chooser = only_network(self.posterior, "Q-learning")(inputs) if self.double else values
+            value = values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
+        return batch.reward + self.discount * (1 - batch.terminated) * value
 
     def learn(
         self,
@@ -237,16 +244,12 @@ class QLearning:
         until: float | None = None,
         progress: bool | None = None,
     ) -> History:
-        """Episodes until there were so many steps in all, of this call and those before it; the last may end later.
+        """Run episodes until there were `steps` steps in all, earlier calls included; the last episode is completed.
 
-        With a `file` it is saved between episodes, every so many seconds and at the end, and the same call on an agent that was made
-        alike goes on from there. It stops after the episode in which the time `until` (as `time.time()` counts) has come.
+        With a `file` the agent is saved between episodes, every `save_every` seconds and at the end, and the same call on an agent with
+        the same settings continues from there. It stops after the episode during which the time `until` (as `time.time()` counts) came.
         """
-        path = None if file is None else Path(file).resolve()
-        if path is not None and path.exists() and path != self._file:
-            if self.total:
-                raise FileExistsError(f"{path} holds an agent, and this one has learned already: give another file")
-            self.load(path)
+        path = self._open(file)
         saved = time.monotonic()
         with Progress(f"Q-learning, {type(self.explore).__name__}", steps, show=progress) as bar:
             while self.total < steps and (until is None or time.time() < until):
@@ -259,48 +262,59 @@ class QLearning:
             self.save(path)
         return self.history
 
+    def _open(self, file: str | os.PathLike | None) -> Path | None:
+        """The path of a file to save to, whose agent is loaded if there is one."""
+        if file is None:
+            return None
+        path = Path(file).resolve()
+        if path.exists() and path != self._file:
+            if self.total:
+                raise FileExistsError(f"{path} holds an agent, and this one has learned already: give another file")
+            self.load(path)
+        return path
+
     def _episode(self, env: Environment) -> None:
-        episode, step, earned, going = len(self.history.returns), 0, 0.0, True
-        seen = self.observe(env.reset(seed=derive(self.seed, "episode", episode) % 2**31)[0])
-        while going:
-            action = self.act(seen, step=step)
-            shown, reward, over, cut, _ = env.step(action)
-            after = self.observe(shown)
-            self.update(seen, action, float(reward), after, bool(over))
-            seen, step, earned, going = after, step + 1, earned + float(reward), not (over or cut)
-        self.history.returns.append(earned)
+        episode, step, total, done = len(self.history.returns), 0, 0.0, False
+        observation = self.observe(env.reset(seed=derive(self.seed, "episode", episode) % 2**31)[0])
+        while not done:
+            action = self.act(observation, step=step)
+            shown, reward, terminated, truncated, _ = env.step(action)
+            following = self.observe(shown)
+            self.update(observation, action, float(reward), following, bool(terminated))
+            observation, step, total, done = following, step + 1, total + float(reward), terminated or truncated
+        self.history.returns.append(total)
         self.history.lengths.append(step)
 
     def evaluate(self, env: Environment, episodes: int = 10) -> list[float]:
-        """Returns of episodes in which the network at the posterior's centre does what it takes for best."""
-        centre, found = only_network(self.posterior, "Q-learning"), []
+        """The returns of episodes in which the network at the center of the posterior acts greedily."""
+        center, returns = only_network(self.posterior, "Q-learning"), []
         for episode in range(episodes):
-            seen, going, earned = env.reset(seed=derive(self.seed, "evaluate", episode) % 2**31)[0], True, 0.0
-            while going:
+            shown, done, total = env.reset(seed=derive(self.seed, "evaluate", episode) % 2**31)[0], False, 0.0
+            while not done:
                 with torch.no_grad():
-                    action = int(centre((self._ready(self.observe(seen)).unsqueeze(0),)).argmax())
-                seen, reward, over, cut, _ = env.step(action)
-                earned, going = earned + float(reward), not (over or cut)
-            found.append(earned)
-        return found
+                    action = int(center((self._ready(self.observe(shown)).unsqueeze(0),)).argmax())
+                shown, reward, terminated, truncated, _ = env.step(action)
+                total, done = total + float(reward), terminated or truncated
+            returns.append(total)
+        return returns
 
     # -- files
 
     def save(self, file: str | os.PathLike) -> None:
-        """All that is needed to go on with the next episode."""
+        """Write everything that the next episode depends on."""
         tensors: dict[str, Tensor] = {}
         frozen = None if self._frozen is None else {"params": self._frozen.params, "buffers": self._frozen.buffers}
-        known = {
+        content = {
             "state": self._state, "frozen": frozen, "draws": self._draws, "count": self.replay.count,
             "replay": list(self.replay.rows) if len(self.replay) else [], "total": self.total, "learned": self.learned,
             "returns": self.history.returns, "lengths": self.history.lengths,
         }  # fmt: skip
-        described = store.pack(known, tensors)
+        packed = store.pack(content, tensors)
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        store.write(file, tree.move(tensors, "cpu"), {"kind": "q-learning", "about": self._about(), "agent": described})
+        store.write(file, tree.move(tensors, "cpu"), {"kind": "q-learning", "about": self._settings(), "agent": packed})
         self._file = Path(file).resolve()
 
-    def _about(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         shapes = {name: list(p.shape) for name, p in self.model.network.named_parameters()}
         settings = ("actions", "discount", "batch_size", "initial", "every", "sync", "double", "seed")
         return {
@@ -310,32 +324,26 @@ class QLearning:
         }  # fmt: skip
 
     def load(self, file: str | os.PathLike) -> None:
-        """Go on where another agent, made alike, was saved."""
+        """Continue from a file that an agent with the same settings has saved."""
         tensors, meta = store.read(file)
-        if meta.get("kind") != "q-learning" or meta["about"] != self._about():
-            was = meta.get("about", {})
-            other = [name for name, value in self._about().items() if was.get(name) != value]
-            raise ValueError(f"{file} is of another agent, with another {', '.join(other) or 'kind of file'}: give another file")
-        tensors, described = tree.move(tensors, self.model.device), meta["agent"]
-        parts = dict(described["dict"])
-        plain = {name: store.unpack(part, tensors) for name, part in parts.items() if name not in ("state", "draws")}
+        stored, settings = meta.get("about", {}), self._settings()
+        if meta.get("kind") != "q-learning" or stored != settings:
+            different = [name for name, value in settings.items() if stored.get(name) != value]
+            raise ValueError(f"{file} holds an agent with another {', '.join(different) or 'kind of file'}: give another file")
+        tensors, packed = tree.move(tensors, self.model.device), dict(meta["agent"]["dict"])
+        plain = {name: store.unpack(value, tensors) for name, value in packed.items() if name not in ("state", "draws")}
         self.total, self.learned = plain["total"], plain["learned"]
         self.history = History(plain["returns"], plain["lengths"])
-        self.replay = Replay(self.replay.capacity, self.model.device, plain["count"])
+        self.replay = Replay(self.replay.capacity, self.model.device)
         if plain["replay"]:
-            rows = Transitions(*plain["replay"])
-            room = [leaf.new_zeros(self.replay.capacity, *leaf.shape[1:]) for leaf in rows]
-            for space, leaf in zip(room, rows, strict=True):
-                space[: len(leaf)] = leaf
-            self.replay.kept = Transitions(*room)
+            self.replay.fill(Transitions(*plain["replay"]), plain["count"])
         if plain["frozen"] is not None:
-            self._frozen = Network(self.model, plain["frozen"]["params"], plain["frozen"]["buffers"])
+            self._frozen = Network(self.model, **plain["frozen"])
             batch = self.replay.sample(self.batch_size, generator("cpu", self.seed, "batch", 0))
-            data = ((self._ready(batch.seen), batch.action), batch.reward)
-            with forked(0):
-                start = Start(self.model.parameters(batch.reward), self.model.buffers())
-                template = self.method.init(self.target, start, data, self._draws, steps=FOREVER)
-                self._state, _ = self.method.step(self.target, template, [data], self._draws)  # an optimiser that has its slots
-            self._state = store.unpack(parts["state"], tensors, self._state)
-        self._draws = store.unpack(parts["draws"], tensors, self._draws)
+            data = self._data(batch, batch.reward)
+            with forked(0):  # a step allocates the buffers of the optimizer
+                state = self._initial_state(data, check=False)
+                template, _ = self.method.step(self.target, state, [data], self._draws)
+            self._state = store.unpack(packed["state"], tensors, template)
+        self._draws = store.unpack(packed["draws"], tensors, self._draws)
         self._posterior, self._file = None, Path(file).resolve()

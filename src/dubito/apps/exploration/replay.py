@@ -1,4 +1,4 @@
-"""What was lived through, to learn from again."""
+"""The replay memory of Q-learning."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dubito.tensors.checks import require
+
 
 class Transitions(NamedTuple):
     """Steps of an environment."""
 
-    seen: Tensor  # [B, ...]
+    observation: Tensor  # [B, ...]
     action: Tensor  # [B]
     reward: Tensor  # [B]
-    after: Tensor  # [B, ...], what was seen then
-    over: Tensor  # [B], whether nothing comes after: terminated, and not merely cut off
+    next_observation: Tensor  # [B, ...]
+    terminated: Tensor  # [B], 1 where the episode ended there; 0 also where it was only cut off
 
 
 @dataclass
 class Replay:
-    """The last `capacity` transitions, in memory that is set aside once, on a device.
+    """The last `capacity` transitions, in memory that is allocated once, on a device.
 
     >>> replay = Replay(2)
     >>> for reward in (1.0, 2.0, 3.0):
@@ -32,30 +34,37 @@ class Replay:
 
     capacity: int
     device: torch.device | str = "cpu"
-    count: int = 0  # of all that were ever added
-    kept: Transitions | None = None
+    count: int = 0  # transitions ever added
+    memory: Transitions | None = None
 
     def __len__(self) -> int:
         return min(self.count, self.capacity)
 
-    def add(self, seen: Tensor, action: int, reward: float, after: Tensor, over: bool) -> None:
-        if self.kept is None:
-            shape, n = tuple(seen.shape), self.capacity
-            space = [torch.zeros(s, dtype=d) for s, d in (((n, *shape), seen.dtype), ((n,), torch.long), ((n,), torch.float32))]
-            self.kept = Transitions(*(leaf.to(self.device) for leaf in (*space, space[0].clone(), torch.zeros(n))))
-        place = self.count % self.capacity
-        for leaf, value in zip(self.kept, (seen, action, reward, after, float(over)), strict=True):
-            leaf[place] = value
+    def add(self, observation: Tensor, action: int, reward: float, next_observation: Tensor, terminated: bool) -> None:
+        """Store a transition in the place of the oldest one."""
+        if self.memory is None:
+            shown = observation.new_zeros(self.capacity, *observation.shape).to(self.device)
+            number = torch.zeros(self.capacity, device=self.device)
+            self.memory = Transitions(shown, number.long(), number, shown.clone(), number.clone())
+        values = (observation, action, reward, next_observation, float(terminated))
+        for leaf, value in zip(self.memory, values, strict=True):
+            leaf[self.count % self.capacity] = value
         self.count += 1
+
+    def fill(self, rows: Transitions, count: int) -> None:
+        """Replace the content by `rows`, the last of `count` transitions, as `Replay.rows` returned them."""
+        self.memory = Transitions(*(leaf.new_zeros(self.capacity, *leaf.shape[1:]) for leaf in rows))
+        for space, leaf in zip(self.memory, rows, strict=True):
+            space[: len(leaf)] = leaf
+        self.count = count
 
     @property
     def rows(self) -> Transitions:
-        """All that are kept, in no order."""
-        if self.kept is None:
-            raise ValueError("nothing was kept yet")
-        return Transitions(*(leaf[: len(self)] for leaf in self.kept))
+        """All stored transitions, in no particular order."""
+        require(self.memory is not None, "the replay memory is empty: add a transition first")
+        return Transitions(*(leaf[: len(self)] for leaf in self.memory or ()))
 
     def sample(self, n: int, generator: torch.Generator) -> Transitions:
-        """n of them at random, with replacement."""
+        """n random transitions, drawn with replacement."""
         which = torch.randint(len(self), (n,), generator=generator, device=generator.device).to(self.device)
         return Transitions(*(leaf[which] for leaf in self.rows))

@@ -1,7 +1,8 @@
-"""Bayesian optimisation with any posterior: expected improvement and Thompson sampling.
+"""Bayesian optimization with any posterior: expected improvement and Thompson sampling.
 
-`Optimization` is the loop, with `ask` and `tell`; `expected_improvement` scores a predictive; `surrogate` is a posterior as a model
-of BoTorch, an extra.
+`Optimization` is the loop, with `ask` and `tell`; `expected_improvement` scores a predictive; `surrogate` wraps a posterior as a model
+of BoTorch, an optional dependency. Read improvement, surrogate, optimization. A part of the room `apps`: it imports from
+`apps.sequence` and from the rooms below.
 """
 
 from dubito.apps.optimize.improvement import expected_improvement as expected_improvement

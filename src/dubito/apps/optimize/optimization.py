@@ -1,4 +1,4 @@
-"""Bayesian optimisation: where to look next for the highest value of something that is costly to evaluate."""
+"""Bayesian optimization: which input to evaluate next, where evaluations are expensive."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dubito.apps.optimize.improvement import greedy_improvement
-from dubito.apps.optimize.surrogate import drawn
+from dubito.apps.optimize.surrogate import draw_functions
 from dubito.apps.sequence import Methods, fit_in_turn
 from dubito.inference.options import FitOptions
 from dubito.model import Model
@@ -20,22 +21,23 @@ from dubito.model.likelihoods import Gaussian
 from dubito.network.examples import split_batch
 from dubito.posteriors import Point, Posterior
 from dubito.tensors import store
+from dubito.tensors.checks import at_least, one_of, require
 from dubito.tensors.randomness import derive, generator
 
-NEAR = 0.05  # how far from the best known inputs candidates are drawn, in units of the box
+NEAR = 0.05  # standard deviation of candidates around the best known inputs, in units of the box
 
 
 class Optimization:
-    """The highest (or lowest) value of a function in a box, by few evaluations.
+    """Search the maximum (or minimum) of a function in a box with few evaluations.
 
-    `ask(k)` gives k inputs, [k, d], and `tell(x, y)` takes what was found there. The first `initial` inputs are spread evenly; then the
-    model is fitted to all that is known, by any method (or several, one after the other, or a function of the number of
-    observations), and inputs are asked for by "ei", the expected improvement of all k together over `draws` functions of the
-    posterior, or by "thompson", the best input of one function for each of the k.
+    `ask(k)` returns k inputs, [k, d], and `tell(x, y)` takes their values. The first `initial` inputs are a Sobol sequence. Then the
+    model is fitted to all values so far, by a method, a list of methods that run one after another, or a function of the number of
+    values that returns either. The `acquisition` "ei" chooses k inputs by their joint expected improvement over `draws` functions
+    of the posterior; "thompson" chooses the best input of one drawn function for each of the k.
 
-    `bounds` [d, 2] are the sides of the box. The network sees inputs scaled to [-1, 1] and values that are standardised: the noise and
-    the prior of the model are in these units. The best of `candidates` inputs, spread over the box and drawn near the best known,
-    is then improved by so many `refine` steps of gradient ascent in x.
+    `bounds` [d, 2] are the sides of the box. The network sees inputs scaled to [-1, 1] and standardized values; noise and prior of the
+    model are in these units. The best of `candidates` inputs, half of them spread over the box and half near the best known inputs, is
+    improved by `refine` steps of gradient ascent in x.
 
     >>> import dubito
     >>> net = torch.nn.Sequential(torch.nn.Linear(1, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
@@ -53,7 +55,7 @@ class Optimization:
         self,
         model: Model,
         method: Methods,
-        bounds: Any,
+        bounds: ArrayLike | Tensor,
         *,
         acquisition: Literal["ei", "thompson"] = "ei",
         maximize: bool = True,
@@ -64,67 +66,64 @@ class Optimization:
         batch_size: int = 128,
         seed: int = 0,
     ):
-        if acquisition not in ("ei", "thompson"):
-            raise ValueError(f"acquisition is 'ei' or 'thompson'; got {acquisition!r}")
-        if not isinstance(model.likelihood, Gaussian):
-            raise ValueError(
-                "the values are numbers: use the likelihood dubito.Gaussian(scale=s), or Gaussian() to learn the noise"
-            )
+        one_of(("ei", "thompson"), acquisition=acquisition)
+        require(
+            isinstance(model.likelihood, Gaussian),
+            f"the likelihood must be dubito.Gaussian(scale=s), or Gaussian() to learn the noise; got {model.likelihood!r}",
+        )
         self.bounds = torch.as_tensor(bounds, dtype=torch.float64).cpu()
-        if self.bounds.ndim != 2 or self.bounds.shape[1] != 2 or not bool((self.bounds[:, 0] < self.bounds[:, 1]).all()):
-            raise ValueError("bounds are pairs (low, high), one for each dimension, with low < high")
-        if not bool(self.bounds.isfinite().all()):
-            raise ValueError("bounds are finite numbers: where a side has no end, give the furthest that makes sense")
-        if min(initial, draws, candidates) < 1 or refine < 0:
-            raise ValueError("initial, draws and candidates are at least 1, and refine is not negative")
-        self.model = replace(model, split=split_batch)  # the batches are pairs of ours
+        shaped = self.bounds.ndim == 2 and self.bounds.shape[1] == 2
+        require(
+            shaped and bool((self.bounds[:, 0] < self.bounds[:, 1]).all()),
+            f"bounds must be pairs (low, high) with low < high, one for each dimension; got {bounds}",
+        )
+        require(bool(self.bounds.isfinite().all()), f"bounds must be finite; got {bounds}")
+        at_least(1, initial=initial, draws=draws, candidates=candidates)
+        at_least(0, refine=refine)
+        self.model = replace(model, split=split_batch)  # batches are pairs (x, y) made here
         self.method, self.acquisition, self.maximize = method, acquisition, maximize
         self.initial, self.draws, self.candidates, self.refine = initial, draws, candidates, refine
         self.batch_size, self.seed = batch_size, seed
         self.x = torch.zeros(0, len(self.bounds), dtype=torch.float64)  # [n, d]
         self.y = torch.zeros(0, dtype=torch.float64)  # [n]
-        self.asked = 0  # inputs that were ever asked for
-        self._fitted: tuple[int, Posterior] | None = None  # of how many observations
+        self.asked = 0  # inputs returned by `ask` so far
+        self._fitted: tuple[int, Posterior] | None = None  # the posterior, and the number of values it is fitted to
 
     @property
     def best(self) -> tuple[Tensor, float]:
-        """The best input that was told, [d], and its value."""
-        if not len(self.y):
-            raise ValueError("nothing was told yet")
+        """The best evaluated input, [d], and its value."""
+        require(len(self.y), "no value is known yet: call tell(x, y)")
         i = int(self.y.argmax() if self.maximize else self.y.argmin())
         return self.x[i], float(self.y[i])
 
-    def tell(self, x: Any, y: Any) -> None:
-        """Take the values y [k] at the inputs x [k, d], which need not have been asked for."""
+    def tell(self, x: ArrayLike | Tensor, y: ArrayLike | Tensor) -> None:
+        """Add the values y [k] at the inputs x [k, d], which need not come from `ask`."""
         x = torch.as_tensor(x, dtype=torch.float64).detach().cpu().reshape(-1, len(self.bounds))
         y = torch.as_tensor(y, dtype=torch.float64).detach().cpu().reshape(-1)
-        if len(x) != len(y):
-            raise ValueError(f"{len(x)} inputs have {len(x)} values; got {len(y)}")
-        if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(y).all()):
-            raise ValueError("an input or a value is NaN or infinite: nothing was taken in")
+        require(len(x) == len(y), f"y must have one value for each input; got {len(y)} for {len(x)} inputs")
+        require(bool(x.isfinite().all()) and bool(y.isfinite().all()), "inputs and values must be finite; got NaN or infinity")
         inside = torch.minimum(torch.maximum(x, self.bounds[:, 0]), self.bounds[:, 1])
-        # what was asked for comes back rounded, if it has been through single precision
+        # inputs from `ask` are rounded if they have been in single precision
         outside = (x - inside).abs() > 1e-6 * (self.bounds[:, 1] - self.bounds[:, 0] + self.bounds.abs().amax(1))
         if bool(outside.any()):
-            raise ValueError(f"the input {x[outside.any(1)][0].tolist()} is outside of the bounds")
+            raise ValueError(f"inputs must be inside the bounds; got {x[outside.any(1)][0].tolist()}, which is outside")
         self.x, self.y = torch.cat([self.x, inside]), torch.cat([self.y, y])
 
     @property
     def posterior(self) -> Posterior:
-        """Over functions of scaled inputs, with standardised values, given all that was told."""
-        if not len(self.y):
-            raise ValueError("nothing was told yet, and so there is no posterior: tell(x, y)")
+        """The posterior given all values so far, over functions of scaled inputs with standardized values."""
+        require(len(self.y), "there is no posterior before the first value: call tell(x, y)")
         if self._fitted is None or self._fitted[0] != len(self.y):
             shift, scale = self._units()
             data = (self._scaled(self.x), ((self.y - shift) / scale).to(self._like.dtype).unsqueeze(1))
             options = FitOptions(seed=derive(self.seed, "fit", len(self.y)), batch_size=self.batch_size, progress=False)
-            found = fit_in_turn(self.model, self.method, data, options)
-            if isinstance(found, Point):
-                raise ValueError(
-                    "the posterior of this method is a point: with no uncertainty nothing is looked for but what is known to be good. "
-                    "Use an Ensemble, MCDropout, or [MAP(), NeuralLinear()]"
-                )
-            self._fitted = len(self.y), found
+            posterior = fit_in_turn(self.model, self.method, data, options)
+            require(
+                not isinstance(posterior, Point),
+                "the posterior of this method is a point, without uncertainty to explore by: use an Ensemble, MCDropout, or "
+                "[MAP(), NeuralLinear()]",
+            )
+            self._fitted = len(self.y), posterior
         return self._fitted[1]
 
     @property
@@ -144,79 +143,84 @@ class Optimization:
         return torch.minimum(torch.maximum(0.5 * (low + high + (high - low) * z.double().cpu()), low), high)
 
     def ask(self, k: int = 1) -> Tensor:
-        """k inputs that are worth an evaluation, [k, d]."""
-        if k < 1:
-            raise ValueError(f"at least one input is asked for; got {k}")
+        """The next k inputs to evaluate, [k, d]."""
+        at_least(1, k=k)
         before, self.asked = self.asked, self.asked + k
         if len(self.y) < self.initial:
-            spread = torch.quasirandom.SobolEngine(len(self.bounds), scramble=True, seed=derive(self.seed, "initial") % 2**31)
-            return self._unscaled(2 * spread.draw(before + k, dtype=torch.float64)[before:] - 1)
-        source = generator("cpu", self.seed, "ask", before, len(self.y))
-        z = self._spread(source)
-        sign, (shift, scale) = 1.0 if self.maximize else -1.0, self._units()
+            sobol = torch.quasirandom.SobolEngine(len(self.bounds), scramble=True, seed=derive(self.seed, "initial") % 2**31)
+            return self._unscaled(2 * sobol.draw(before + k, dtype=torch.float64)[before:] - 1)
+        z = self._spread(generator("cpu", self.seed, "ask", before, len(self.y)))
+        choose = self._by_functions if self.acquisition == "thompson" else self._by_improvement
+        return self._unscaled(choose(z, k, before))
+
+    @property
+    def _sign(self) -> float:
+        return 1.0 if self.maximize else -1.0
+
+    def _by_functions(self, z: Tensor, k: int, before: int) -> Tensor:
+        """Thompson sampling: the best of the candidates z by each of k drawn functions, improved by it, [k, d]."""
+        chosen = []
+        for i in range(before, before + k):
+            f = self.posterior.function(generator(self.model.device, self.seed, len(self.y), "function", i))
+            with torch.no_grad():
+                top = (self._sign * f(z).means.reshape(-1)).argmax()
+            chosen.append(self._climb(lambda z, f=f: self._sign * f(z).means.reshape(-1).sum(), z[top : top + 1]))
+        return torch.cat(chosen)
+
+    def _by_improvement(self, z: Tensor, k: int, before: int) -> Tensor:
+        """The k candidates with the greatest joint expected improvement, improved together, [k, d]."""
+        sign, (shift, scale) = self._sign, self._units()
         best = sign * (self.best[1] - shift) / scale
-        if self.acquisition == "thompson":
-            found = []
-            for i in range(k):
-                f = self.posterior.function(self._source("function", before + i))
-                with torch.no_grad():
-                    top = (sign * f(z).means.reshape(-1)).argmax()
-                found.append(self._climb(lambda z, f=f: sign * f(z).means.reshape(-1).sum(), z[top : top + 1]))
-            return self._unscaled(torch.cat(found))
-        f = drawn(self.posterior, draws=self.draws, seed=derive(self.seed, "functions", before, len(self.y)))
+        f = draw_functions(self.posterior, draws=self.draws, seed=derive(self.seed, "functions", before, len(self.y)))
         with torch.no_grad():
             p = f(z)
         weights = p.draw_weights
         chosen, _ = greedy_improvement(sign * p.means.squeeze(-1), best, k, weights=weights)
 
-        def improvement(z: Tensor) -> Tensor:
-            # a little below the best, where improvement itself is flat, a smooth one still shows the way
+        def _smooth_improvement(z: Tensor) -> Tensor:
+            # improvement is flat below the best value; softplus has a gradient there too
             value = (sign * f(z).means.squeeze(-1)).amax(1)  # [S], of the k inputs together
             return weights @ torch.nn.functional.softplus(value - best, beta=20.0)
 
-        return self._unscaled(self._climb(improvement, z[chosen]))
-
-    def _source(self, *parts: int | str) -> torch.Generator:
-        return generator(self.model.device, self.seed, len(self.y), *parts)
+        return self._climb(_smooth_improvement, z[chosen])
 
     def _spread(self, source: torch.Generator) -> Tensor:
-        """Candidates in [-1, 1]^d: half of them anywhere, half near the five best inputs, [N, d]."""
+        """Candidates in [-1, 1]^d: one half anywhere, one half near the five best inputs, [N, d]."""
         d, n = len(self.bounds), self.candidates
         seed = int(torch.randint(2**31, (1,), generator=source))
         anywhere = 2 * torch.quasirandom.SobolEngine(d, scramble=True, seed=seed).draw(n - n // 2, dtype=torch.float64) - 1
         top = self.y.argsort(descending=self.maximize)[:5]
-        centre = self._scaled(self.x).double().cpu()[top[torch.randint(len(top), (n // 2,), generator=source)]]
-        near = centre + 2 * NEAR * torch.randn(centre.shape, generator=source, dtype=torch.float64)
+        center = self._scaled(self.x).double().cpu()[top[torch.randint(len(top), (n // 2,), generator=source)]]
+        near = center + 2 * NEAR * torch.randn(center.shape, generator=source, dtype=torch.float64)
         return torch.cat([anywhere, near]).clamp(-1, 1).to(self._like)
 
     def _climb(self, value: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-        """Gradient ascent within the box, from z [k, d]; the best that was seen on the way, z included."""
+        """Gradient ascent within the box from z [k, d]; the best point on the way, z included."""
         z = z.detach().clone().requires_grad_()
-        optimizer = torch.optim.Adam([z], lr=0.02)
+        optimizer = torch.optim.Adam([z], lr=0.02, maximize=True)
         best, kept = -torch.inf, z.detach().clone()
         for step in range(self.refine + 1):
             with torch.enable_grad():
-                now = value(z)
-            if float(now.detach()) > best:
-                best, kept = float(now.detach()), z.detach().clone()
+                height = value(z)
+            if float(height.detach()) > best:
+                best, kept = float(height.detach()), z.detach().clone()
             if step < self.refine:
-                (slope,) = torch.autograd.grad(-now, z)
-                z.grad = slope
+                (z.grad,) = torch.autograd.grad(height, z)
                 optimizer.step()
                 with torch.no_grad():
                     z.clamp_(-1, 1)
         return kept
 
     def save(self, file: str | os.PathLike) -> None:
-        """All that was told; what is asked next depends on nothing else but the settings."""
+        """Write all inputs and values; together with the settings they determine what `ask` returns next."""
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         meta = {"kind": "optimization", "asked": self.asked, "seed": self.seed, "maximize": self.maximize}
         store.write(file, {"x": self.x, "y": self.y, "bounds": self.bounds}, meta)
 
     def load(self, file: str | os.PathLike) -> None:
-        """Go on where another search, made alike, was saved."""
+        """Continue from a file that a search with the same settings has saved."""
         tensors, meta = store.read(file)
-        alike = meta.get("kind") == "optimization" and (meta["seed"], meta["maximize"]) == (self.seed, self.maximize)
-        if not alike or not torch.equal(tensors["bounds"], self.bounds):
-            raise ValueError(f"{file} is of another search, with other bounds, direction or seed: give another file")
+        same = meta.get("kind") == "optimization" and (meta["seed"], meta["maximize"]) == (self.seed, self.maximize)
+        if not same or not torch.equal(tensors["bounds"], self.bounds):
+            raise ValueError(f"{file} holds another search, with other bounds, direction or seed: give another file")
         self.x, self.y, self.asked, self._fitted = tensors["x"], tensors["y"], meta["asked"], None
