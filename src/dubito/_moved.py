@@ -69,6 +69,9 @@ MOVED = {  # these warn
     "apps.in_turn": "apps.sequence",
     "apps.reservoir": "evaluation.reservoir",
     "apps.taken": "apps.action_values",
+    "compare.cell": "cli.compare.result",
+    "compare.entry": "cli.compare.spec",
+    "compare.judging": "cli.compare.scoring",
     "demo.recipes": "inference.presets",
     "recalibrate.held": "evaluation.recalibrate.forecasts",
 }

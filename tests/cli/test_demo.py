@@ -88,7 +88,7 @@ def test_every_method_and_figure_is_there(made):
     assert suiting(METHODS, Categorical) == suiting(METHODS, HeteroscedasticGaussian) == names
     assert suiting(METHODS, Gaussian) == shown
     for name in names:
-        label = "Ensemble of 10" if name == "ensemble" else preset(name).label
+        label = {"ensemble": "Ensemble of 10", "laplace": "Laplace [generalized]"}.get(name, preset(name).label)
         assert text.count(label) >= 8  # both tables, and reliability, histogram and two bands twice: title and alternative text
         assert {row["method"] for row in rows(path, "A curve with a gap")} >= {label}
     figures = {figure.title: figure for section in report.sections for figure in section.figures}

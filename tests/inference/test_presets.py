@@ -5,7 +5,7 @@ from torch import nn
 
 import dubito
 from dubito.cli.commands.options import parse_options
-from dubito.cli.compare.spec import entry, training_of
+from dubito.cli.compare.spec import parse_spec, training_of
 from dubito.cli.demo import fits as demo_fits
 from dubito.cli.demo.fits import Fits
 from dubito.evaluation.problems import problem
@@ -33,7 +33,7 @@ def test_fit_compare_and_demo_agree(name, digits, monkeypatch):
     options = parse_options(name, WORDS, about="", training=training)
     assert options.configuration == (expected.method, expected.start)
     if "neural_linear" not in name:  # which is for regressions
-        compared = entry(name, digits)
+        compared = parse_spec(name, digits)
         assert (compared.method, compared.start, compared.learns_prior) == tuple(expected)
 
     calls = []

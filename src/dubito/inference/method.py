@@ -119,15 +119,15 @@ class Traits:
 def departures(target: Target, method: object) -> tuple[str, ...]:
     """In what a fit departs from the posterior of Bayes' rule: the temperature, and settings of the method."""
     tempered = (f"T = {target.temperature:g}",) if target.temperature != 1 else ()
-    return (*tempered, *_inexact_settings(method))
+    return (*tempered, *inexact_settings(method))
 
 
-def _inexact_settings(method: object) -> list[str]:
+def inexact_settings(method: object) -> list[str]:
     """Settings of a method, or of the one inside it, that depart from Bayes' rule."""
     values = [(name, getattr(method, name), exact) for name, exact in traits_of(method).exact_settings]
     inner = getattr(method, "method", None)
     return [f"{name} = {value:g}" for name, value, exact in values if value != exact] + (
-        [] if inner is None else _inexact_settings(inner)
+        [] if inner is None else inexact_settings(inner)
     )
 
 

@@ -193,7 +193,7 @@ def preset(name: str) -> Preset:
     >>> preset("map").label
     'MAP'
     """
-    return PRESETS.get(name) or Preset(METHODS[name].__name__, _class_defaults(name), after_map=expects_training(METHODS[name]))
+    return PRESETS.get(name) or Preset(METHODS[name].__name__, _class_defaults(name), after_map=traits_of(METHODS[name]).post_hoc)
 
 
 def label(name: str, method: Method) -> str:
@@ -273,11 +273,6 @@ def assemble(methods: Sequence[Method], start: Method | None = None) -> tuple[Me
 def wrapped_field(method: Callable[..., Method]) -> str | None:
     """The field of a wrapper, such as Ensemble, that holds another method; None for other methods."""
     return next((name for name, hint in get_type_hints(method).items() if hint is Method), None)
-
-
-def expects_training(method: object) -> bool:
-    """Whether a method expects a trained network and does not train one, as Laplace."""
-    return traits_of(method).post_hoc
 
 
 def dropout_places(network: nn.Module, *, inputs: bool = False) -> str | None:

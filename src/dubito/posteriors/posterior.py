@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -23,6 +23,16 @@ from dubito.tensors.randomness import forked, generator, global_state, lent, set
 from dubito.tensors.tree import Buffers, Params
 
 DRAWS = 30  # functions of a form that can only be sampled, where nobody says
+
+
+def departure_label(departures: Sequence[str]) -> str:
+    """The label of a posterior with these departures from Bayes' rule, see `Posterior.label`.
+
+    >>> departure_label(["damping = 10"]), departure_label([])
+    ('generalized (damping = 10)', '')
+    """
+    powers = all(one.startswith(("T = ", "kl_weight = ")) for one in departures)
+    return f"{'tempered' if powers else 'generalized'} ({', '.join(departures)})" if departures else ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,9 +65,7 @@ class Posterior(ABC):
         >>> dubito.posteriors.Point(model, {}, {}, departures=("T = 0.3",)).label
         'tempered (T = 0.3)'
         """
-        departures = self._departures()
-        powers = all(one.startswith(("T = ", "kl_weight = ")) for one in departures)
-        return f"{'tempered' if powers else 'generalized'} ({', '.join(departures)})" if departures else ""
+        return departure_label(self._departures())
 
     def _departures(self) -> tuple[str, ...]:
         return self.departures

@@ -16,12 +16,13 @@ from scipy.stats import pearsonr, spearmanr, ttest_rel
 
 from dubito import data, fit, metrics
 from dubito.apps import failure, ood
-from dubito.cli.compare.judging import judged, people, ranks
+from dubito.cli.compare import scoring
 from dubito.cli.compare.result import Key
-from dubito.cli.compare.spec import training_of, typed
-from dubito.cli.compare.stacked import Task, _inner, _train, fits, suits
-from dubito.cli.compare.summary import Mean, described, scores, table, told_apart, words
-from dubito.compare import Cell, Entry, Grid, Part, entry, judging, of_table, problem
+from dubito.cli.compare.scoring import agreement, evaluate, ranks
+from dubito.cli.compare.spec import convert, training_of
+from dubito.cli.compare.stacked import Task, fit_splits, inner_part, is_stackable, train
+from dubito.cli.compare.summary import Mean, departures_caption, describe, differ, scores, table, table_caption
+from dubito.compare import Grid, Part, Result, Spec, of_table, parse_spec, problem
 from dubito.compare import grid as grid_module
 from dubito.evaluation.problems import Problem, perceptron, resized
 from dubito.likelihoods import PREFIX
@@ -37,28 +38,28 @@ def digits() -> Problem:
 
 
 def small(given: Problem, folder: Path, *specs: str, seeds: tuple[int, ...] = (0, 1)) -> Grid:
-    return Grid(given, tuple(entry(spec, given) for spec in specs), seeds, folder)
+    return Grid(given, tuple(parse_spec(spec, given) for spec in specs), seeds, folder)
 
 
 # Entries
 
 
 def test_options_reach_the_method_what_it_wraps_and_what_comes_before(digits):
-    made = entry("ensemble:mc_dropout,size=3,rate=0.3", digits)
+    made = parse_spec("ensemble:mc_dropout,size=3,rate=0.3", digits)
     assert isinstance(made.method, Ensemble)
     assert isinstance(made.method.method, MCDropout)
     assert (made.method.size, made.method.method.rate, made.method.method.epochs) == (3, 0.3, 3)
     assert made.label == "Ensemble of 3 MC dropout (size=3, rate=0.3)"
-    after = entry("laplace,structure=diagonal,start.epochs=7", digits)
+    after = parse_spec("laplace,structure=diagonal,start.epochs=7", digits)
     assert isinstance(after.method, Laplace)
     assert isinstance(after.start, MAP)
     assert (after.method.structure, after.start.epochs) == ("diagonal", 7)
-    wrapped = entry("ensemble:laplace", digits)
+    wrapped = parse_spec("ensemble:laplace", digits)
     assert wrapped.start is None
     assert isinstance(wrapped.method, Ensemble)
     assert isinstance(wrapped.method.start, MAP)
-    assert isinstance(entry("ivon,epochs=4", digits).method, IVON)
-    both = entry("mc_dropout,weight_decay=1e-6,length_scale=0.01", digits).method  # refused one without the other
+    assert isinstance(parse_spec("ivon,epochs=4", digits).method, IVON)
+    both = parse_spec("mc_dropout,weight_decay=1e-6,length_scale=0.01", digits).method  # refused one without the other
     assert isinstance(both, MCDropout)
     assert both.weight_decay == 1e-6
 
@@ -68,26 +69,26 @@ def test_options_reach_the_method_what_it_wraps_and_what_comes_before(digits):
     [
         ("dropout", "did you mean 'mc_dropout'"),
         ("map,epoch=3", "did you mean 'epochs'"),
-        ("map,epochs=many", "'many' is no int"),
+        ("map,epochs=many", "'many' is not of type int"),
         ("map,epochs", "name=value"),
         ("map,learning_rate=-1", "learning_rate must be positive"),
         ("laplace:map", "only ensemble wraps"),
-        ("neural_linear", "not for classification"),
-        ("map,noise=shared", "of a regression"),
+        ("neural_linear", "does not support classification"),
+        ("map,noise=shared", "only a regression"),
         ("map,start.epochs=3", "nothing is trained before"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_words(digits, spec, words):
     with pytest.raises(ValueError, match=words):
-        entry(spec, digits)
+        parse_spec(spec, digits)
 
 
 def test_values_have_the_types_of_their_fields():
-    assert typed("0.5", float | None) == 0.5
-    assert typed("5", int) == 5
-    assert typed("False", bool) is False
-    with pytest.raises(ValueError, match="is no int"):
-        typed("0.5", int)
+    assert convert("0.5", float | None) == 0.5
+    assert convert("5", int) == 5
+    assert convert("False", bool) is False
+    with pytest.raises(ValueError, match="is not of type int"):
+        convert("0.5", int)
 
 
 def test_dropout_goes_where_the_network_has_it_or_before_all_layers_but_the_first(digits):
@@ -106,22 +107,22 @@ def test_cells_are_made_once_and_only_what_changed_is_made_anew(digits, tmp_path
     before = torch.get_rng_state()
     first = small(digits, tmp_path, "map", "laplace").run(progress=False)
     assert torch.equal(before, torch.get_rng_state())
-    assert [(c.key.label, c.key.seed) for c in first.cells] == [("MAP", 0), ("MAP", 1), ("Laplace", 0), ("Laplace", 1)]
+    assert [(c.key.label, c.key.seed) for c in first.results] == [("MAP", 0), ("MAP", 1), ("Laplace", 0), ("Laplace", 1)]
     made.clear()
     said: list[str] = []
     again = small(digits, tmp_path, "map", "laplace").run(progress=False, say=said.append)
     assert made == []
-    assert said == ["4 of 4 cells are there already"]
-    for one, two in zip(first.cells, again.cells, strict=True):
+    assert said == ["4 of 4 results are already there"]
+    for one, two in zip(first.results, again.results, strict=True):
         assert one.scores == pytest.approx(two.scores)
         assert torch.equal(one.arrays["probs"], two.arrays["probs"])
     more = small(digits, tmp_path, "map,epochs=2", "laplace", seeds=(0, 1, 2)).run(progress=False)
-    assert len(more.cells) == 6
+    assert len(more.results) == 6
     wanted = [method for method in made if not (isinstance(method, MAP) and method.epochs == 1)]  # without the warm-up
     assert [type(m).__name__ for m in wanted] == ["MAP", "MAP", "MAP", "MAP", "Laplace"]  # seed 2 has a start for Laplace, too
     other = replace(digits, part=lambda seed: digits.part(seed)._replace(x_test=1 - digits.part(seed).x_test))
-    assert small(other, tmp_path, "map")._key(entry("map", other), 0, other.part(0), other.part(0).checksum).digest not in {
-        cell.key.digest for cell in first.cells
+    assert small(other, tmp_path, "map")._key(parse_spec("map", other), 0, other.part(0), other.part(0).checksum).digest not in {
+        cell.key.digest for cell in first.results
     }
 
 
@@ -135,13 +136,13 @@ def test_a_method_that_fails_is_noted_and_tried_again(digits, tmp_path, monkeypa
 
     monkeypatch.setattr(grid_module, "fit", fail)
     outcome = small(digits, tmp_path, "mc_dropout", "map").run(progress=False)
-    bad = [cell for cell in outcome.cells if cell.error]
+    bad = [cell for cell in outcome.results if cell.error]
     assert [(cell.key.label, cell.key.seed) for cell in bad] == [("MC dropout", 1)]
     assert bad[0].error.startswith("FloatingPointError: the steps are too large (test_compare.py")
     assert json.loads(bad[0].key.path(tmp_path).read_text())["error"] == bad[0].error
-    assert len(outcome.cells) == 4
+    assert len(outcome.results) == 4
     monkeypatch.setattr(grid_module, "fit", real)
-    assert not any(cell.error for cell in small(digits, tmp_path, "mc_dropout", "map").run(progress=False).cells)
+    assert not any(cell.error for cell in small(digits, tmp_path, "mc_dropout", "map").run(progress=False).results)
 
 
 def test_an_interrupt_keeps_what_was_done_and_the_run_goes_on(digits, tmp_path, monkeypatch):
@@ -156,45 +157,45 @@ def test_an_interrupt_keeps_what_was_done_and_the_run_goes_on(digits, tmp_path, 
     monkeypatch.setattr(grid_module, "fit", interrupted)
     outcome = small(digits, tmp_path, "map", "mc_dropout").run(progress=False)
     assert outcome.interrupted
-    assert [(c.key.label, c.key.seed) for c in outcome.cells] == [("MAP", 0), ("MC dropout", 0)]  # all methods of a seed first
+    assert [(c.key.label, c.key.seed) for c in outcome.results] == [("MAP", 0), ("MC dropout", 0)]  # all methods of a seed first
     monkeypatch.setattr(grid_module, "fit", real)
     said: list[str] = []
     rest = small(digits, tmp_path, "map", "mc_dropout").run(progress=False, say=said.append)
-    assert said[0] == "2 of 4 cells are there already"
-    assert (len(rest.cells), rest.interrupted, len(said)) == (4, False, 3)
+    assert said[0] == "2 of 4 results are already there"
+    assert (len(rest.results), rest.interrupted, len(said)) == (4, False, 3)
 
 
 def test_damaged_and_foreign_cells_are_made_again(tmp_path):
     key = Key("a", 0, {"x": 1})
-    Cell(key, {"nll": 1.0, "ece": math.nan}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
-    read = Cell.read(tmp_path, key)
+    Result(key, {"nll": 1.0, "ece": math.nan}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
+    read = Result.read(tmp_path, key)
     assert read is not None
     assert read.scores["nll"] == 1.0
     assert math.isnan(read.scores["ece"])
-    assert Cell.read(tmp_path, Key("a", 0, {"x": 2})) is None
+    assert Result.read(tmp_path, Key("a", 0, {"x": 2})) is None
     path = key.path(tmp_path)
     path.write_text(path.read_text()[:-20])
-    assert Cell.read(tmp_path, key) is None
-    Cell(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
+    assert Result.read(tmp_path, key) is None
+    Result(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
     path.write_text(path.read_text().replace('"nll": 1.0', '"nll": {}'))
-    assert Cell.read(tmp_path, key) is None
+    assert Result.read(tmp_path, key) is None
     path.write_text(json.dumps({**json.loads(path.read_text()), "scores": None}))
-    assert Cell.read(tmp_path, key) is None
-    Cell(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
+    assert Result.read(tmp_path, key) is None
+    Result(key, {"nll": 1.0}, 2.0, arrays={"y": torch.arange(3)}).write(tmp_path)
     path.with_suffix(".safetensors").unlink()
-    assert Cell.read(tmp_path, key) is None
+    assert Result.read(tmp_path, key) is None
 
 
 def test_a_grid_that_makes_no_sense_is_refused(digits, tmp_path):
-    with pytest.raises(ValueError, match="MAP is named twice"):
+    with pytest.raises(ValueError, match="duplicate method MAP"):
         small(digits, tmp_path, "map", "map")
     with pytest.raises(ValueError, match="nothing to compare"):
         small(digits, tmp_path)
-    with pytest.raises(ValueError, match="counts once"):
+    with pytest.raises(ValueError, match="duplicate seed"):
         small(digits, tmp_path, "map", seeds=(0, 0))
     with pytest.raises(ValueError, match="did you mean 'energy'"):
         replace(small(digits, tmp_path, "map"), detectors=("enrgy",))
-    with pytest.raises(ValueError, match="2 splits"):
+    with pytest.raises(ValueError, match="2 published splits"):
         small(replace(digits, splits=2), tmp_path, "map", seeds=(0, 1, 2))
 
 
@@ -205,9 +206,9 @@ def test_scores_are_those_of_the_metrics(digits):
     part = digits.part(0)
     noise = torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     part = part._replace(unfamiliar={"noise": noise})
-    made: Entry = entry("mc_dropout,draws=5", digits)
+    made: Spec = parse_spec("mc_dropout,draws=5", digits)
     posterior = fit(made.model(digits, (1, 8, 8)), made.method, (part.x_train, part.y_train), progress=False)
-    found = judged(posterior, digits, part, seed=0, corruptions=("contrast",), severities=(5,))
+    found = evaluate(posterior, digits, part, seed=0, corruptions=("contrast",), severities=(5,))
     p = posterior.predict(part.x_test)
     assert found.scores["nll"] == pytest.approx(float(metrics.nll(p, part.y_test)))
     wrong = p.mean.argmax(-1) != part.y_test
@@ -221,15 +222,15 @@ def test_scores_are_those_of_the_metrics(digits):
 
 
 def test_detectors_and_confidence_learn_from_the_training_part_alone(digits, monkeypatch):
-    monkeypatch.setattr(judging, "ConfidNet", partial(failure.ConfidNet, (8,), epochs=2, tune_epochs=0))
+    monkeypatch.setattr(scoring, "ConfidNet", partial(failure.ConfidNet, (8,), epochs=2, tune_epochs=0))
     part = digits.part(0)._replace(unfamiliar={"noise": torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))})
     asked = {"detectors": ("mahalanobis", "msp"), "confidence": ("entropy", "confidnet")}
     train = (part.x_train, part.y_train)
     point, several = (
-        fit((made := entry(spec, digits)).model(digits, (1, 8, 8)), made.method, train, progress=False)
+        fit((made := parse_spec(spec, digits)).model(digits, (1, 8, 8)), made.method, train, progress=False)
         for spec in ("map", "ensemble,size=2,epochs=1")
     )
-    found = judged(point, digits, part, seed=0, **asked).scores
+    found = evaluate(point, digits, part, seed=0, **asked).scores
     score = ood.Mahalanobis().fit(point, train)
     expected = ood.detection(score(part.x_test), score(part.unfamiliar["noise"]))
     assert found["noise auroc mahalanobis"] == pytest.approx(expected.auroc)
@@ -239,17 +240,17 @@ def test_detectors_and_confidence_learn_from_the_training_part_alone(digits, mon
     learned = failure.ConfidNet((8,), epochs=2, tune_epochs=0).fit(point, train, seed=0, progress=False)
     wrong = failure.errors(p, part.y_test)
     assert found["errors aurc by confidnet"] == pytest.approx(failure.failure(learned(part.x_test), wrong).aurc)
-    assert math.isnan(judged(several, digits, part, seed=0, confidence=("confidnet",)).scores["errors auroc by confidnet"])
-    main = [score.key for score in scores([Cell(Key("a", 0, {}), found)], "classification")[0]]
+    assert math.isnan(evaluate(several, digits, part, seed=0, confidence=("confidnet",)).scores["errors auroc by confidnet"])
+    main = [score.key for score in scores([Result(Key("a", 0, {}), found)], "classification")[0]]
     assert {"noise auroc mahalanobis", "errors auroc by confidnet"} <= set(main)
     assert "noise auroc epistemic" not in main
 
 
 def test_what_is_not_finite_is_a_failure_and_no_better_mean(digits):
-    model = entry("map", digits).model(digits, (1, 8, 8))
+    model = parse_spec("map", digits).model(digits, (1, 8, 8))
     lost = Point(model, {name: leaf * math.nan for name, leaf in model.parameters().items()}, {})
     with pytest.raises(FloatingPointError, match="not finite"):
-        judged(lost, digits, digits.part(0), seed=0)
+        evaluate(lost, digits, digits.part(0), seed=0)
 
 
 def test_nothing_of_a_table_is_cut_off_on_a_narrow_terminal():
@@ -269,10 +270,10 @@ def test_nothing_of_a_table_is_cut_off_on_a_narrow_terminal():
 def test_correlation_with_people_is_that_of_scipy():
     a = torch.tensor([0.3, 0.1, 0.1, 0.9, 0.4, 0.0])
     b = torch.tensor([0.0, 0.0, 0.2, 0.5, 0.5, 0.1])
-    found = people(a, b)
+    found = agreement(a, b)
     assert found["human spearman"] == pytest.approx(spearmanr(a, b).statistic)
     assert found["human pearson"] == pytest.approx(pearsonr(a, b).statistic, abs=1e-6)
-    assert math.isnan(people(torch.zeros(3), torch.rand(3))["human spearman"])
+    assert math.isnan(agreement(torch.zeros(3), torch.rand(3))["human spearman"])
     assert ranks(a).tolist() == [3.0, 1.5, 1.5, 5.0, 4.0, 0.0]
 
 
@@ -282,15 +283,15 @@ def test_a_difference_is_told_apart_as_by_a_paired_t_test():
         a, b = g.normal(size=6), g.normal(size=6) * 0.5
         b = a + shift + 0.4 * b
         expected = bool(ttest_rel(a, b).pvalue < 0.05)
-        assert told_apart(dict(enumerate(a)), dict(enumerate(b))) is expected
-    assert told_apart({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}) is False
-    assert told_apart({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}) is True  # the same difference each time
-    assert told_apart({0: 1.0}, {1: 2.0}) is None
+        assert differ(dict(enumerate(a)), dict(enumerate(b))) is expected
+    assert differ({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}) is False
+    assert differ({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}) is True  # the same difference each time
+    assert differ({0: 1.0}, {1: 2.0}) is None
 
 
-def cell(label: str, seed: int, value: float | None) -> Cell:
+def cell(label: str, seed: int, value: float | None) -> Result:
     error = None if value is not None else "ValueError: no"
-    return Cell(Key(label, seed, {}), {} if value is None else {"accuracy": value, "nll": 1 - value}, 1.0, error=error)
+    return Result(Key(label, seed, {}), {} if value is None else {"accuracy": value, "nll": 1 - value}, 1.0, error=error)
 
 
 def test_the_table_has_means_errors_the_best_and_what_is_like_it():
@@ -304,8 +305,8 @@ def test_the_table_has_means_errors_the_best_and_what_is_like_it():
     assert made.errors[0][1] == pytest.approx(np.std([0.90, 0.92, 0.91], ddof=1) / 3**0.5)
     assert {place for place in made.best if place[1] < 3} == {(1, 1), (1, 2)}
     assert made.alike == {(0, 1), (0, 2), (3, 1), (3, 2)}  # c is worse; of d too little is known to tell, and of e nothing
-    assert "d (1 of 3), e (0 of 3)" in words(cells, 3, splits=False)
-    assert "Not all" not in words(cells[:9], 3, splits=False)
+    assert "d (1 of 3), e (0 of 3)" in table_caption(cells, 3, splits=False)
+    assert "Not all" not in table_caption(cells[:9], 3, splits=False)
     assert [made.text(4, j) for j in range(3)] == ["e", "–", "–"]
     assert "±" not in made.text(3, 1)
     assert table("t", cells[::3], main, seeds=1).errors == ()
@@ -335,7 +336,7 @@ def test_means_leave_out_what_is_not_known():
     ],
 )
 def test_every_score_has_a_name_a_direction_and_a_meaning(key):
-    found = described(key)
+    found = describe(key)
     assert found.name
     assert found.better in ("higher", "lower")
     assert found.meaning
@@ -410,14 +411,14 @@ def splits() -> Problem:
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_stack_makes_what_fit_makes(splits, clip):
-    made = entry("map,epochs=6", splits)
+    made = parse_spec("map,epochs=6", splits)
     model = made.model(splits, (2,))
     parts = [splits.part(seed) for seed in range(2)]
     method = replace(made.method, clip=clip)
     tasks = [Task(part.x_train, part.y_train, seed) for seed, part in enumerate(parts)]
     # one batch is all of the data, so that the order of the rows does not matter
-    start = _train(model, tasks, method, epochs=0, batch_size=1000, tell=lambda share: None)
-    found = _train(model, tasks, method, epochs=6, batch_size=1000, tell=lambda share: None)
+    start = train(model, tasks, method, epochs=0, batch_size=1000, tell=lambda share: None)
+    found = train(model, tasks, method, epochs=6, batch_size=1000, tell=lambda share: None)
     for i, part in enumerate(parts):
         own = {name: leaf[i] for name, leaf in start.items()}
         alone = fit(model, method, (part.x_train, part.y_train), start=own, batch_size=1000, progress=False)
@@ -426,14 +427,14 @@ def test_a_stack_makes_what_fit_makes(splits, clip):
 
 
 def test_a_stack_of_dropout_has_the_noise_and_the_prior_of_the_paper(splits):
-    made = entry("mc_dropout", splits)
+    made = parse_spec("mc_dropout", splits)
     model, part = made.model(splits, (2,)), splits.part(0)
     n, decay = len(part.x_train), 1e-3
     method = replace(made.method, epochs=5, rate=0.0, length_scale=0.5, weight_decay=decay)
     precision = dropout_precision(length_scale=0.5, keep=1.0, n_data=n, weight_decay=decay)
     task = Task(part.x_train, part.y_train, 0, precision=precision, prior=2.0, biases=2.0)
-    start = _train(model, [task], method, epochs=0, batch_size=1000, tell=lambda share: None)
-    found = _train(model, [task], method, epochs=5, batch_size=1000, tell=lambda share: None)
+    start = train(model, [task], method, epochs=0, batch_size=1000, tell=lambda share: None)
+    found = train(model, [task], method, epochs=5, batch_size=1000, tell=lambda share: None)
     own = {name: leaf[0] for name, leaf in start.items()}
     alone = fit(model, method, (part.x_train, part.y_train), start=own, batch_size=1000, progress=False)
     for name, leaf in alone.params.items():
@@ -444,26 +445,26 @@ def test_a_stack_of_dropout_has_the_noise_and_the_prior_of_the_paper(splits):
 def test_splits_and_grid_points_are_fitted_together_and_the_test_part_chooses_nothing(splits):
     parts = {seed: splits.part(seed) for seed in range(3)}
     for spec, size in (("mc_dropout,draws=20", 12), ("ensemble,size=2", 6), ("map", 3)):
-        made = entry(spec, splits)
-        assert suits(made, splits)
+        made = parse_spec(spec, splits)
+        assert is_stackable(made, splits)
         assert len(made.grid) == size
-    assert not suits(entry("laplace", splits), splits)
-    assert not suits(entry("ensemble,size=2,bagging=yes", splits), splits)
+    assert not is_stackable(parse_spec("laplace", splits), splits)
+    assert not is_stackable(parse_spec("ensemble,size=2,bagging=yes", splits), splits)
     shares: list[float] = []
-    made = entry("ensemble,size=2", splits)
-    found = fits(made, splits, parts, tell=shares.append)
+    made = parse_spec("ensemble,size=2", splits)
+    found = fit_splits(made, splits, parts, tell=shares.append)
     assert shares == sorted(shares)
     assert set(found) == {0, 1, 2}
     for seed in parts:
         wide = 2 if found[seed].choice["heteroscedastic"] else 1
         assert found[seed].posterior.predict(parts[seed].x_test).means.shape == (2, 12, wide)
-    assert entry("ensemble,noise=heteroscedastic,epochs=3", splits).noise == "heteroscedastic"
+    assert parse_spec("ensemble,noise=heteroscedastic,epochs=3", splits).noise == "heteroscedastic"
     blind = {seed: part._replace(x_test=part.x_test * math.nan, y_test=part.y_test * math.nan) for seed, part in parts.items()}
-    again = fits(made, splits, blind)
+    again = fit_splits(made, splits, blind)
     for seed in parts:
         assert again[seed].choice == found[seed].choice
         torch.testing.assert_close(again[seed].posterior.params, found[seed].posterior.params)
-    inner = _inner(parts[0], 0)
+    inner = inner_part(parts[0], 0)
     assert (len(inner.x_train), len(inner.x_test)) == (39, 9)
 
 
@@ -475,19 +476,30 @@ def test_a_split_that_runs_away_takes_no_other_along(splits, tmp_path):
         return own._replace(y_train=own.y_train * math.inf) if seed == 1 else own
 
     lost = replace(splits, part=part)
-    made = entry("map", lost)
+    made = parse_spec("map", lost)
     grid = Grid(lost, (made,), (0, 1, 2), tmp_path)
     outcome = grid.run(progress=False)
-    assert [cell.error is None for cell in outcome.cells] == [True, False, True]
-    assert "no longer finite" in outcome.cells[1].error
+    assert [cell.error is None for cell in outcome.results] == [True, False, True]
+    assert "no longer finite" in outcome.results[1].error
 
 
 def test_the_grid_of_a_uci_set_is_filled_by_stacks(data_root, tmp_path):
     yacht = problem("uci:yacht")
     assert (yacht.splits, yacht.hidden, yacht.part(1).x_train.shape) == (20, (50,), (277, 6))
     yacht = replace(yacht, training=yacht.training._replace(epochs=2))
-    grid = Grid(yacht, (entry("mc_dropout,draws=10", yacht), entry("map", yacht)), (0, 1), tmp_path)
+    grid = Grid(yacht, (parse_spec("mc_dropout,draws=10", yacht), parse_spec("map", yacht)), (0, 1), tmp_path)
     outcome = grid.run(progress=False)
-    assert [cell.error for cell in outcome.cells] == [None] * 4
-    assert set(outcome.cells[0].choice) == {"rate", "precision"}
-    assert outcome.cells[0].scores["rmse"] > 1  # in metres a second, not standardised
+    assert [cell.error for cell in outcome.results] == [None] * 4
+    assert set(outcome.results[0].choice) == {"rate", "precision"}
+    assert outcome.results[0].scores["rmse"] > 1  # in metres a second, not standardised
+
+
+def test_rows_that_leave_the_posterior_or_are_tuned_say_so(digits, splits):
+    assert parse_spec("laplace", digits).title == "Laplace [generalized]"  # the preset for digits has a damping
+    assert parse_spec("laplace,damping=0", digits).title == "Laplace (damping=0)"
+    assert parse_spec("ensemble:variational,kl_weight=0.1", digits).title.endswith("[tempered]")
+    assert parse_spec("map", splits).title == "MAP [tuned]"
+    caption = departures_caption([parse_spec("laplace", digits), parse_spec("map", splits)])
+    assert "Laplace: generalized (damping = 1000)" in caption
+    assert "MAP and ensembles with a temperature fitted there" in caption
+    assert departures_caption([parse_spec("map", digits)]) == ""

@@ -152,7 +152,7 @@ def test_a_table_of_numbers_and_a_network_of_ones_own(tmp_path, monkeypatch, cap
     assert main([*args, "--methods", "map"]) == 0
     out = capsys.readouterr().out
     assert "progression: regression" in out
-    assert "One seed: there are no standard errors" in out
+    assert "One seed, so there are no standard errors" in out
     report = json.loads(Path("reports/compare-d-csv/report.json").read_text())
     assert report["sections"][1]["figures"][0]["title"] == "Quantiles"
     assert report["sections"][0]["tables"][0]["rows"][0]["RMSE"] > 10
@@ -188,16 +188,15 @@ def test_an_interrupt_leaves_a_report_of_what_there_is(tmp_path, monkeypatch, ca
     np.savez(tmp_path / "t.npz", x=np.random.default_rng(0).normal(size=(30, 2)), y=np.arange(30) % 2)
     args += ["--data", str(tmp_path / "t.npz"), "--target", "y", "--kind", "classification"]
     drawn = sys.modules["dubito.cli.compare.page"]  # pictures take a while, and are not what this is about
-    monkeypatch.setattr(drawn, "_calibration", lambda *args, **more: Section("Calibration"))
-    monkeypatch.setattr(drawn, "_success", lambda *args, **more: Section("Successes"))
+    monkeypatch.setattr(drawn, "_classification", lambda *args, **more: [])
     assert main(args) == 130
     assert "The run was interrupted" in json.loads((tmp_path / "out" / "report.json").read_text())["summary"]
     monkeypatch.setattr(grid_module, "fit", real)
     capsys.readouterr()
     assert main(args) == 0
-    assert "1 of 2 cells are there already" in capsys.readouterr().out
+    assert "1 of 2 results are already there" in capsys.readouterr().out
     assert main([*args, "--quiet"]) == 0
-    assert capsys.readouterr().out.startswith("The report: ")
+    assert capsys.readouterr().out.startswith("Report: ")
 
 
 @pytest.mark.parametrize(
@@ -208,15 +207,15 @@ def test_an_interrupt_leaves_a_report_of_what_there_is(tmp_path, monkeypatch, ca
         (["--data", "nowhere.csv", "--target", "y"], "there is no such file"),
         (["--target", "y"], "are for CSV and NPZ files"),
         (["--corruptions", "rain"], "there is no corruption 'rain'"),
-        (["--seeds", "0"], "at least one seed"),
-        (["--epochs", "0"], "--epochs is positive"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--epochs", "0"], "--epochs must be positive"),
         (["--hidden", "4", "--network", "a:b"], "leave out --hidden"),
-        (["--severities", "6", "--corruptions", "fog"], "from 1 to 5"),
-        (["--detectors", "energy"], "name some with --unfamiliar"),
+        (["--severities", "6", "--corruptions", "fog"], "between 1 and 5"),
+        (["--detectors", "energy"], "--detectors needs --unfamiliar"),
         (["--confidence", "entropi"], "did you mean 'entropy'"),
         (["--data", "uci:yacht", "--unfamiliar", "kmnist"], "give an NPZ file of such inputs"),
         (["--unfamiliar", "a/x.npz", "b/x.npz"], "two sets called x"),
-        (["--network", "torch.nn:LazyLinear"], "running it on [2, 1, 8, 8] inputs failed"),
+        (["--network", "torch.nn:LazyLinear"], "the network fails on [2, 1, 8, 8] inputs"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_a_line(args, words, tmp_path, monkeypatch, capsys):

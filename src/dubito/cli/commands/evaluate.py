@@ -38,4 +38,4 @@ def evaluate(args: Sequence[str]) -> None:
     if options.json:
         print(json.dumps({"rows": len(found.x), **finite(values), "standard_errors": finite(errors)}, indent=2))
     else:
-        show(values, errors, f"{options.data}: {len(found.x)} rows")
+        show(values, errors, f"{options.data}: {len(found.x)} rows", departure=fitted.posterior.label)

@@ -22,9 +22,9 @@ from dubito.cli.commands.tables import Kind, Rows, output_names, read_table, spl
 from dubito.evaluation import judge
 from dubito.evaluation.data import Table
 from dubito.inference.fit import fit as run
-from dubito.inference.method import Method, Start
+from dubito.inference.method import Method, Start, traits_of
 from dubito.inference.methods import MCDropout, NeuralLinear, PiModel
-from dubito.inference.presets import expects_training, wrapped_field
+from dubito.inference.presets import wrapped_field
 from dubito.model import Model, Target
 from dubito.posteriors import Posterior, io
 from dubito.tensors import randomness, store
@@ -136,7 +136,7 @@ class Fitting:
 
     def _stage(self, method: Method, folder: Path, start: Posterior | None = None) -> Posterior:
         options = self.options.run
-        patience = None if expects_training(method) else options.patience  # such methods make a pass or two
+        patience = None if traits_of(method).post_hoc else options.patience  # such methods make a pass or two
         return run(
             self.model,
             method,
@@ -158,7 +158,12 @@ def score(posterior: Posterior, recipe: Recipe, options: FitOptions, x: Tensor, 
     with usage_errors(Indefinite):  # a covariance is factorized when it is first used
         p = Fitted(recipe, posterior).predict(x[rows.held_out])
         values = judge.score(p, y[rows.held_out])
-    show(values, judge.standard_errors(p, y[rows.held_out], list(values)), f"On the {len(rows.held_out)} held-out rows")
+    show(
+        values,
+        judge.standard_errors(p, y[rows.held_out], list(values)),
+        f"On the {len(rows.held_out)} held-out rows",
+        departure=posterior.label,
+    )
     if options.run.patience:
         print("These rows also decided when to stop, so expect slightly worse scores on new data.")
     for text in notes(values, y[rows.train], y[rows.held_out], options.flags):
@@ -175,7 +180,7 @@ def check(model: Model, recipe: Recipe, options: FitOptions, rows: Rows) -> None
         raise UsageError("--patience needs held-out rows: give --held-out 0.2 or so")
     if isinstance(inner, NeuralLinear) and recipe.kind != "regression":
         raise UsageError("neural_linear needs a regression; for classes use laplace --subset last_layer --structure dense")
-    if inner is not method and expects_training(inner) and patience:
+    if inner is not method and traits_of(inner).post_hoc and patience:
         raise UsageError("--patience might end the run while members are still being trained: leave it out, and set --epochs")
     if recipe.network.network is not None:
         check_network(model, recipe)

@@ -16,9 +16,9 @@ from dubito.cli.commands.errors import usage_errors
 from dubito.cli.commands.flags import combine, parse
 from dubito.cli.commands.network import Network
 from dubito.cli.commands.tables import Data
-from dubito.inference.method import Method
+from dubito.inference.method import Method, traits_of
 from dubito.inference.methods import MAP
-from dubito.inference.presets import Training, assemble, chain, dropout_places, expects_training, preset, table_training
+from dubito.inference.presets import Training, assemble, chain, dropout_places, preset, table_training
 from dubito.inference.registry import METHODS
 from dubito.tensors import randomness
 from dubito.tensors.checks import require
@@ -128,5 +128,5 @@ def start_flags(name: str, training: Training) -> StartFlags | None:
     innermost = name.split(":")[-1]
     if not preset(innermost).after_map:
         return None
-    kind = PlainStartFlags if expects_training(METHODS[innermost]) else StartFlags
+    kind = PlainStartFlags if traits_of(METHODS[innermost]).post_hoc else StartFlags
     return kind(**training.descent)

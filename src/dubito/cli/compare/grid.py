@@ -1,126 +1,131 @@
-"""The grid: every method with every seed, each cell made once, kept as it is made, and taken up where a run was left."""
+"""The grid: every method with every seed. Each result is made once and saved at once, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from dubito.cli.compare import stacked
-from dubito.cli.compare.judging import SEVERITIES, check, judged
-from dubito.cli.compare.result import Cell, Key, versions
-from dubito.cli.compare.spec import Entry
+from dubito.cli.compare.result import Key, Result, versions
+from dubito.cli.compare.scoring import SEVERITIES, check_names, evaluate
+from dubito.cli.compare.spec import Spec
+from dubito.cli.compare.stacked import Chosen, fit_splits, is_stackable
 from dubito.cli.threads import one_thread
 from dubito.evaluation.problems import Part, Problem
-from dubito.inference.fit import fit
-from dubito.inference.method import Event, Method
+from dubito.inference.fit import Event, Method, fit
 from dubito.inference.methods import MAP
 from dubito.inference.progress import Progress
 from dubito.model import Model
 from dubito.posteriors import Posterior
 from dubito.tensors import randomness, store
+from dubito.tensors.checks import require
 
 SMALL = 100_000  # weights up to which one thread is faster than several
-UNIT = 1000  # steps of the bar in a cell
-RAN_AWAY = "FloatingPointError: the weights are no longer finite: lower learning_rate, or set clip"
+UNIT = 1000  # steps of the progress bar per result
+DIVERGED = "FloatingPointError: the weights are no longer finite: lower learning_rate, or set clip"
+
+T = TypeVar("T")
+Place = tuple[int, int]  # (index of a spec, seed)
+Trained = dict[str, tuple[Posterior, float]]  # networks that several methods start from, and the seconds of their training
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All cells that there are, method by method, and whether the grid was interrupted before it was full."""
+    """All results so far, method by method, and whether the run was interrupted."""
 
-    cells: tuple[Cell, ...]
+    results: tuple[Result, ...]
     interrupted: bool = False
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Methods on a problem, with several seeds, kept in a folder.
+    """Methods on a problem, with several seeds, saved in a folder.
 
-    A cell that is in the folder with the same settings, data and seed is taken from there. A method that fails with a seed is noted
-    with the reason, and the others go on; it is tried again the next time. After an interrupt (Ctrl-C) all that was done counts.
+    A result that is in the folder with the same settings, data and seed is read from there. If a method fails with a seed, the reason
+    is saved, the other fits go on, and the next run tries it again. After an interrupt (Ctrl-C) everything done so far counts.
     """
 
     problem: Problem
-    entries: tuple[Entry, ...]
+    specs: tuple[Spec, ...]
     seeds: tuple[int, ...]
     folder: Path
     corruptions: tuple[str, ...] = field(default=(), kw_only=True)
     severities: tuple[int, ...] = field(default=SEVERITIES, kw_only=True)
-    detectors: tuple[str, ...] = field(default=(), kw_only=True)  # of `dubito.apps.ood`, beside the kinds of uncertainty
+    detectors: tuple[str, ...] = field(default=(), kw_only=True)  # of `dubito.apps.ood`, in addition to the uncertainties
     confidence: tuple[str, ...] = field(default=(), kw_only=True)  # of `dubito.apps.failure`, and "confidnet"
     device: torch.device | str | None = field(default=None, kw_only=True)
-    code: str = field(default="", kw_only=True)  # a hash of the user's own network's source: when that changes, so do the cells
+    code: str = field(default="", kw_only=True)  # a hash of the source of the user's network: new source, new results
 
     def __post_init__(self):
-        labels = [entry.label for entry in self.entries]
-        if not labels or not self.seeds:
-            raise ValueError("there is nothing to compare: name a method, and have at least one seed")
-        twice = {label for label in labels if labels.count(label) > 1}
-        if twice:
-            raise ValueError(f"{sorted(twice)[0]} is named twice: give the two other options, or leave one out")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"a seed counts once, and some are there twice: {self.seeds}")
-        check(self.detectors, self.confidence, classes=self.problem.kind == "classification")
+        labels = [spec.label for spec in self.specs]
+        require(bool(labels and self.seeds), "nothing to compare: give at least one method and one seed")
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        require(not twice, f"duplicate method {', '.join(twice)}: give other options, or leave one out")
+        require(len(set(self.seeds)) == len(self.seeds), f"duplicate seed in {self.seeds}")
+        check_names(self.detectors, self.confidence, classes=self.problem.kind == "classification")
         splits = self.problem.splits
-        if splits is not None and max(self.seeds) >= splits:
-            raise ValueError(
-                f"{self.problem.name} has {splits} splits, and a seed is the number of one: give at most {splits} seeds"
-            )
+        require(
+            splits is None or max(self.seeds, default=0) < splits,
+            f"{self.problem.name} has {splits} published splits, and a seed is the number of one: give at most {splits} seeds",
+        )
 
     def run(self, *, say: Callable[[str], object] = str, progress: bool | None = None) -> Outcome:
-        """Make what is missing."""
+        """Make the results that are missing."""
         part = lru_cache(maxsize=1)(self.problem.part)  # one seed's data at a time: those of all seeds may not fit into memory
-        found_keys: dict[tuple[int, int], Key] = {}
-        last: tuple[Part, str] | None = None
-        for s in self.seeds:
-            if last is None or last[0] is not part(s):  # image sets have one part for all seeds
-                last = part(s), part(s).checksum
-            found_keys |= {(e, s): self._key(entry, s, *last) for e, entry in enumerate(self.entries)}
-        del last
-        keys = {(e, s): found_keys[e, s] for e in range(len(self.entries)) for s in self.seeds}
-        found = {place: cell for place, key in keys.items() if (cell := Cell.read(self.folder, key)) is not None}
-        if found:
-            say(f"{len(found)} of {len(keys)} cells are there already")
-        missing = [place for place in keys if place not in found]
+        keys = self._keys(part)
+        results = {place: result for place, key in keys.items() if (result := Result.read(self.folder, key)) is not None}
+        if results:
+            say(f"{len(results)} of {len(keys)} results are already there")
+        missing = [place for place in keys if place not in results]
         interrupted = False
         if missing:
             self._warm_up(part(self.seeds[0]))
         with store.locked(self.folder), Progress("compare", UNIT * len(missing), show=progress) as bar:
             try:
-                for place, cell in self._cells(missing, keys, part, bar):
-                    cell.write(self.folder)
-                    found[place] = cell
-                    bar.update(UNIT * sum(place in found for place in missing), {})
-                    words = f"{cell.seconds:.1f} s" if cell.error is None else f"failed: {cell.error}"
-                    say(f"{cell.key.label}, seed {cell.key.seed}: {words}")
+                for place, result in self._make(missing, keys, part, bar):
+                    result.write(self.folder)
+                    results[place] = result
+                    bar.update(UNIT * sum(place in results for place in missing), {})
+                    text = f"{result.seconds:.1f} s" if result.error is None else f"failed: {result.error}"
+                    say(f"{result.key.label}, seed {result.key.seed}: {text}")
             except KeyboardInterrupt:
                 interrupted = True
-        return Outcome(tuple(found[place] for place in keys if place in found), interrupted)
+        return Outcome(tuple(results[place] for place in keys if place in results), interrupted)
 
     def _warm_up(self, part: Part) -> None:
-        """torch loads itself in part at the first step, which is no method's time. What fails here fails again where it is noted."""
+        """torch loads parts of itself at the first step; no method should pay for that. Errors appear again where they are saved."""
         with suppress(Exception), randomness.forked(0):
-            model = self.entries[0].model(self.problem, tuple(part.x_train.shape[1:]))
+            model = self.specs[0].model(self.problem, tuple(part.x_train.shape[1:]))
             fit(model, MAP(epochs=1), (part.x_train[:8], part.y_train[:8]), device=self.device, progress=False)
 
-    def _key(self, entry: Entry, seed: int, part: Part, checksum: str) -> Key:
+    def _keys(self, part: Callable[[int], Part]) -> dict[Place, Key]:
+        """The key of every place, method by method."""
+        checksums: dict[int, str] = {}
+        keys, last = {}, None
+        for seed in self.seeds:
+            same = last is not None and part(seed) is last  # image sets have one part for all seeds
+            checksums[seed] = next(reversed(checksums.values())) if same else part(seed).checksum
+            last = part(seed)
+            keys |= {(i, seed): self._key(spec, seed, last, checksums[seed]) for i, spec in enumerate(self.specs)}
+        return {(i, seed): keys[i, seed] for i in range(len(self.specs)) for seed in self.seeds}
+
+    def _key(self, spec: Spec, seed: int, part: Part, checksum: str) -> Key:
         with randomness.forked(0):
-            network = entry.model(self.problem, tuple(part.x_train.shape[1:])).network
+            network = spec.model(self.problem, tuple(part.x_train.shape[1:])).network
         shapes = {name: list(p.shape) for name, p in network.named_parameters()}
         training = self.problem.training
         settings = {
             "problem": self.problem.name,
             "data": checksum,
             "rows": [len(part.x_train), len(part.x_test)],
-            **entry.settings,
+            **spec.settings,
             "network": {"layers": " ".join(str(network).split()), "weights": shapes, "code": self.code},
             "batch_size": training.batch_size,
             "prior_scale": training.prior_scale,
@@ -128,76 +133,75 @@ class Grid:
             "corruptions": list(self.corruptions),
             "severities": list(self.severities) if self.corruptions else [],
         }
-        if self.problem.people is not None:
-            settings["people"] = True
-        if self.detectors:
-            settings["detectors"] = list(self.detectors)
-        if self.confidence:
-            settings["confidence"] = list(self.confidence)
-        return Key(entry.label, seed, settings)
+        optional = {
+            "people": self.problem.people is not None,
+            "detectors": list(self.detectors),
+            "confidence": list(self.confidence),
+        }
+        return Key(spec.label, seed, settings | {name: value for name, value in optional.items() if value})
 
-    def _cells(
-        self, missing: Sequence[tuple[int, int]], keys: dict[tuple[int, int], Key], part: Callable[[int], Part], bar: Progress
-    ) -> Iterator[tuple[tuple[int, int], Cell]]:
-        """The missing cells as they are made: first those that are made together, then seed by seed, so that a run that is cut short
-        has all methods on some seeds."""
-        together = [e for e, entry in enumerate(self.entries) if stacked.suits(entry, self.problem)]
+    def _make(
+        self, missing: Sequence[Place], keys: Mapping[Place, Key], part: Callable[[int], Part], bar: Progress
+    ) -> Iterator[tuple[Place, Result]]:
+        """The missing results: first those that are fitted together, then seed by seed, so that a run that is cut short has all
+        methods on some seeds."""
+        stacked = [i for i, spec in enumerate(self.specs) if is_stackable(spec, self.problem)]
         done = 0
-        for e in together:
-            seeds = [s for other, s in missing if other == e]
+        for i in stacked:
+            seeds = [seed for other, seed in missing if other == i]
             if seeds:
-                for seed, cell in self._together(self.entries[e], seeds, {s: keys[e, s] for s in seeds}, part, bar, done):
-                    yield (e, seed), cell
+                for seed, result in self._make_stacked(self.specs[i], {s: keys[i, s] for s in seeds}, part, bar, done):
+                    yield (i, seed), result
                 done += len(seeds)
         for seed in self.seeds:
-            trained: dict[str, tuple[Posterior, float]] = {}  # networks that several methods go on from
-            for e, entry in enumerate(self.entries):
-                if e not in together and (e, seed) in missing:
-                    yield (e, seed), self._one(entry, keys[e, seed], part(seed), trained, bar, done)
+            trained: Trained = {}
+            for i, spec in enumerate(self.specs):
+                if i not in stacked and (i, seed) in missing:
+                    yield (i, seed), self._make_one(spec, keys[i, seed], part(seed), trained, bar, done)
                     done += 1
 
-    def _together(
-        self, entry: Entry, seeds: Sequence[int], keys: dict[int, Key], part: Callable[[int], Part], bar: Progress, done: int
-    ) -> Iterable[tuple[int, Cell]]:
+    def _make_stacked(
+        self, spec: Spec, keys: Mapping[int, Key], part: Callable[[int], Part], bar: Progress, done: int
+    ) -> Iterator[tuple[int, Result]]:
         def tell(share: float) -> None:
-            bar.update(round(UNIT * (done + share * len(seeds))), {"": f"{entry.label}, {len(seeds)} splits at once"})
+            """Show the share of these fits that is done."""
+            bar.update(round(UNIT * (done + share * len(keys))), {"": f"{spec.label}, {len(keys)} splits at once"})
 
-        def attempt() -> dict[int, stacked.Chosen]:
+        def attempt() -> dict[int, Chosen]:
+            """Fit all splits."""
             with one_thread():
-                return stacked.fits(entry, self.problem, {seed: part(seed) for seed in seeds}, device=self.device, tell=tell)
+                return fit_splits(spec, self.problem, {seed: part(seed) for seed in keys}, device=self.device, tell=tell)
 
-        made, error = _attempt(attempt)
-        for seed in seeds:
-            if made is None or seed not in made:  # the others may have come through
-                yield seed, Cell(keys[seed], error=error or RAN_AWAY, versions=versions())
+        fitted, error = _attempt(attempt)
+        for seed, key in keys.items():
+            if fitted is None or seed not in fitted:  # the other splits may have succeeded
+                yield seed, Result(key, error=error or DIVERGED, versions=versions())
             else:
-                yield seed, self._judged(keys[seed], part(seed), *made[seed])
+                yield seed, self._score(key, part(seed), fitted[seed])
 
-    def _one(
-        self, entry: Entry, key: Key, part: Part, trained: dict[str, tuple[Posterior, float]], bar: Progress, done: int
-    ) -> Cell:
-        def event(told: Event) -> None:
-            bar.update(round(UNIT * (done + told.step / max(1, told.steps))), {"": f"{entry.label}, seed {key.seed}"})
+    def _make_one(self, spec: Spec, key: Key, part: Part, trained: Trained, bar: Progress, done: int) -> Result:
+        def event(event: Event) -> None:
+            """Show the share of this fit that is done."""
+            bar.update(round(UNIT * (done + event.step / max(1, event.steps))), {"": f"{spec.label}, seed {key.seed}"})
 
-        def attempt() -> tuple[Posterior, float]:
-            with randomness.forked(randomness.derive(key.seed, "network")):
-                model = entry.model(self.problem, tuple(part.x_train.shape[1:]))
-            small = sum(p.numel() for p in model.network.parameters()) <= SMALL
-            with one_thread() if small else nullcontext():
-                start, before = None, 0.0
-                if entry.start is not None:
-                    known = repr((entry.start, model.prior, model.likelihood))
-                    if known not in trained:
-                        trained[known] = self._fit(model, entry.start, part, key.seed, None, event)
-                    start, before = trained[known]
-                    model = replace(start.model, prior=model.prior)
-                posterior, seconds = self._fit(model, entry.method, part, key.seed, start, event)
-            return posterior, before + seconds
+        fitted, error = _attempt(lambda: self._fit_spec(spec, key.seed, part, trained, event))
+        return Result(key, error=error, versions=versions()) if fitted is None else self._score(key, part, fitted)
 
-        made, error = _attempt(attempt)
-        if made is None:
-            return Cell(key, error=error, versions=versions())
-        return self._judged(key, part, made[0], {}, made[1])
+    def _fit_spec(self, spec: Spec, seed: int, part: Part, trained: Trained, event: Callable[[Event], object]) -> Chosen:
+        """Fit a method, after the training it starts from, which methods of the same seed share."""
+        with randomness.forked(randomness.derive(seed, "network")):
+            model = spec.model(self.problem, tuple(part.x_train.shape[1:]))
+        small = sum(p.numel() for p in model.network.parameters()) <= SMALL
+        with one_thread() if small else nullcontext():
+            start, before = None, 0.0
+            if spec.start is not None:
+                name = repr((spec.start, model.prior, model.likelihood))
+                if name not in trained:
+                    trained[name] = self._fit(model, spec.start, part, seed, None, event)
+                start, before = trained[name]
+                model = replace(start.model, prior=model.prior)
+            posterior, seconds = self._fit(model, spec.method, part, seed, start, event)
+        return Chosen(posterior, {}, before + seconds)
 
     def _fit(
         self, model: Model, method: Method, part: Part, seed: int, start: Posterior | None, event: Callable[[Event], object]
@@ -216,21 +220,30 @@ class Grid:
         )
         return posterior, time.monotonic() - begin
 
-    def _judged(self, key: Key, part: Part, posterior: Posterior, choice: Any, seconds: float) -> Cell:
-        asked: dict[str, Any] = {"seed": key.seed, "corruptions": self.corruptions, "severities": self.severities}
-        asked |= {"detectors": self.detectors, "confidence": self.confidence}
-        found, error = _attempt(lambda: judged(posterior, self.problem, part, **asked))
-        if found is None:
-            return Cell(key, seconds=seconds, error=error, versions=versions())
-        more = {"choice": choice, "shift": found.shift, "arrays": found.arrays, "versions": versions()}
-        return Cell(key, found.scores, seconds, **more)
+    def _score(self, key: Key, part: Part, fitted: Chosen) -> Result:
+        evaluation, error = _attempt(
+            lambda: evaluate(
+                fitted.posterior,
+                self.problem,
+                part,
+                seed=key.seed,
+                corruptions=self.corruptions,
+                severities=self.severities,
+                detectors=self.detectors,
+                confidence=self.confidence,
+            )
+        )
+        if evaluation is None:
+            return Result(key, seconds=fitted.seconds, error=error, versions=versions())
+        more = {"choice": fitted.choice, "shift": evaluation.shift, "arrays": evaluation.arrays, "versions": versions()}
+        return Result(key, evaluation.scores, fitted.seconds, **more)
 
 
-def _attempt(act: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(result, None), or (None, the reason why there is none). A warning that a method gives is not a failure."""
+def _attempt(act: Callable[[], T]) -> tuple[T | None, str | None]:
+    """(result, None), or (None, the reason of the failure). A warning is not a failure."""
     try:
         return act(), None
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        words = " ".join(str(error).split()) or "no reason given"
-        return None, f"{type(error).__name__}: {words} ({Path(place.filename).name}, line {place.lineno})"
+        text = " ".join(str(error).split()) or "no reason given"
+        return None, f"{type(error).__name__}: {text} ({Path(place.filename).name}, line {place.lineno})"

@@ -1,4 +1,4 @@
-"""The comparison as one page: the table, the pictures, images of mistakes, and how to make each row again."""
+"""The comparison as one page: scores, pictures, images, and the command that makes each row again."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dubito.cli.compare.grid import Grid, Outcome
-from dubito.cli.compare.judging import SHIFTED
-from dubito.cli.compare.result import Cell, versions
-from dubito.cli.compare.summary import Mean, by_method, described, scores, table, words
+from dubito.cli.compare.result import Result, versions
+from dubito.cli.compare.scoring import SHIFTED
+from dubito.cli.compare.summary import Mean, by_method, departures_caption, describe, scores, table, table_caption
 from dubito.evaluation.metrics import QuantileCalibration
+from dubito.evaluation.problems import Problem
 from dubito.report import Column, Figure, Picture, Report, Section, Snippet, Table
 from dubito.report.calibration import coverage, reliability
 from dubito.report.canvas import BLUE, VERMILION
@@ -29,292 +29,286 @@ SHOWN = 8  # images in a strip
 LEVELS = 19  # of the quantiles in a calibration curve
 BINS = 20  # of a PIT histogram
 ENTROPY = "predictive entropy in nats"
+IMAGES = {
+    "The most confident errors": "Wrong answers with the highest confidence.",
+    "The most uncertain": "The highest entropy; red names are wrong.",
+    "The least uncertain": "The lowest entropy.",
+}
+
+ByMethod = Mapping[str, Sequence[Result]]
 
 
 def page(grid: Grid, outcome: Outcome, *, command: Callable[[str], str], facts: Mapping[str, str] | None = None) -> Report:
-    """The report of all cells there are. `command` is the command line that makes the row of a method's spec again."""
-    problem, cells = grid.problem, outcome.cells
-    done = {label: own for label, every in by_method(cells).items() if (own := [cell for cell in every if cell.error is None])}
-    pooled = {label: _pooled(own) for label, own in done.items()}
-    classes = problem.kind == "classification"
-    sections = [_scores(grid, outcome)]
+    """The report of all results so far. `command` gives the command line that makes the row of a spec again."""
+    problem, results = grid.problem, _titled(grid, outcome.results)
+    succeeded = by_method([result for result in results if result.error is None])
+    pooled = {label: _pooled(own) for label, own in succeeded.items()}
+    sections = [_scores(grid, results)]
     if pooled:
-        sections += [_calibration(pooled, classes=classes)]
-        sections += [_success(pooled, len(problem.outputs))] if classes else []
-        sections += _unfamiliar(grid, done, pooled)
-        sections += _shift(done)
-        sections += _images(grid, done)
-    sections.append(_again(grid, outcome, command))
-    of = (
-        f"{len(grid.seeds)} {'splits' if problem.splits else 'seeds'}"
-        if len(grid.seeds) > 1
-        else f"one {'split' if problem.splits else 'seed'}"
-    )
+        sections += _calibration(pooled) if problem.kind == "regression" else _classification(pooled, len(problem.outputs))
+        sections += [*_unfamiliar(grid, succeeded, pooled), *_shift(succeeded), *_images(grid, succeeded)]
+    sections.append(_commands(grid, results, command))
+    noun, n = "split" if problem.splits else "seed", len(grid.seeds)
+    interrupted = " The run was interrupted; the same command continues it." if outcome.interrupted else ""
     return Report(
         f"Methods compared on {problem.name}",
         tuple(sections),
         summary=(
-            f"{join_words([entry.label for entry in grid.entries])}, with the same network on the same data, {of}. A good method is "
-            "right, knows how often it is right, and doubts what it has not seen."
-            + (
-                " The run was interrupted: this is what was done by then, and the same command goes on."
-                if outcome.interrupted
-                else ""
-            )
+            f"{join_words([spec.title for spec in grid.specs])}, with the same network on the same data, "
+            f"{f'{n} {noun}s' if n > 1 else f'one {noun}'}. A good method is accurate, calibrated, and uncertain about what it has not "
+            f"seen.{interrupted}"
         ),
         facts={
             **(facts or {}),
             "Data": problem.source,
             "Versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
-            "Folder": f"{grid.folder}: one JSON file a cell, with its predictions beside it",
+            "Folder": f"{grid.folder}: one JSON file per method and seed, with the predictions beside it",
         },
     )
 
 
-def _pooled(cells: Sequence[Cell]) -> dict[str, Tensor]:
+def _titled(grid: Grid, results: Sequence[Result]) -> list[Result]:
+    """The results under the titles of their rows, which say whether a row is tempered, generalized or tuned."""
+    titles = {spec.label: spec.title for spec in grid.specs}
+    return [replace(result, key=replace(result.key, label=titles[result.key.label])) for result in results]
+
+
+def _pooled(results: Sequence[Result]) -> dict[str, Tensor]:
     """The arrays of all seeds, one after another."""
-    names = [name for name in cells[0].arrays if all(name in cell.arrays for cell in cells)]
-    return {name: torch.cat([cell.arrays[name] for cell in cells]) for name in names}
+    names = [name for name in results[0].arrays if all(name in result.arrays for result in results)]
+    return {name: torch.cat([result.arrays[name] for result in results]) for name in names}
 
 
-def _scores(grid: Grid, outcome: Outcome) -> Section:
-    problem, cells, seeds, now = grid.problem, outcome.cells, len(grid.seeds), versions()
-    main, more = scores(cells, problem.kind)
-    part = problem.part(grid.seeds[0])
-    rows = f"{len(part.x_train)} examples to train on and {len(part.x_test)} to test on"
-    seed = grid.seeds[0]
-    one = problem.splits is not None or torch.equal(problem.part(seed + 1).x_test, part.x_test)  # one test part for all seeds
-    how = "a seed decides the start and the course of a training" + ("" if one else ", and which examples are held out")
-    how = "a split is the number of a published one" if problem.splits else how
-    tables = [
-        table(f"{problem.name}: scores", cells, main, seeds=seeds, caption=words(cells, seeds, splits=problem.splits is not None))
-    ]
+def _scores(grid: Grid, results: Sequence[Result]) -> Section:
+    problem, seeds = grid.problem, len(grid.seeds)
+    main, more = scores(results, problem.kind)
+    caption = " ".join([table_caption(results, seeds, splits=problem.splits is not None), departures_caption(grid.specs)]).strip()
+    tables = [table(f"{problem.name}: scores", results, main, seeds=seeds, caption=caption)]
     if more:
-        tables.append(table("More scores", cells, more, seeds=seeds))
-    failed = [cell for cell in cells if cell.error is not None]
-    if failed:
-        reasons = tuple((cell.key.label, str(cell.key.seed), str(cell.error)) for cell in failed)
-        caption = "The other cells of these methods count without them. The same command tries them again."
-        tables.append(Table("What failed", (Column("method"), Column("seed"), Column("reason")), reasons, caption=caption))
-    missing = len(grid.entries) * seeds - len(cells)
-    other = sum(any(cell.versions.get(name) != now.get(name) for name in ("dubito", "torch")) for cell in cells)
-    old = (
-        f" {other} of the cells were made with other versions of dubito or torch than are here now: the JSON below has them."
-        if other
-        else ""
-    )
-    left = f" {missing} of {len(grid.entries) * seeds} cells are still missing." if missing else ""
-    return Section("Scores", f"{rows}; {how}.{left}{old} Click on a header to sort by it.", tables=tuple(tables))
-
-
-def _calibration(pooled: Mapping[str, Mapping[str, Tensor]], *, classes: bool) -> Section:
-    if classes:
-        diagrams = [replace(reliability(label, own["probs"], own["y"]), label=label) for label, own in pooled.items()]
-        curves = coverage("All methods", {label: (own["doubt"], own["wrong"].bool()) for label, own in pooled.items()})
-        return Section(
-            "Calibration",
-            "Are predictions of 90 % right nine times in ten, and is the network sure where it is right? All seeds together.",
-            figures=(
-                Figure(
-                    "Reliability",
-                    tuple(diagrams),
-                    legend=(
-                        (BLUE, "accuracy in a bin, with its 90 % interval"),
-                        (VERMILION, "gap between confidence and accuracy"),
-                    ),
-                    caption=(
-                        "Dots on the dashed line are calibrated; below it the network is too sure of itself, above it too modest. Bins "
-                        "with fewer than five predictions are pale. The counts below are on a logarithmic scale."
-                    ),
-                ),
-                Figure(
-                    "Accuracy against coverage",
-                    (curves,),
-                    caption="How often the network is right if it answers only the share of inputs of which it is most sure.",
-                ),
-            ),
-        )
-    at = torch.arange(1, LEVELS + 1, dtype=torch.float64) / (LEVELS + 1)
-    values = {label: own["pit"].double().flatten() for label, own in pooled.items()}
-    found = {label: QuantileCalibration(at, (u.unsqueeze(1) <= at).double().mean(0), len(u)) for label, u in values.items()}
-    counts = {label: torch.histogram(u, bins=BINS, range=(0.0, 1.0)).hist for label, u in values.items()}
+        tables.append(table("More scores", results, more, seeds=seeds))
+    failures = tuple((r.key.label, str(r.key.seed), str(r.error)) for r in results if r.error is not None)
+    if failures:
+        caption = "Means are over the other seeds of these methods. The same command tries the failed ones again."
+        tables.append(Table("What failed", (Column("method"), Column("seed"), Column("reason")), failures, caption=caption))
     return Section(
+        "Scores", " ".join([_data(grid), *_gaps(grid, results), "Click a header to sort by it."]), tables=tuple(tables)
+    )
+
+
+def _data(grid: Grid) -> str:
+    """How many examples there are, and what a seed decides."""
+    problem, seed = grid.problem, grid.seeds[0]
+    part = problem.part(seed)
+    rows = f"{len(part.x_train)} training and {len(part.x_test)} test examples"
+    if problem.splits:
+        return f"{rows}; a split is the number of a published split."
+    same = torch.equal(problem.part(seed + 1).x_test, part.x_test)  # one test part for all seeds
+    return f"{rows}; a seed decides the initialization and the batches{'' if same else ', and which examples are held out'}."
+
+
+def _gaps(grid: Grid, results: Sequence[Result]) -> list[str]:
+    """Sentences on results that are missing or were made with other versions."""
+    total, now = len(grid.specs) * len(grid.seeds), versions()
+    other = sum(any(result.versions.get(name) != now.get(name) for name in ("dubito", "torch")) for result in results)
+    missing = f"{total - len(results)} of {total} results are still missing." if len(results) < total else ""
+    old = f"{other} of the results were made with other versions of dubito or torch; the JSON below names them." if other else ""
+    return [text for text in (missing, old) if text]
+
+
+def _classification(pooled: Mapping[str, Mapping[str, Tensor]], classes: int) -> list[Section]:
+    diagrams = [replace(reliability(label, own["probs"], own["y"]), label=label) for label, own in pooled.items()]
+    curves = coverage("All methods", {label: (own["doubt"], own["wrong"].bool()) for label, own in pooled.items()})
+    calibration = Section(
         "Calibration",
-        "Is the target below the predicted 90 % quantile nine times in ten? All seeds together.",
+        "Are predictions with a confidence of 90 % right nine times in ten? All seeds together.",
         figures=(
             Figure(
-                "Quantiles",
-                (quantiles("All methods", found),),
+                "Reliability",
+                tuple(diagrams),
+                legend=((BLUE, "accuracy in a bin, with its 90 % interval"), (VERMILION, "gap between confidence and accuracy")),
                 caption=(
-                    "On the dashed line quantiles hold what they promise, and in the band they do but for chance; the numbers are mean "
-                    "distances from the line. An S that is flat in the middle: too narrow. One that is steep there: too wide."
+                    "Dots on the dashed line are calibrated; below it the network is overconfident, above it underconfident. Bins with "
+                    "fewer than five predictions are pale. The counts below are on a logarithmic scale."
                 ),
             ),
             Figure(
-                "The distribution function at the targets (PIT)",
-                tuple(replace(pit(label, number), label=label) for label, number in counts.items()),
-                caption=(
-                    "Flat is calibrated, and bars inside the grey band are flat but for chance. High in the middle: the predictives "
-                    "are too wide. High at both ends: too narrow."
-                ),
+                "Accuracy against coverage",
+                (curves,),
+                caption="Accuracy if the network answers only the share of inputs about which it is most confident.",
             ),
         ),
     )
+    return [calibration, _errors(pooled, classes)]
+
+
+def _calibration(pooled: Mapping[str, Mapping[str, Tensor]]) -> list[Section]:
+    levels = torch.arange(1, LEVELS + 1, dtype=torch.float64) / (LEVELS + 1)
+    values = {label: own["pit"].double().flatten() for label, own in pooled.items()}
+    found = {
+        label: QuantileCalibration(levels, (u.unsqueeze(1) <= levels).double().mean(0), len(u)) for label, u in values.items()
+    }
+    counts = {label: torch.histogram(u, bins=BINS, range=(0.0, 1.0)).hist for label, u in values.items()}
+    quantile_figure = Figure(
+        "Quantiles",
+        (quantiles("All methods", found),),
+        caption=(
+            "On the dashed line the observed share of targets equals the nominal level; deviations inside the band are chance. The "
+            "numbers are mean distances from the line. Flat in the middle: intervals are too narrow. Steep there: too wide."
+        ),
+    )
+    pit_figure = Figure(
+        "The distribution function at the targets (PIT)",
+        tuple(replace(pit(label, number), label=label) for label, number in counts.items()),
+        caption=(
+            "Flat is calibrated; deviations inside the grey band are chance. High in the middle: the predictive distributions are too "
+            "wide. High at both ends: too narrow."
+        ),
+    )
+    text = "Are nine targets in ten below the predicted 90 % quantile? All seeds together."
+    return [Section("Calibration", text, figures=(quantile_figure, pit_figure))]
 
 
 def _labelled(pictures: Sequence[Picture], labels: Sequence[str]) -> tuple[Picture, ...]:
     return tuple(replace(picture, label=label) for picture, label in zip(pictures, labels, strict=True))
 
 
-def _success(pooled: Mapping[str, Mapping[str, Tensor]], classes: int) -> Section:
+def _errors(pooled: Mapping[str, Mapping[str, Tensor]], classes: int) -> Section:
     panels = {}
     for label, own in pooled.items():
         wrong = own["wrong"].bool()
         panels[label] = {"right": own["total"][~wrong], "wrong": own["total"][wrong]}
-    return Section(
-        "Successes and errors",
-        "Does the network doubt where it errs?",
-        figures=(
-            Figure(
-                "Uncertainty of right and wrong answers",
-                _labelled(histograms(panels, xlabel=ENTROPY, upper=math.log(classes)), list(panels)),
-                legend=((BLUE, "right answers"), (VERMILION, "wrong answers")),
-                caption="The less the two overlap, the better errors are found. Errors at the left are those the network is sure of.",
-            ),
-        ),
+    figure = Figure(
+        "Uncertainty of right and wrong answers",
+        _labelled(histograms(panels, xlabel=ENTROPY, upper=math.log(classes)), list(panels)),
+        legend=((BLUE, "right answers"), (VERMILION, "wrong answers")),
+        caption="The less the two overlap, the better uncertainty finds errors. Errors at the left are confident ones.",
+    )
+    return Section("Successes and errors", "Is the network more uncertain where it is wrong?", figures=(figure,))
+
+
+def _unfamiliar(grid: Grid, succeeded: ByMethod, pooled: Mapping[str, Mapping[str, Tensor]]) -> list[Section]:
+    names = list(grid.problem.part(grid.seeds[0]).unfamiliar)
+    figures = tuple(figure for name in names if (figure := _separation(grid.problem, name, succeeded, pooled)) is not None)
+    text = "Is the network more uncertain about inputs unlike its training data? No method was trained or tuned on these inputs."
+    return [Section("The unfamiliar", text, figures=figures)] if figures else []
+
+
+def _separation(problem: Problem, name: str, succeeded: ByMethod, pooled: Mapping[str, Mapping[str, Tensor]]) -> Figure | None:
+    """Uncertainty of test inputs and of one set of unfamiliar inputs."""
+    key = f"unfamiliar {name} total"
+    labels = [label for label, own in pooled.items() if key in own]
+    if not labels:
+        return None
+    classes, panels = problem.kind == "classification", {}
+    for label in labels:
+        value = Mean.of([result.scores[f"{name} auroc total"] for result in succeeded[label]]).value
+        both = {"familiar": pooled[label]["total"], "unfamiliar": pooled[label][key]}
+        panels[f"{label} · AUROC {value:.3f}"] = both if classes else {k: v.sqrt() for k, v in both.items()}
+    top = max(float(v.max()) for own in panels.values() for v in own.values())
+    upper, axis = (math.log(len(problem.outputs)), ENTROPY) if classes else (top or 1.0, "predicted standard deviation")
+    return Figure(
+        f"Uncertainty on {name}",
+        _labelled(histograms(panels, xlabel=axis, upper=upper), labels),
+        legend=((BLUE, "test inputs"), (VERMILION, f"inputs of {name}")),
+        caption="The less the two overlap, the better uncertainty detects unfamiliar inputs.",
     )
 
 
-def _unfamiliar(grid: Grid, done: Mapping[str, Sequence[Cell]], pooled: Mapping[str, Mapping[str, Tensor]]) -> list[Section]:
-    names = list(grid.problem.part(grid.seeds[0]).unfamiliar)
-    figures = []
-    for name in names:
-        key = f"unfamiliar {name} total"
-        panels, labels = {}, [label for label, own in pooled.items() if key in own]
-        classes = grid.problem.kind == "classification"
-        for label in labels:
-            value = Mean.of([cell.scores[f"{name} auroc total"] for cell in done[label]]).value
-            both = {"familiar": pooled[label]["total"], "unfamiliar": pooled[label][key]}
-            panels[f"{label} · AUROC {value:.3f}"] = both if classes else {k: v.sqrt() for k, v in both.items()}
-        if not panels:
-            continue
-        top = max(float(v.max()) for own in panels.values() for v in own.values())
-        upper, axis = (math.log(len(grid.problem.outputs)), ENTROPY) if classes else (top or 1.0, "predicted standard deviation")
-        figures.append(
-            Figure(
-                f"Told from {name}",
-                _labelled(histograms(panels, xlabel=axis, upper=upper), labels),
-                legend=((BLUE, "test inputs"), (VERMILION, f"inputs of {name}")),
-                caption="The less the two overlap, the better the unfamiliar is told from the familiar.",
-            )
-        )
-    text = "Is the network less sure of what it has never seen? No method was shown these inputs, and nothing was chosen on them."
-    return [Section("The unfamiliar", text, figures=tuple(figures))] if figures else []
-
-
-def _shift(done: Mapping[str, Sequence[Cell]]) -> list[Section]:
-    shifted = {label: [cell for cell in own if cell.shift] for label, own in done.items()}
-    shifted = {label: own for label, own in shifted.items() if own}
+def _shift(succeeded: ByMethod) -> list[Section]:
+    shifted = {label: own for label, every in succeeded.items() if (own := [result for result in every if result.shift])}
     if not shifted:
         return []
-    names = list(next(iter(shifted.values()))[0].shift)
-    severities = sorted(map(int, next(iter(shifted.values()))[0].shift[names[0]]))
-    keys = (*SHIFTED, "epistemic")
+    first = next(iter(shifted.values()))[0].shift
+    names = list(first)
+    severities = sorted(map(int, first[names[0]]))
+    figure = Figure(
+        "Under corruption",
+        tuple(_shift_picture(key, shifted, names, severities) for key in (*SHIFTED, "epistemic")),
+        caption="Bands are one standard error to each side. All methods see the same corrupted images.",
+    )
+    return [Section("Shift", f"Scores on corrupted test images: means over {join_words(names)}.", figures=(figure,))]
 
-    def panel(key: str) -> Picture:
-        drawn = {}
-        for label, own in shifted.items():
-            means = [Mean.of([_over(cell, names, severity, key) for cell in own]) for severity in severities]
-            drawn[label] = Line(
-                torch.tensor(severities, dtype=torch.float64),
-                torch.tensor([mean.value for mean in means]),
-                torch.tensor([mean.error for mean in means]) if len(own) > 1 else None,
-            )
-        name = f"{key} entropy" if key in ("aleatoric", "epistemic") else described(key).name
-        title = name[0].upper() + name[1:]
-        return lines(title, drawn, xlabel="severity; 0 is clean", ylabel=name, ticks=tuple(map(float, severities)))
 
-    return [
-        Section(
-            "Shift",
-            f"What becomes of the scores when the test images are corrupted: means over {join_words(names)}.",
-            figures=(
-                Figure(
-                    "Under corruption",
-                    tuple(panel(key) for key in keys),
-                    caption="Bands are a standard error to each side. All methods see the same corrupted images.",
-                ),
-            ),
+def _shift_picture(key: str, shifted: ByMethod, names: Sequence[str], severities: Sequence[int]) -> Picture:
+    """One score against the severity, a line for each method."""
+    drawn = {}
+    for label, own in shifted.items():
+        means = [Mean.of([_mean_over(result, names, severity, key) for result in own]) for severity in severities]
+        drawn[label] = Line(
+            torch.tensor(severities, dtype=torch.float64),
+            torch.tensor([mean.value for mean in means]),
+            torch.tensor([mean.error for mean in means]) if len(own) > 1 else None,
         )
-    ]
+    name = f"{key} entropy" if key in ("aleatoric", "epistemic") else describe(key).name
+    ticks = tuple(map(float, severities))
+    return lines(name[0].upper() + name[1:], drawn, xlabel="severity; 0 is clean", ylabel=name, ticks=ticks)
 
 
-def _over(cell: Cell, names: Sequence[str], severity: int, key: str) -> float:
-    return sum(float(cell.shift[name][str(severity)][key]) for name in names) / len(names)
+def _mean_over(result: Result, names: Sequence[str], severity: int, key: str) -> float:
+    """The mean of a score over the corruptions."""
+    return sum(float(result.shift[name][str(severity)][key]) for name in names) / len(names)
 
 
-def _images(grid: Grid, done: Mapping[str, Sequence[Cell]]) -> list[Section]:
+def _images(grid: Grid, succeeded: ByMethod) -> list[Section]:
     problem = grid.problem
     x = problem.part(grid.seeds[0]).x_test
     if problem.kind != "classification" or x.ndim != 4 or x.shape[1] not in (1, 3):
         return []
-    names, figures = problem.outputs, {"worst": [], "least": [], "most": []}
-    for label, own in done.items():
-        cell = own[0]
-        images, found = problem.part(cell.key.seed).x_test, cell.arrays
-        probs, y, wrong = found["probs"], found["y"], found["wrong"].bool()
-        confidence, said = probs.max(-1)
-
-        def guesses(
-            which: Tensor, images: Tensor = images, said: Tensor = said, y: Tensor = y, confidence: Tensor = confidence
-        ) -> list[Guess]:
-            return [Guess(images[i], names[int(said[i])], names[int(y[i])], float(confidence[i])) for i in which.tolist()]
-
-        mistakes = wrong.nonzero().flatten()
-        worst = mistakes[found["doubt"][mistakes].argsort(stable=True)][:SHOWN]
-        order = found["total"].argsort(stable=True)
-        for key, which in (("worst", worst), ("least", order.flip(0)[:SHOWN]), ("most", order[:SHOWN])):
+    strips = {title: [] for title in IMAGES}
+    for label, own in succeeded.items():
+        for title, which in zip(IMAGES, _chosen_images(own[0]), strict=True):
             if len(which):
-                figures[key].append(replace(strip(guesses(which), title=label), label=label))
-    about = {
-        "worst": ("The worst mistakes", "Wrong answers of which the network was surest, with its confidence."),
-        "least": ("The least certain", "The highest entropy; red names are wrong."),
-        "most": ("The most certain", "The lowest entropy."),
-    }
-    shown = tuple(Figure(title, tuple(figures[key]), caption=caption) for key, (title, caption) in about.items() if figures[key])
-    return (
-        [Section("Images", f"Test images of seed {grid.seeds[0]}, or of the first that is done.", figures=shown)] if shown else []
-    )
+                strips[title].append(replace(strip(_guesses(problem, own[0], which), title=label), label=label))
+    figures = tuple(Figure(title, tuple(found), caption=IMAGES[title]) for title, found in strips.items() if found)
+    text = f"Test images of seed {grid.seeds[0]}, or of the first seed that is done."
+    return [Section("Images", text, figures=figures)] if figures else []
 
 
-def _again(grid: Grid, outcome: Outcome, command: Callable[[str], str]) -> Section:
-    """The commands and the settings of every row."""
-    rows, specs = by_method(outcome.cells), {entry.label: entry.spec for entry in grid.entries}
+def _chosen_images(result: Result) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices of the most confident errors, of the most and of the least uncertain images."""
+    wrong = result.arrays["wrong"].bool().nonzero().flatten()
+    worst = wrong[result.arrays["doubt"][wrong].argsort(stable=True)]
+    order = result.arrays["total"].argsort(stable=True)
+    return worst[:SHOWN], order.flip(0)[:SHOWN], order[:SHOWN]
+
+
+def _guesses(problem: Problem, result: Result, which: Tensor) -> list[Guess]:
+    """Images with the predicted and the true class."""
+    images, names, y = problem.part(result.key.seed).x_test, problem.outputs, result.arrays["y"]
+    confidence, predicted = result.arrays["probs"].max(-1)
+    return [Guess(images[i], names[int(predicted[i])], names[int(y[i])], float(confidence[i])) for i in which.tolist()]
+
+
+def _commands(grid: Grid, results: Sequence[Result], command: Callable[[str], str]) -> Section:
+    """The command and the settings of every row."""
+    texts = {spec.title: spec.text for spec in grid.specs}
     snippets = []
-    for label, cells in rows.items():
-        snippets.append(Snippet(label, command(specs[label]), label=label))
-        snippets.append(Snippet(f"{label}: settings, versions and scores as JSON", _json(cells), folded=True, label=label))
+    for label, own in by_method(results).items():
+        snippets.append(Snippet(label, command(texts[label]), label=label))
+        snippets.append(Snippet(f"{label}: settings, versions and scores as JSON", _json(own), folded=True, label=label))
     text = (
-        "Each command makes its row again, with the same seeds and settings, and with the same versions and machine the same numbers. "
-        "Settings that are not on the command line are the defaults; the JSON has them all."
+        "Each command makes its row again with the same seeds and settings; with the same versions on the same machine the numbers are "
+        "the same. Settings that are not on the command line have their defaults; the JSON lists all."
     )
     return Section("To reproduce", text, snippets=tuple(snippets))
 
 
-def _json(cells: Sequence[Cell]) -> str:
-    first = cells[0]
-    shared = {key: value for key, value in first.key.settings.items() if all(c.key.settings.get(key) == value for c in cells)}
-    seeds: list[dict[str, Any]] = []
-    for cell in cells:
-        own = {key: value for key, value in cell.key.settings.items() if key not in shared}
-        told = {name: value if math.isfinite(value) else None for name, value in cell.scores.items()}
-        more = {**({"chosen": dict(cell.choice)} if cell.choice else {}), **({"error": cell.error} if cell.error else {})}
-        seeds.append(
-            {"seed": cell.key.seed, "cell": cell.key.digest, **own, **more, "scores": told, "versions": dict(cell.versions)}
-        )
-    same = all(cell.versions == first.versions for cell in cells)
-    if same:
-        for seed in seeds:
-            del seed["versions"]
+def _json(results: Sequence[Result]) -> str:
+    """Settings, versions and scores of one row; what all seeds share is listed once."""
+    first = results[0]
+    shared = {key: value for key, value in first.key.settings.items() if all(r.key.settings.get(key) == value for r in results)}
+    same = all(result.versions == first.versions for result in results)
+    seeds = [
+        {
+            "seed": result.key.seed,
+            "cell": result.key.digest,
+            **{key: value for key, value in result.key.settings.items() if key not in shared},
+            **({"chosen": dict(result.choice)} if result.choice else {}),
+            **({"error": result.error} if result.error else {}),
+            "scores": {name: value if math.isfinite(value) else None for name, value in result.scores.items()},
+            **({} if same else {"versions": dict(result.versions)}),
+        }
+        for result in results
+    ]
     content = {"settings": shared, **({"versions": dict(first.versions)} if same else {}), "seeds": seeds}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)

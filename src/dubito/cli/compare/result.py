@@ -1,7 +1,7 @@
-"""One method with one seed: what was asked, what came of it, and the files that keep it.
+"""One method with one seed: its settings, its scores, and the files that keep them.
 
-A cell is known by a hash of its settings, its data and its seed. Its numbers are a JSON file; what pictures are drawn from, the
-predictions themselves, are tensors beside it, written first: a cell whose JSON is there is whole.
+A result is identified by a hash of its settings, its data and its seed. Its numbers are a JSON file; the predictions, from which
+pictures are drawn, are tensors beside it. The tensors are written first, so a result with a JSON file is complete.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ FOLDER = "cells"
 
 @dataclass(frozen=True)
 class Key:
-    """What makes a cell the one it is."""
+    """The identity of a result."""
 
     label: str
     seed: int
-    settings: Mapping[str, Any]  # of the method, the model, the data and how it is judged, in plain types
+    settings: Mapping[str, Any]  # of the method, the model, the data and the scores, in plain types
 
     @property
     def digest(self) -> str:
-        """
+        """A hash of seed and settings; the label does not count.
+
         >>> Key("a", 0, {"x": 1}).digest == Key("a", 0, {"x": 2}).digest
         False
         """
@@ -44,24 +45,26 @@ class Key:
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def path(self, folder: Path) -> Path:
+        """The JSON file of the result in the folder of a comparison."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")[:48] or "method"
         return folder / FOLDER / f"{slug}-seed{self.seed}-{self.digest}.json"
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What came of a key: scores, or the reason why there are none."""
+class Result:
+    """The scores of one method with one seed, or the reason why there are none."""
 
     key: Key
     scores: Mapping[str, float] = field(default_factory=dict)
     seconds: float = math.nan
     error: str | None = field(default=None, kw_only=True)
-    choice: Mapping[str, float] = field(default_factory=dict, kw_only=True)  # what was chosen from a grid
+    choice: Mapping[str, float] = field(default_factory=dict, kw_only=True)  # the chosen point of a grid
     shift: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # corruption -> severity -> scores
     versions: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     arrays: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True, repr=False)
 
     def write(self, folder: Path) -> None:
+        """Write the files of the result."""
         path = self.key.path(folder)
         if self.arrays:
             store.write(path.with_suffix(".safetensors"), dict(self.arrays), {"cell": self.key.digest})
@@ -81,26 +84,24 @@ class Cell:
         write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @staticmethod
-    def read(folder: Path, key: Key) -> Cell | None:
-        """The cell, if it is there and whole; one that failed is not, since it is to be tried again."""
+    def read(folder: Path, key: Key) -> Result | None:
+        """The result with this key; None if it is missing, damaged, or failed, since then it is to be made again."""
         path = key.path(folder)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["cell"] != key.digest or content["error"] is not None:
-                return None
             arrays, meta = store.read(path.with_suffix(".safetensors"))
-            if meta.get("cell") != key.digest:
+            if content["error"] is not None or {content["cell"], meta.get("cell")} != {key.digest}:
                 return None
             scores = {name: math.nan if value is None else float(value) for name, value in content["scores"].items()}
             seconds = math.nan if content["seconds"] is None else float(content["seconds"])
             more = {name: content[name] for name in ("choice", "shift", "versions")}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or not whole: it is made again
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return Cell(key, scores, seconds, arrays=arrays, **more)
+        return Result(key, scores, seconds, arrays=arrays, **more)
 
 
 def versions() -> dict[str, str]:
-    """What the numbers were made with."""
+    """The versions of Python and of the packages that the numbers depend on."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in ("dubito", "torch", "numpy", "scikit-learn"):
         try:

@@ -1,8 +1,8 @@
-r"""Fits of many small networks as one: all published splits of a table, and all points of a grid, with data of their own.
+r"""Many small fits as one: all published splits of a table, and all points of a grid, each with its own data.
 
-One network of 50 units leaves most of a step to Python. Here K of them are the rows of a stack: every step draws a batch of each
-one's own data, [K, B, F], and all gradients come from one batched pass (`torch.func.vmap`). What is minimised is for each what
-`fit` minimises, :math:`-\frac{1}{B} \sum_i \ln p(y_i \mid x_i, \theta) - \frac{1}{N} \ln p(\theta)`.
+For a network of 50 units most of the time of a training step is Python overhead. Here K networks are the rows of a stack: every step
+draws a batch from the data of each, [K, B, F], and all gradients come from one batched pass (`torch.func.vmap`). For each network
+the loss is that of `fit`, :math:`-\frac{1}{B} \sum_i \ln p(y_i \mid x_i, \theta) - \frac{1}{N} \ln p(\theta)`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from dubito.cli.compare.spec import LENGTH_SCALE, Entry, Noise, unclipped
+from dubito.cli.compare.published import LENGTH_SCALE
+from dubito.cli.compare.spec import Noise, Spec, unclipped
 from dubito.evaluation.problems import Part, Problem
 from dubito.inference.descent import Descent, advance, clip, share
-from dubito.inference.method import Method
 from dubito.inference.methods import MAP, Ensemble, MCDropout
 from dubito.model import Model
 from dubito.model.likelihoods import PREFIX as LIKELIHOOD
@@ -34,185 +35,225 @@ from dubito.tensors import randomness, tree
 from dubito.tensors.tree import Params
 
 NOISE = LIKELIHOOD + "log_scale"
-TOGETHER = 128  # networks in one stack: more do not fit into the cache, and are no faster
-HELD = 5  # one of so many rows of a training part is for choosing
+LARGEST = 128  # networks in one stack: more do not fit into the cache, and are no faster
+FOLDS = 5  # one of this many rows of a training part is held out to choose a point of the grid
 CHOOSING = 200  # draws of dropout when points of a grid are compared
+WEIGHT = 0.8  # share of the time that choosing takes, roughly
+
+Tell = Callable[[float], object]  # is called with the share of the work that is done
 
 
 class Task(NamedTuple):
-    """One network to train: its data, its start, and what is its own among the settings."""
+    """One network to train: its data, its seed, and its settings where they differ between the networks of a stack."""
 
     x: Tensor
     y: Tensor
     seed: int
     rate: float = 0.0  # of dropout
     precision: float | None = None  # of the noise, fixed; None learns it
-    prior: float = 1.0  # scale of the weights' prior
-    biases: float = 1.0  # and of the biases'
+    prior: float = 1.0  # scale of the prior over the weights
+    biases: float = 1.0  # and over the biases
 
 
 class Chosen(NamedTuple):
-    """A fitted split, with what was chosen for it and the seconds it took: an equal part of the time of all."""
+    """A fitted split, the point of the grid that was chosen for it, and its share of the seconds that all splits took."""
 
     posterior: Posterior
     choice: Mapping[str, float]
     seconds: float
 
 
-def suits(entry: Entry, problem: Problem) -> bool:
-    """Whether the fits of an entry on all splits can be run as one."""
-    method = entry.method
-    inner = method.method if isinstance(method, Ensemble) else method
-    plain = not isinstance(method, Ensemble) or (not method.bagging and method.adversarial is None and method.initialize is None)
-    simple = type(inner) is MAP or (isinstance(inner, MCDropout) and not isinstance(method, Ensemble) and not inner.learn_rates)
-    return problem.stackable and plain and simple and entry.start is None and not entry.learns_prior
+class Wanted(NamedTuple):
+    """A posterior to make: for a split, at a point of the grid."""
+
+    seed: int
+    point: Mapping[str, float]
+    part: Part
 
 
-def fits(
-    entry: Entry,
+@dataclass(frozen=True)
+class Job:
+    """One posterior, made of tasks that train for the same number of epochs."""
+
+    noise: Noise
+    epochs: int
+    tasks: tuple[Task, ...]
+    method: Descent
+
+
+def is_stackable(spec: Spec, problem: Problem) -> bool:
+    """Whether the fits of a row on all splits can be run as one: MAP, MC dropout and plain ensembles of MAP."""
+    if not problem.stackable or spec.start is not None or spec.learns_prior:
+        return False
+    method = spec.method
+    if isinstance(method, Ensemble):
+        plain = not method.bagging and method.adversarial is None and method.initialize is None
+        return plain and type(method.method) is MAP
+    return type(method) is MAP or (isinstance(method, MCDropout) and not method.learn_rates)
+
+
+def fit_splits(
+    spec: Spec,
     problem: Problem,
     parts: Mapping[int, Part],
     *,
     device: torch.device | str | None = None,
-    tell: Callable[[float], object] = lambda share: None,
+    tell: Tell = lambda _: None,
 ) -> dict[int, Chosen]:
-    """The posteriors of all splits (seed -> part). Where there is a grid, its points are compared by the log likelihood of a fifth
-    of each training part, which the others of it were trained without; the test part is not looked at. A split whose fit runs away
-    is left out."""
+    """The posteriors of all splits (seed -> part). A split whose weights become infinite is left out.
+
+    If there is a grid, its points are compared by the log likelihood of a fifth of each training part, after training on the rest;
+    the test part is not used.
+    """
     begin, seeds = time.monotonic(), list(parts)
-    points = list(entry.grid) or [{}]
-    models: dict[Noise, Model] = {
-        _noise(entry, point): _model(replace(entry, noise=_noise(entry, point)), problem, parts[seeds[0]]) for point in points
-    }
-    for model in models.values():
-        model.network.to(device)  # our own, made just now; None leaves it where it is
-    choosing = len(points) > 1
-    chosen = dict.fromkeys(seeds, points[0])
-    weight = 0.8 if choosing else 0.0  # of the time that the choice takes, roughly
-    if choosing:
-        tried = [(seed, point, _inner(parts[seed], seed)) for point in points for seed in seeds]
-        found = _all(entry, problem, models, tried, members=1, tell=lambda done: tell(weight * done))
-        scores: dict[int, list[float]] = {seed: [] for seed in seeds}
-        for (seed, _, inner), posterior in zip(tried, found, strict=True):
-            p = posterior.predict(inner.x_test, draws=CHOOSING if isinstance(posterior, Stochastic) else None)
-            value = float(-p.to("cpu").log_prob(inner.y_test).double().mean())
-            scores[seed].append(value if math.isfinite(value) else math.inf)  # what ran away is not chosen
-        chosen = {seed: points[scores[seed].index(min(scores[seed]))] for seed in seeds}
-    members = entry.method.size if isinstance(entry.method, Ensemble) else 1
-    final = [(seed, chosen[seed], parts[seed]) for seed in seeds]
-    made = _all(entry, problem, models, final, members=members, tell=lambda done: tell(weight + (1 - weight) * done))
+    points = list(spec.grid) or [{}]
+    stack = Stack(spec, problem, points, parts[seeds[0]], device)
+    chosen, weight = dict.fromkeys(seeds, points[0]), 0.0
+    if len(points) > 1:
+        weight = WEIGHT
+        chosen = _choose(stack, points, parts, tell=lambda done: tell(weight * done))
+    members = spec.method.size if isinstance(spec.method, Ensemble) else 1
+    final = [Wanted(seed, chosen[seed], parts[seed]) for seed in seeds]
+    posteriors = stack.fit(final, members=members, tell=lambda done: tell(weight + (1 - weight) * done))
     seconds = (time.monotonic() - begin) / len(seeds)
-    found = zip(seeds, made, strict=True)
-    return {seed: Chosen(posterior, chosen[seed], seconds) for seed, posterior in found if _finite(posterior)}
+    fitted = zip(seeds, posteriors, strict=True)
+    return {seed: Chosen(posterior, chosen[seed], seconds) for seed, posterior in fitted if _is_finite(posterior)}
 
 
-def _finite(posterior: Any) -> bool:
-    return all(bool(leaf.isfinite().all()) for leaf in posterior.params.values())
+def _choose(
+    stack: Stack, points: Sequence[Mapping[str, float]], parts: Mapping[int, Part], *, tell: Tell
+) -> dict[int, Mapping[str, float]]:
+    """For each split the point of the grid with the best log likelihood on the held-out fifth of its training part."""
+    tried = [Wanted(seed, point, inner_part(part, seed)) for point in points for seed, part in parts.items()]
+    scores: dict[int, list[float]] = {seed: [] for seed in parts}
+    for (seed, _, inner), posterior in zip(tried, stack.fit(tried, members=1, tell=tell), strict=True):
+        p = posterior.predict(inner.x_test, draws=CHOOSING if isinstance(posterior, Stochastic) else None)
+        value = float(-p.to("cpu").log_prob(inner.y_test).double().mean())
+        scores[seed].append(value if math.isfinite(value) else math.inf)
+    return {seed: points[values.index(min(values))] for seed, values in scores.items()}
 
 
-def _noise(entry: Entry, point: Mapping[str, float]) -> Noise:
-    """A point of the grid may say what kind of noise it has."""
-    return entry.noise if "heteroscedastic" not in point else "heteroscedastic" if point["heteroscedastic"] else "shared"
-
-
-def _model(entry: Entry, problem: Problem, part: Part) -> Model:
-    with randomness.forked(randomness.derive(0, "network")):
-        model = entry.model(problem, tuple(part.x_train.shape[1:]))
-    if any(True for _ in model.network.buffers()):
-        raise ValueError("networks with buffers (BatchNorm) are not trained in one stack")
-    return model
-
-
-def _inner(part: Part, seed: int) -> Part:
-    """A fifth of the training part in the place of the test part, standardised as all of it is."""
+def inner_part(part: Part, seed: int) -> Part:
+    """The training part split again, with a fifth of it as the test part; standardized as before."""
     order = torch.randperm(len(part.x_train), generator=randomness.generator("cpu", seed, "choosing"))
-    held, kept = order.split([len(order) // HELD, len(order) - len(order) // HELD])
+    held, kept = order.split([len(order) // FOLDS, len(order) - len(order) // FOLDS])
     x, y = part.x_train, part.y_train
     return part._replace(x_train=x[kept], y_train=y[kept], x_test=x[held], y_test=y[held])
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A posterior to make of `members` tasks that have the same epochs."""
-
-    index: int
-    noise: Noise
-    epochs: int
-    tasks: tuple[Task, ...]
-    method: Method
+def _is_finite(posterior: Posterior) -> bool:
+    params: Params = posterior.params  # pyright: ignore[reportAttributeAccessIssue]
+    return all(bool(leaf.isfinite().all()) for leaf in params.values())
 
 
-def _all(
-    entry: Entry,
-    problem: Problem,
-    models: Mapping[Noise, Model],
-    wanted: Sequence[tuple[int, Mapping[str, float], Part]],
-    *,
-    members: int,
-    tell: Callable[[float], object],
-) -> list[Posterior]:
-    """A posterior for each (seed, point of the grid, part), trained in as few stacks as their lengths allow."""
-    jobs = []
-    for i, (seed, point, part) in enumerate(wanted):
-        noise, whole = _noise(entry, point), entry.method
-        if isinstance(whole, Ensemble):
-            method = (unclipped(whole) if noise == "heteroscedastic" else whole).method
-        else:
-            method = whole
+class Stack:
+    """Fits the posteriors of one row of the comparison in as few stacks as their lengths allow."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        problem: Problem,
+        points: Sequence[Mapping[str, float]],
+        part: Part,
+        device: torch.device | str | None,
+    ):
+        self.spec, self.problem = spec, problem
+        self.models: dict[Noise, Model] = {}
+        for point in points:
+            noise = self.noise(point)
+            if noise not in self.models:
+                self.models[noise] = _model(replace(spec, noise=noise), problem, part)
+                self.models[noise].network.to(device)  # made just now; None leaves it where it is
+
+    def noise(self, point: Mapping[str, float]) -> Noise:
+        """The kind of noise, which a point of the grid may set."""
+        if "heteroscedastic" not in point:
+            return self.spec.noise
+        return "heteroscedastic" if point["heteroscedastic"] else "shared"
+
+    def fit(self, wanted: Sequence[Wanted], *, members: int, tell: Tell) -> list[Posterior]:
+        """The posteriors that are wanted, in their order."""
+        jobs = [self._job(one, members) for one in wanted]
+        total = sum(job.epochs * len(job.tasks) for job in jobs) or 1
+        posteriors: dict[int, Posterior] = {}
+        done = 0.0
+        for group in _groups(jobs, members):
+            first = jobs[group[0]]
+            work, before = len(group) * members * first.epochs, done
+            params = train(
+                self.models[first.noise],
+                [task for i in group for task in jobs[i].tasks],
+                first.method,
+                epochs=first.epochs,
+                batch_size=self.problem.training.batch_size,
+                tell=lambda share, work=work, before=before: tell((before + share * work) / total),
+            )
+            done += work
+            for k, i in enumerate(group):
+                leaves = tree.clone(tree.select(params, slice(k * members, (k + 1) * members)))
+                posteriors[i] = self._posterior(jobs[i], leaves)
+        return [posteriors[i] for i in range(len(jobs))]
+
+    def _job(self, wanted: Wanted, members: int) -> Job:
+        seed, point, part = wanted
+        noise, method = self.noise(point), self.spec.method
+        if isinstance(method, Ensemble):
+            method = unclipped(method) if noise == "heteroscedastic" else method
+            method = method.method  # pyright: ignore[reportAttributeAccessIssue]
         assert isinstance(method, Descent)
-        wide = problem.training.prior_scale or 1.0
-        task = Task(part.x_train, part.y_train, seed, prior=wide, biases=wide)
+        scale = self.problem.training.prior_scale or 1.0
+        task = Task(part.x_train, part.y_train, seed, prior=scale, biases=scale)
         if isinstance(method, MCDropout):
             method = replace(method, rate=point.get("rate", method.rate))
-            keep = 1 - method.rate
-            precision = point.get("precision")
-            if precision is not None:  # in the targets' own units, and the network's are standardised
-                assert part.scale is not None
-                precision = precision * float(part.scale.square().mean())
-            elif method.length_scale is not None and method.weight_decay is not None:
-                precision = keep * method.length_scale**2 / (2 * len(part.x_train) * method.weight_decay)
-            length = method.length_scale or LENGTH_SCALE
-            task = task._replace(rate=method.rate, precision=precision)
-            if precision is not None:  # as `MCDropout` has it with a length scale and a weight decay
-                task = task._replace(prior=1 / (length * math.sqrt(keep)), biases=1 / length)
+            task = _dropout_task(task, method, point, part)
         epochs = int(point.get("epochs", method.epochs))
-        tasks = tuple(task._replace(seed=randomness.derive(seed, k)) for k in range(members))
-        jobs.append(_Job(i, noise, epochs, tasks, method))
-    made: dict[int, Posterior] = {}
-    total = sum(job.epochs * len(job.tasks) for job in jobs) or 1
-    done = 0.0
-    for group in _groups(jobs, members):
-        size, before = sum(len(job.tasks) for job in group), done
-        model = models[group[0].noise]
-        params = _train(
-            model,
-            [task for job in group for task in job.tasks],
-            group[0].method,
-            epochs=group[0].epochs,
-            batch_size=problem.training.batch_size,
-            tell=lambda share, size=size, group=group, before=before: tell((before + share * size * group[0].epochs) / total),
-        )
-        done += size * group[0].epochs
-        for k, job in enumerate(group):
-            stack = tree.clone(tree.select(params, slice(k * members, (k + 1) * members)))
-            made[job.index] = _posterior(entry, model, job.method, stack)
-    return [made[i] for i in range(len(jobs))]
+        return Job(noise, epochs, tuple(task._replace(seed=randomness.derive(seed, k)) for k in range(members)), method)
+
+    def _posterior(self, job: Job, leaves: Params) -> Posterior:
+        model, method = self.models[job.noise], job.method
+        if isinstance(method, MCDropout):
+            dropout = Dropout.find(model.network, method.at, method.rate)
+            return Stochastic(model, tree.select(leaves, 0), {}, dropout, method.draws, method.consistent)
+        if isinstance(self.spec.method, Ensemble):
+            return Samples(model, leaves, {})
+        return Point(model, tree.select(leaves, 0), {})
 
 
-def _groups(jobs: Sequence[_Job], members: int) -> Iterator[list[_Job]]:
-    """Jobs that can run side by side: of one model, as long, and of as many rows."""
-    kinds: dict[tuple[Noise, int, int], list[_Job]] = {}
-    for job in jobs:
-        kinds.setdefault((job.noise, job.epochs, len(job.tasks[0].x)), []).append(job)
-    size = max(1, TOGETHER // members)
+def _dropout_task(task: Task, method: MCDropout, point: Mapping[str, float], part: Part) -> Task:
+    """The task with the rate, noise and prior of MC dropout, from a point of the grid or from the method's length scale."""
+    keep, precision = 1 - method.rate, point.get("precision")
+    if precision is not None:  # in the original units of the targets; the network's are standardized
+        assert part.scale is not None
+        precision = precision * float(part.scale.square().mean())
+    elif method.length_scale is not None and method.weight_decay is not None:
+        precision = keep * method.length_scale**2 / (2 * len(part.x_train) * method.weight_decay)
+    task = task._replace(rate=method.rate, precision=precision)
+    if precision is None:
+        return task
+    length = method.length_scale or LENGTH_SCALE
+    return task._replace(prior=1 / (length * math.sqrt(keep)), biases=1 / length)  # as in `MCDropout` with a length scale
+
+
+def _model(spec: Spec, problem: Problem, part: Part) -> Model:
+    with randomness.forked(randomness.derive(0, "network")):
+        model = spec.model(problem, tuple(part.x_train.shape[1:]))
+    if any(True for _ in model.network.buffers()):
+        raise ValueError("networks with buffers (BatchNorm) cannot be trained in one stack")
+    return model
+
+
+def _groups(jobs: Sequence[Job], members: int) -> Iterator[list[int]]:
+    """Indices of jobs that can run in one stack: of one model, with as many epochs and rows."""
+    kinds: dict[tuple[Noise, int, int], list[int]] = {}
+    for i, job in enumerate(jobs):
+        kinds.setdefault((job.noise, job.epochs, len(job.tasks[0].x)), []).append(i)
+    size = max(1, LARGEST // members)
     for alike in kinds.values():
         for i in range(0, len(alike), size):
             yield alike[i : i + size]
 
 
-def _train(
-    model: Model, tasks: Sequence[Task], method: Any, *, epochs: int, batch_size: int, tell: Callable[[float], object]
-) -> Params:
+def train(model: Model, tasks: Sequence[Task], method: Descent, *, epochs: int, batch_size: int, tell: Tell) -> Params:
     """The weights of all tasks after training, leaves [K, ...]."""
     device = model.device
     x, y = torch.stack([t.x for t in tasks]).to(device), torch.stack([t.y for t in tasks]).to(device)  # [K, N, F], [K, N, C]
@@ -223,25 +264,14 @@ def _train(
     n, k = x.shape[1], math.ceil(x.shape[1] / batch_size)
     steps = epochs * k
     dropout = Dropout.find(model.network, method.at, 0.1) if isinstance(method, MCDropout) else None
-    rates = (
-        {}
-        if dropout is None
-        else {RATE + site: torch.logit(torch.tensor([[t.rate] for t in tasks], device=device)) for site in dropout.sites}
-    )
-    decay = {}
-    for name, leaf in params.items():
-        if ":" not in name:
-            scales = [t.biases if name.endswith("bias") else t.prior for t in tasks]
-            decay[name] = torch.tensor([scale**-2 / n for scale in scales], device=device).reshape(-1, *[1] * (leaf.ndim - 1))
-    leaves = list(params.values())
-    optimizer = torch.optim.Adam(leaves, lr=method.learning_rate, fused=True)
+    rates = {RATE + site: _logits(tasks, device) for site in dropout.sites} if dropout is not None else {}
+    decay = _decay(params, tasks, n)
+    optimizer = torch.optim.Adam(list(params.values()), lr=method.learning_rate, fused=True)
 
     def loss(weights: Params, rates: Params, x: Tensor, y: Tensor) -> Tensor:
-        if dropout is None:
+        """Mean negative log likelihood of a batch, less the log prior of the noise."""
+        with nullcontext() if dropout is None else Masks(dropout, {**weights, **rates}):
             f = model.call(weights, x, {})[0]
-        else:
-            with Masks(dropout, {**weights, **rates}):
-                f = model.call(weights, x, {})[0]
         prior = model.likelihood.log_prior(own(weights)) / n
         return -model.score(f, y, weights).mean() - prior
 
@@ -252,19 +282,11 @@ def _train(
             if step % k == 0:
                 order = torch.stack([torch.randperm(n, generator=g) for g in generators]).to(device)  # [K, N]
                 tell(step / steps)
-            part = order[:, n * (step % k) // k : n * (step % k + 1) // k]  # pyright: ignore[reportPossiblyUnboundVariable]
-            rows = part.unsqueeze(-1)
+            rows = order[:, n * (step % k) // k : n * (step % k + 1) // k].unsqueeze(-1)  # pyright: ignore
             slopes, _ = gradient(
                 params, rates, x.gather(1, rows.expand(-1, -1, x.shape[2])), y.gather(1, rows.expand(-1, -1, y.shape[2]))
             )
-            with torch.no_grad():
-                for name, leaf in params.items():
-                    if name in decay:
-                        slopes[name].addcmul_(leaf, decay[name])
-                if fixed:
-                    slopes[NOISE][fixed] = 0.0
-                if method.clip is not None:
-                    clip(list(slopes.values()), method.clip, stacked=True)
+            _finish_gradients(slopes, params, decay, fixed, method.clip)
             optimizer.param_groups[0]["lr"] = method.learning_rate * share(
                 step, steps, warmup=method.warmup, schedule=method.schedule
             )
@@ -272,8 +294,28 @@ def _train(
     return params
 
 
-def _posterior(entry: Entry, model: Model, method: Any, stack: Params) -> Posterior:
-    if isinstance(method, MCDropout):
-        dropout = Dropout.find(model.network, method.at, method.rate)
-        return Stochastic(model, tree.select(stack, 0), {}, dropout, method.draws, method.consistent)
-    return Samples(model, stack, {}) if isinstance(entry.method, Ensemble) else Point(model, tree.select(stack, 0), {})
+def _logits(tasks: Sequence[Task], device: torch.device) -> Tensor:
+    """Logits of the dropout rates, [K, 1]."""
+    return torch.logit(torch.tensor([[t.rate] for t in tasks], device=device))
+
+
+def _decay(params: Params, tasks: Sequence[Task], n: int) -> Params:
+    """The weight decay of each parameter of the network, [K, 1, ...]: the prior's precision over the number of examples."""
+    decay = {}
+    for name, leaf in params.items():
+        if ":" not in name:
+            scales = [t.biases if name.endswith("bias") else t.prior for t in tasks]
+            shape = (-1, *[1] * (leaf.ndim - 1))
+            decay[name] = torch.tensor([scale**-2 / n for scale in scales], device=leaf.device).reshape(shape)
+    return decay
+
+
+@torch.no_grad()
+def _finish_gradients(slopes: Params, params: Params, decay: Params, fixed: Sequence[int], largest: float | None) -> None:
+    """Add the prior's gradient, leave a fixed noise where it is, and clip; in place."""
+    for name, factor in decay.items():
+        slopes[name].addcmul_(params[name], factor)
+    if fixed:
+        slopes[NOISE][fixed] = 0.0
+    if largest is not None:
+        clip(list(slopes.values()), largest, stacked=True)

@@ -1,4 +1,4 @@
-"""Cells as a table: means and standard errors over the seeds, the best of each score, and what cannot be told apart from it."""
+"""Results as a table: means and standard errors over seeds, the best value of each score, and the values that do not differ from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from dubito.cli.compare.result import Cell
+from dubito.cli.compare.result import Result
+from dubito.cli.compare.spec import Spec
 from dubito.evaluation import metrics
 from dubito.report import Column, Table
 
@@ -37,17 +38,19 @@ MAIN = {
 
 
 class Mean(NamedTuple):
-    """
+    """A mean over seeds with its standard error.
+
     >>> Mean.of([1.0, 2.0, 3.0])
     Mean(value=2.0, error=0.5773502691896258, n=3)
     """
 
     value: float
-    error: float  # standard error; nan of a single value
+    error: float  # standard error; NaN for a single value
     n: int
 
     @staticmethod
     def of(values: Sequence[float]) -> Mean:
+        """The mean of the finite values."""
         known = [value for value in values if math.isfinite(value)]
         if not known:
             return Mean(math.nan, math.nan, 0)
@@ -65,97 +68,117 @@ class Score:
     meaning: str = field(default="", kw_only=True)
 
 
-def by_method(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """The cells of each method, in the order of the methods."""
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(cell.key.label, []).append(cell)
+def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results of each method, in the order of the methods."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(result.key.label, []).append(result)
     return found
 
 
-def values(cells: Sequence[Cell], key: str) -> dict[int, float]:
-    """A score by seed, of those cells that have it."""
-    done = [cell for cell in cells if cell.error is None]
-    found = {cell.key.seed: cell.seconds if key == SECONDS else cell.scores.get(key, math.nan) for cell in done}
+def values(results: Sequence[Result], key: str) -> dict[int, float]:
+    """A score by seed, of those results that have it."""
+    done = [result for result in results if result.error is None]
+    found = {result.key.seed: result.seconds if key == SECONDS else result.scores.get(key, math.nan) for result in done}
     return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
-def told_apart(one: Mapping[int, float], two: Mapping[int, float]) -> bool | None:
-    """Whether the mean difference of two methods, over the seeds they share, is more than chance; None with less than two seeds.
+def differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool | None:
+    """Whether two methods differ significantly over the seeds that they share; None with fewer than two such seeds.
 
-    The difference is taken seed by seed, since both have seen the same data with a seed, and is told from 0 where its 95 % interval,
-    by the t distribution, does not hold it.
+    A paired t-test: with the same seed both have seen the same data. They differ where the 95 % interval of the mean difference
+    does not include 0.
 
-    >>> told_apart({0: 0.90, 1: 0.80}, {0: 0.91, 1: 0.82}), told_apart({0: 0.9}, {0: 0.8})
+    >>> differ({0: 0.90, 1: 0.80}, {0: 0.91, 1: 0.82}), differ({0: 0.9}, {0: 0.8})
     (False, None)
     """
     from scipy.stats import t
 
-    shared = [seed for seed in one if seed in two]
+    shared = [seed for seed in first if seed in second]
     if len(shared) < 2:
         return None
-    difference = [one[seed] - two[seed] for seed in shared]
+    difference = [first[seed] - second[seed] for seed in shared]
     mean, error = statistics.fmean(difference), statistics.stdev(difference) / math.sqrt(len(shared))
     return bool(abs(mean) > float(t.ppf(0.5 + LEVEL / 2, len(shared) - 1)) * error)
 
 
-def scores(cells: Sequence[Cell], kind: str) -> tuple[list[Score], list[Score]]:
-    """The scores of the main table, and all others that the cells have."""
-    there = list(dict.fromkeys(key for cell in cells for key in cell.scores))
-    asked = [key for key in there if key.startswith("errors auroc by ")]
-    told = [key for key in there if " auroc " in key and key not in asked]
-    unfamiliar = [key for key in told if not key.endswith((" aleatoric", " epistemic"))]
-    people = [key for key in there if key == "human spearman"]
-    shifted = [key for key in there if key in ("shifted accuracy", "shifted nll")]
-    main = [key for key in (*MAIN[kind], *asked, *unfamiliar, *people, *shifted) if key in there]
-    return [described(key) for key in [*main, SECONDS]], [described(key) for key in there if key not in main]
+def scores(results: Sequence[Result], kind: str) -> tuple[list[Score], list[Score]]:
+    """The scores of the main table, and all others that the results have."""
+    keys = list(dict.fromkeys(key for result in results for key in result.scores))
+    errors = [key for key in keys if key.startswith("errors auroc by ")]
+    unfamiliar = [
+        key for key in keys if " auroc " in key and key not in errors and not key.endswith((" aleatoric", " epistemic"))
+    ]
+    others = [key for key in keys if key in ("human spearman", "shifted accuracy", "shifted nll")]
+    main = [key for key in (*MAIN[kind], *errors, *unfamiliar, *others) if key in keys]
+    return [describe(key) for key in [*main, SECONDS]], [describe(key) for key in keys if key not in main]
 
 
-def described(key: str) -> Score:
-    """How a score is called and read.
+def describe(key: str) -> Score:
+    """The column of a score: its name, which way it is better, and how to read it.
 
-    >>> described("notmnist auroc total").name, described("errors auroc").better
+    >>> describe("notmnist auroc total").name, describe("errors auroc").better
     ('AUROC notmnist', 'higher')
     """
-    name = NAMES.get(key, key.replace("_", " "))
+    if key == SECONDS:
+        return Score(key, "seconds", "lower", meaning="time to fit, including the training of the network it starts from")
     if key in metrics.METRICS:
         metric = metrics.METRICS[key]
-        return Score(key, name, metric.better, meaning=metric.meaning)
-    if key == SECONDS:
-        return Score(key, "seconds", "lower", meaning="time to fit, with the training of the network it goes on from")
+        return Score(key, NAMES.get(key, key.replace("_", " ")), metric.better, meaning=metric.meaning)
+    # a file of unfamiliar inputs may have any name, such as "errors", so those come last
+    readers = (_of_errors, _of_people, _of_shift, _of_separation, _of_missed)
+    return next((score for reader in readers if (score := reader(key)) is not None), Score(key, key.replace("_", " "), None))
+
+
+def _of_errors(key: str) -> Score | None:
     first, _, rest = key.partition(" ")
     figure, _, way = rest.partition(" by ")
-    if first == "errors" and figure in metrics.DECISIONS:  # a file of unfamiliar inputs may have any name, this one too
-        decision, by = metrics.DECISIONS[figure], way.replace("_", " ") or "1 - the largest probability"
-        name = f"{NAMES.get(figure, figure)} errors{way and ', ' + by}"
-        return Score(key, name, decision.better, meaning=f"{decision.meaning}; by {by}")
-    if first == "human" and rest in ("spearman", "pearson"):
-        meaning = "correlation of the predicted aleatoric entropy with the entropy of people's answers (CIFAR-10H)"
-        return Score(key, f"{rest.capitalize()} people", "higher", meaning=meaning)
-    if first == "shifted" and rest in metrics.METRICS:
-        inner = described(rest)
-        return replace(
-            inner, key=key, name=f"{inner.name} shifted", meaning=f"{inner.meaning}; mean over the corruptions, most severe"
-        )
-    if " auroc " in key:
-        name, _, measure = key.partition(" auroc ")
-        kind = measure in ("total", "aleatoric", "epistemic")
-        by = "" if measure == "total" else f" {measure}" if kind else f", {measure.replace('_', ' ')}"
-        more = f"more {measure} uncertainty" if kind else f"a higher score of {measure.replace('_', ' ')}"
-        meaning = f"how often an input of {name} has {more} than a test input"
-        return Score(key, f"AUROC {name}{by}", "higher", meaning=meaning)
-    if key.endswith(" fpr95") or " fpr95 " in key:
-        name, _, measure = key.partition(" fpr95")
-        by = f", {measure.strip().replace('_', ' ')}" if measure else ""
-        meaning = f"share of {name} taken for familiar where 95 % of the test inputs are"
-        return Score(key, f"FPR95 {name}{by}", "lower", meaning=meaning)
-    return Score(key, name, None)
+    if first != "errors" or figure not in metrics.DECISIONS:
+        return None
+    decision, by = metrics.DECISIONS[figure], way.replace("_", " ") or "1 - the largest probability"
+    name = f"{NAMES.get(figure, figure)} errors{way and ', ' + by}"
+    return Score(key, name, decision.better, meaning=f"{decision.meaning}; by {by}")
 
 
-def table(title: str, cells: Sequence[Cell], wanted: Sequence[Score], *, seeds: int, caption: str = "") -> Table:
-    """A row for every method. Bold is the best mean; `alike` are the cells that are not told apart from it, also because the two have
-    fewer than two seeds in common."""
-    rows = by_method(cells)
+def _of_people(key: str) -> Score | None:
+    if key not in ("human spearman", "human pearson"):
+        return None
+    meaning = "correlation of the predicted aleatoric entropy with the entropy of people's answers (CIFAR-10H)"
+    return Score(key, f"{key.split()[1].capitalize()} people", "higher", meaning=meaning)
+
+
+def _of_shift(key: str) -> Score | None:
+    first, _, rest = key.partition(" ")
+    if first != "shifted" or rest not in metrics.METRICS:
+        return None
+    inner = describe(rest)
+    meaning = f"{inner.meaning}; mean over the corruptions at the highest severity"
+    return replace(inner, key=key, name=f"{inner.name} shifted", meaning=meaning)
+
+
+def _of_separation(key: str) -> Score | None:
+    name, sign, measure = key.partition(" auroc ")
+    if not sign:
+        return None
+    kind = measure in ("total", "aleatoric", "epistemic")
+    by = "" if measure == "total" else f" {measure}" if kind else f", {measure.replace('_', ' ')}"
+    more = f"more {measure} uncertainty" if kind else f"a higher score of {measure.replace('_', ' ')}"
+    return Score(key, f"AUROC {name}{by}", "higher", meaning=f"probability that an input of {name} has {more} than a test input")
+
+
+def _of_missed(key: str) -> Score | None:
+    name, sign, measure = key.partition(" fpr95")
+    if not sign or (measure and not measure.startswith(" ")):
+        return None
+    by = f", {measure.strip().replace('_', ' ')}" if measure else ""
+    meaning = f"share of {name} accepted as familiar where 95 % of the test inputs are"
+    return Score(key, f"FPR95 {name}{by}", "lower", meaning=meaning)
+
+
+def table(title: str, results: Sequence[Result], wanted: Sequence[Score], *, seeds: int, caption: str = "") -> Table:
+    """A row for every method. Bold is the best mean; `alike` are the values that do not differ significantly from it, which includes
+    methods that share fewer than two seeds with the best."""
+    rows = by_method(results)
     found = {label: {score.key: values(own, score.key) for score in wanted} for label, own in rows.items()}
     means = {label: {key: Mean.of(list(by.values())) for key, by in own.items()} for label, own in found.items()}
     columns = [Column("method")]
@@ -168,18 +191,17 @@ def table(title: str, cells: Sequence[Cell], wanted: Sequence[Score], *, seeds: 
     alike = set()
     for j, score in enumerate(wanted, 1):
         best = [i for i, k in made.best if k == j]
-        if best and score.key != SECONDS:
-            leader = _leader(list(rows), means, score)
-            for i, label in enumerate(rows):
-                known = seeds > 1 and means[label][score.key].n
-                if known and i not in best and not told_apart(found[label][score.key], found[leader][score.key]):
-                    alike.add((i, j))
+        if best and seeds > 1 and score.key != SECONDS:
+            alike |= {(i, j) for i in _alike([by[score.key] for by in found.values()], score) if i not in best}
     return replace(made, alike=frozenset(alike))
 
 
-def _leader(labels: Sequence[str], means: Mapping[str, Mapping[str, Mean]], score: Score) -> str:
+def _alike(by_row: Sequence[Mapping[int, float]], score: Score) -> list[int]:
+    """The rows that do not differ significantly from the row with the best mean."""
     sign = -1 if score.better == "higher" else 1
-    return min((label for label in labels if means[label][score.key].n), key=lambda label: sign * means[label][score.key].value)
+    known = [i for i, by_seed in enumerate(by_row) if by_seed]
+    best = min(known, key=lambda i: sign * Mean.of(list(by_row[i].values())).value)
+    return [i for i in known if not differ(by_row[i], by_row[best])]
 
 
 def _digits(means: Sequence[Mean]) -> int:
@@ -191,18 +213,31 @@ def _digits(means: Sequence[Mean]) -> int:
     return min(6, max(0, 3 - math.floor(math.log10(max(sizes))))) if sizes else 3
 
 
-def words(cells: Sequence[Cell], seeds: int, *, splits: bool) -> str:
+def table_caption(results: Sequence[Result], seeds: int, *, splits: bool) -> str:
     """How to read the table."""
-    what = "splits" if splits else "seeds"
+    noun = "split" if splits else "seed"
     if seeds < 2:
-        return f"One {what[:-1]}: there are no standard errors, and small differences are chance. Bold is the best of a column."
-    each = what[:-1]
-    done = {label: sum(cell.error is None for cell in own) for label, own in by_method(cells).items()}
-    unequal = len(set(done.values())) > 1
-    few = ", ".join(f"{label} ({n} of {seeds})" for label, n in done.items() if unequal and n < seeds)
-    fewer = f" Not all {what} count for {few}: means over different {what} are not alike." if few else ""
+        return f"One {noun}, so there are no standard errors, and small differences are chance. Bold: the best of a column."
+    done = {label: sum(result.error is None for result in own) for label, own in by_method(results).items()}
+    few = [f"{label} ({n} of {seeds})" for label, n in done.items() if n < seeds and len(set(done.values())) > 1]
+    fewer = f" Means over fewer {noun}s cannot be compared with the others: {', '.join(few)}." if few else ""
     return (
-        f"Mean ± standard error over {seeds} {what}. Bold is the best mean of a column; a pale cell (~ in print) is not told apart "
-        f"from it: the {100 * LEVEL:.0f} % interval of the difference, {each} by {each}, holds 0. Of many comparisons one in twenty "
-        f"errs by chance.{fewer}"
+        f"Mean ± standard error over {seeds} {noun}s. Bold: the best mean of a column. Pale (~ in print): not significantly different "
+        f"from the best; the {100 * LEVEL:.0f} % interval of the paired difference includes 0. Of many comparisons, one in twenty is "
+        f"wrong by chance.{fewer}"
     )
+
+
+def departures_caption(specs: Sequence[Spec]) -> str:
+    """What the labels tempered, generalized and tuned mean, for the rows that have one."""
+    changed = [f"{spec.label}: {spec.departure}" for spec in specs if spec.departure]
+    tuned = [spec.label for spec in specs if len(spec.grid) > 1]
+    texts = []
+    if changed:
+        texts.append(f"Not the posterior of Bayes' rule: {'; '.join(changed)}.")
+    if tuned:
+        texts.append(
+            f"Tuned on a held-out fifth of the training rows: {', '.join(tuned)}. Compare tuned rows only with rows tuned on the same "
+            "data, such as MAP and ensembles with a temperature fitted there (`dubito.recalibrate`)."
+        )
+    return " ".join(texts)

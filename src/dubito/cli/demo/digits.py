@@ -154,9 +154,10 @@ def _table(given: Problem, outcomes: Sequence[Outcome]) -> Table:
     counts = [(outcome.label, int(outcome.wrong(y).sum())) for outcome in outcomes]
     rate = max(1, sum(count for _, count in counts)) / (len(counts) * len(y))
     caption = (
-        f"The best of a column is marked. Wrong answers: {', '.join(f'{label}: {count}' for label, count in counts)}. This is one run: "
+        f"Marked: the best of each column. Wrong answers: {', '.join(f'{label}: {count}' for label, count in counts)}. One run: "
         f"the standard error of an accuracy is about {math.sqrt(rate * (1 - rate) / len(y)):.3f}, and small differences are chance. "
-        "AUROC: 0.5 is guessing, 1 is perfect; errors are ranked by 1 - the largest probability, the unfamiliar by entropy."
+        "AUROC: 0.5 is chance, 1 is perfect; errors are ranked by 1 - the largest probability, unfamiliar images by entropy. "
+        f"Generalized: Laplace has damping = {TRAINING.damping:g}, so it is not the posterior of Bayes' rule."
     )
     return Table("Handwritten digits", COLUMNS, tuple(rows), caption=caption)
 

@@ -9,10 +9,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from dubito.inference.fit import fit
+from dubito.inference.method import inexact_settings
 from dubito.inference.presets import Training, configure, dropout_places, label
 from dubito.model import Model
 from dubito.model.priors import Normal
 from dubito.posteriors import Posterior
+from dubito.posteriors.posterior import departure_label
 from dubito.tensors import randomness
 
 
@@ -26,8 +28,10 @@ class Fits:
         self.posteriors: dict[str, tuple[Posterior, float]] = {}
 
     def label(self, name: str) -> str:
-        """The name of a method in the tables."""
-        return label(name, configure(name, self.training).method)
+        """The name of a method in the tables, which says if it is tempered or generalized."""
+        method = configure(name, self.training).method
+        word = departure_label(inexact_settings(method)).partition(" ")[0]
+        return label(name, method) + (f" [{word}]" if word else "")
 
     def __call__(self, name: str) -> tuple[Posterior, float]:
         """The posterior of a registered method, and the seconds that the fit took, including the training it started from."""
