@@ -20,6 +20,7 @@ from dubito.evaluation.data.root import locate
 from dubito.evaluation.data.uci import FOLDERS
 from dubito.inference.presets import Training
 from dubito.tensors import randomness, store
+from dubito.tensors.checks import require
 
 # Not tuned on test images: four-fold cross-validation on the training images (seed 0) is flat around these, but for `walk`, which
 # is best here and too fast at twice this.
@@ -42,18 +43,19 @@ Build = Callable[[tuple[int, ...], int], nn.Module]  # (shape of an input, outpu
 
 
 class Part(NamedTuple):
-    """What a method is given with one seed. A regression is trained on standardised targets and judged in their own units."""
+    """What a method is given with one seed. A regression is trained on standardized targets and judged in their own units."""
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor  # in its own units
-    shift: Tensor | None  # y = shift + scale * standardised, of a regression
+    shift: Tensor | None  # y = shift + scale * standardized, of a regression
     scale: Tensor | None
     unfamiliar: Mapping[str, Tensor]  # inputs of other kinds, by name
 
     @property
     def checksum(self) -> str:
+        """A hash of all tensors."""
         tensors = {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
         return store.checksum({**tensors, **{f"unfamiliar {name}": x for name, x in self.unfamiliar.items()}})
 
@@ -85,6 +87,7 @@ class Problem:
             return self
 
         def part(seed: int) -> Part:
+            """The split of a seed, with fewer rows."""
             whole = self.part(seed)
             learn, rows = some(len(whole.x_train), train, seed), some(len(whole.x_test), test)
             return whole._replace(
@@ -134,6 +137,7 @@ def problem(name: str, *, unfamiliar: tuple[str, ...] = ()) -> Problem:
 def _digits(unfamiliar: tuple[str, ...]) -> Problem:
     @lru_cache(maxsize=8)
     def part(seed: int) -> Part:
+        """Half of the images to train on, by the seed."""
         split = data.digits(seed=seed, test=0.5)  # half, so that there are errors to look at
         return Part(*split, None, None, others(unfamiliar, tuple(split.x_train.shape[1:])))
 
@@ -237,37 +241,45 @@ def of_table(name: str, found: data.Table, *, held_out: float = 0.2, unfamiliar:
     if y is None:
         raise ValueError("a table to compare methods on has targets: name the column to predict")
     held = round(held_out * len(y))
-    if not 0 < held < len(y):
-        raise ValueError(
-            f"a share of {len(y)} rows that leaves some on both sides is to be held out, such as 0.2; got {held_out:g}"
-        )
-    images = found.x.ndim == 4 and found.x.shape[1] in (1, 3)
+    both = f"a share of {len(y)} rows that leaves some on both sides is to be held out, such as 0.2; got {held_out:g}"
+    require(0 < held < len(y), both)
 
     def part(seed: int) -> Part:
+        """The split of a seed, standardized where x is a table."""
         order = torch.randperm(len(y), generator=randomness.generator("cpu", seed, "held out"))
         learn, test = order[held:].sort().values, order[:held].sort().values
         split = Split(found.x[learn], y[learn], found.x[test], y[test])
         if found.x.ndim == 2:
             return standardized(split, strange, classes=classes)
-        split = split._replace(x_train=split.x_train.float(), x_test=split.x_test.float())
-        far = {name: x.float() for name, x in strange.items()}
-        if classes:  # images and the like are taken as they are
-            return Part(*split, None, None, far)
-        flat = data.standardize(Split(y[learn], y[learn], y[test], y[test]))
-        return Part(split.x_train, flat.y_train.float(), split.x_test, split.y_test, flat.y_mean, flat.y_scale, far)
+        return _as_it_is(split, strange, classes=classes)
 
-    large = images and min(found.x.shape[2:]) >= 16
-    names = found.classes or tuple(f"{found.targets[0]}{i}" if y.shape[1] > 1 else found.targets[0] for i in range(y.shape[1]))
+    large = found.x.ndim == 4 and found.x.shape[1] in (1, 3) and min(found.x.shape[2:]) >= 16
     build, hidden = (lenet, None) if large else (perceptron((64, 64)), (64, 64))
     training = IMAGES if large else TABLES._replace(damping=100.0 if classes else 0.0)
     kind = "classification" if classes else "regression"
-    return Problem(name, kind, part, training, build, names, source=f"{name}, {len(y)} rows", hidden=hidden)
+    outputs = found.classes or _output_names(found.targets[0], y.shape[1])
+    return Problem(name, kind, part, training, build, outputs, source=f"{name}, {len(y)} rows", hidden=hidden)
+
+
+def _as_it_is(split: Split, unfamiliar: Mapping[str, Tensor], *, classes: bool) -> Part:
+    """A split of images and the like, which are not standardized; the targets of a regression are."""
+    far = {name: x.float() for name, x in unfamiliar.items()}
+    x_train, y_train, x_test, y_test = split.x_train.float(), split.y_train, split.x_test.float(), split.y_test
+    if classes:
+        return Part(x_train, y_train, x_test, y_test, None, None, far)
+    flat = data.standardize(Split(y_train, y_train, y_test, y_test))
+    return Part(x_train, flat.y_train.float(), x_test, y_test, flat.y_mean, flat.y_scale, far)
+
+
+def _output_names(target: str, width: int) -> tuple[str, ...]:
+    return (target,) if width == 1 else tuple(f"{target}{i}" for i in range(width))
 
 
 def perceptron(hidden: tuple[int, ...]) -> Build:
     """Linear layers with ReLU between them, after flattening."""
 
     def build(shape: tuple[int, ...], outputs: int) -> nn.Module:
+        """The network for inputs of a shape."""
         layers: OrderedDict[str, nn.Module] = OrderedDict(flat=nn.Flatten()) if len(shape) > 1 else OrderedDict()
         before = math.prod(shape)
         for i, width in enumerate(hidden, 1):

@@ -227,7 +227,7 @@ def test_errors_in_words():
         Quantiles().fit(p, y + 100)
     with pytest.raises(ValueError, match="without an error"):
         Variance().fit(LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 3, 1)), torch.zeros(3))
-    with pytest.raises(ValueError, match="'nll' or by 'moments'"):
+    with pytest.raises(ValueError, match="by must be one of 'nll', 'moments'; got 'mad'"):
         Variance(by="mad")
     with pytest.raises(ValueError, match="one piece or more"):
         Quantiles(pieces=0)

@@ -121,10 +121,10 @@ def test_no_graph():
         (torch.rand(2, 3, 3, 8), "fog", 3, "at least 4 x 4 pixels"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "fog", 3, "at least 4 x 4|channels|have 8"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.int64), "fog", 3, "torch.int64"),
-        (torch.randn(2, 3, 8, 8), "fog", 3, "before they are normalised"),
+        (torch.randn(2, 3, 8, 8), "fog", 3, "before they are normalized"),
         (torch.full((2, 3, 8, 8), torch.nan), "fog", 3, "from nan"),
         (torch.rand(2, 2, 8, 8), "fog", 3, "these have 2"),
-        (torch.rand(2, 1, 8, 8), "saturate", 3, "these images are grey"),
+        (torch.rand(2, 1, 8, 8), "saturate", 3, "these images are gray"),
     ],
 )
 def test_errors(x, name, severity, message):

@@ -99,7 +99,7 @@ def test_regression():
         ({"shift": Attacks((0.1,), (0.5, 1))}, "outside the bounds"),
         ({"metrics": ["f1"]}, "metric must be one of 'accuracy', .* got 'f1'"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
-        ({"shift": ["saturate"]}, "these images are grey"),
+        ({"shift": ["saturate"]}, "these images are gray"),
     ],
 )
 def test_errors(problem, more, message):

@@ -229,6 +229,7 @@ def assess(
     predict, model = predictor(posterior, how=how, draws=draws, memory=memory, seed=seed), model_of(posterior)
 
     def take(x: Any, y: Any) -> int:
+        """Assess a batch; returns the pixels so far."""
         y, done = y[task] if isinstance(y, dict) and task is not None else y, 0
         for p in predictives(predict, model, x, portions, task=task):
             n = p.f_mean.shape[0]

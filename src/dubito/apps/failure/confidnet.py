@@ -152,6 +152,7 @@ class ConfidNet:
         shuffler, steps = generator(device, seed, "order"), Steps()
 
         def work(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            """One step of the optimizer."""
             loss = F.mse_loss(torch.sigmoid(head(batch[0]).squeeze(-1)), batch[1])
             optimizer.zero_grad()
             loss.backward()
@@ -286,6 +287,7 @@ class _Best:
         self.value, self.state = -math.inf, None
 
     def see(self, row: dict[str, float], head: nn.Module) -> bool:
+        """Keep the head if it is the best so far; returns whether it is."""
         value = -row["held_out_loss"] if math.isnan(row["aupr_error"]) else row["aupr_error"]
         if value > self.value:
             self.value, self.state = value, {name: leaf.detach().clone() for name, leaf in head.state_dict().items()}
@@ -293,6 +295,7 @@ class _Best:
         return False
 
     def restore(self, head: nn.Module) -> None:
+        """Put the weights of the best epoch back."""
         if self.state is not None:
             head.load_state_dict(self.state)
 
@@ -378,6 +381,7 @@ class Confidence:
         tensors = tree.move(tensors, model.device)
 
         def part(name: str) -> Params:
+            """The tensors whose names begin with `name/`."""
             return {key.split("/", 1)[1]: leaf for key, leaf in tensors.items() if key.startswith(f"{name}/")}
 
         state = part("head")

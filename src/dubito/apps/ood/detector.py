@@ -17,7 +17,9 @@ Score = Callable[[Any], Tensor]  # inputs -> [B], larger is less familiar; dense
 class Detector(Protocol):
     """Settings of a score. `data` are familiar inputs, as `dubito.fit` takes them; a detector that learns nothing needs none."""
 
-    def fit(self, posterior: Given, data: Any = None) -> Score: ...
+    def fit(self, posterior: Given, data: Any = None) -> Score:
+        """The score for inputs, from the posterior and from familiar data if it learns from these."""
+        ...
 
 
 def required(data: Any, name: str, what: str) -> None:

@@ -38,6 +38,7 @@ class Energy:
             raise ValueError(f"a temperature is positive; got {self.temperature}")
 
     def fit(self, posterior: Given, data: Any = None) -> EnergyScore:
+        """The score; no data are needed."""
         return EnergyScore(with_logits(posterior_of(posterior), "Energy"), self)
 
 
@@ -50,6 +51,7 @@ class EnergyScore:
 
     @property
     def model(self) -> Model:
+        """The model that the posterior is of."""
         return self.posterior.model
 
     def __call__(self, x: Any) -> Tensor:

@@ -47,6 +47,7 @@ class Mahalanobis:
             raise ValueError(f"shrinkage is a share from 0 to 1; got {self.shrinkage}")
 
     def fit(self, posterior: Given, data: Any = None) -> MahalanobisScore:
+        """Means and covariances of the features of familiar data (x, y)."""
         posterior = posterior_of(posterior)
         required(data, "Mahalanobis", "best those it was trained on, with their labels")
         classes = isinstance(posterior.model.likelihood, Classes)
@@ -87,6 +88,7 @@ class _Sums:
         self.counts = self.totals = self.squares = torch.zeros(0)
 
     def add(self, phi: Tensor, labels: Tensor) -> None:
+        """Take in features [..., d] and labels [...]; those below 0 are left out."""
         phi, labels = phi.detach().reshape(-1, phi.shape[-1]).double(), labels.reshape(-1)
         phi, labels = phi[labels >= 0], labels[labels >= 0]
         if not len(phi):
@@ -105,6 +107,7 @@ class _Sums:
         self.squares.addmm_(phi.mT, phi)
 
     def clusters(self, shrinkage: float | None, *, relative: bool) -> Clusters:
+        """The Gaussians of the classes, and of all data if `relative`."""
         if self.origin is None:
             raise ValueError("there is no data: no example has a label")
         seen = self.counts > 0

@@ -32,6 +32,7 @@ class MaxLogit:
     draws: int | None = None
 
     def fit(self, posterior: Given, data: Any = None) -> MaxLogitScore:
+        """The score; no data are needed."""
         return MaxLogitScore(with_logits(posterior_of(posterior), "MaxLogit"), self)
 
 
@@ -44,6 +45,7 @@ class MaxLogitScore:
 
     @property
     def model(self) -> Model:
+        """The model that the posterior is of."""
         return self.posterior.model
 
     def __call__(self, x: Any) -> Tensor:

@@ -39,6 +39,7 @@ class Measured:
             raise ValueError(f"there is no measure {self.measure!r}; there are {', '.join(MEASURES)}")
 
     def fit(self, posterior: Given, data: Any = None) -> MeasuredScore:
+        """The score; no data are needed."""
         return MeasuredScore(posterior_of(posterior), self)
 
 
@@ -51,6 +52,7 @@ class MeasuredScore:
 
     @property
     def model(self) -> Model:
+        """The model that the posterior is of."""
         return self.posterior.model
 
     def __call__(self, x: Any) -> Tensor:

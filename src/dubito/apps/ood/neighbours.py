@@ -43,6 +43,7 @@ class Neighbours:
             raise ValueError(f"there are k >= 1 neighbours, and `most` is no less; got k={self.k}, most={self.most}")
 
     def fit(self, posterior: Given, data: Any = None) -> NeighboursScore:
+        """Keep the features of familiar data."""
         posterior = posterior_of(posterior)
         required(data, "Neighbours", "best those it was trained on")
         found, layer = networks(posterior, draws=self.draws), self.layer
@@ -63,6 +64,7 @@ class Neighbours:
         return NeighboursScore(posterior.model, found, layer, banks, self)
 
     def scaled(self, phi: Tensor) -> Tensor:
+        """Features of length 1, if asked for."""
         return F.normalize(phi, dim=-1) if self.normalised else phi
 
 
@@ -80,6 +82,7 @@ class NeighboursScore:
         x = self.networks[0].ready(x)
 
         def distance(one: Network, i: int) -> Tensor:
+            """The distances in the feature space of one network."""
             phi = self.settings.scaled(one.features(x, self.layer)[0])
             return kth_distance(phi.reshape(-1, phi.shape[-1]), self.banks[i], self.settings.k).reshape(phi.shape[:-1])
 

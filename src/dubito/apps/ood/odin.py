@@ -55,6 +55,7 @@ class ODIN:
             raise ValueError(f"std are positive standard deviations; got {self.std}")
 
     def fit(self, posterior: Given, data: Any = None) -> ODINScore:
+        """The score; data choose `epsilon` if it is None."""
         posterior = with_logits(posterior_of(posterior), "ODIN")
         score = ODINScore(posterior.model, networks(posterior, draws=self.draws), self, self.epsilon or 0.0)
         if self.epsilon is not None:

@@ -54,6 +54,7 @@ def uci(name: str, split: int, *, root: str | Path | None = None) -> Split:
         raise ValueError(f"{name} has the splits 0 to {n_splits - 1}, not {split}")
 
     def index(which: str) -> Tensor:
+        """The row numbers of one file of the published split."""
         return torch.from_numpy(np.loadtxt(folder / f"index_{which}.txt", ndmin=1).astype(np.int64))
 
     values = torch.from_numpy(np.loadtxt(folder / "data.txt", dtype=np.float32, ndmin=2))

@@ -35,6 +35,7 @@ def predictor(
     require(how is None and draws is None, "`how` and `draws` are for posteriors: leave them out for a function")
 
     def predict(x: Any) -> Predictive:
+        """The function's predictive, checked."""
         p = posterior(x)
         if not isinstance(p, Predictive):
             advice = "for outputs f [B, ..., C] return LatentMixture(likelihood, f[None])"

@@ -28,9 +28,11 @@ class ClassScorer(Scorer):
 
     @staticmethod
     def suits(metric: Metric) -> bool:
+        """Whether a metric is for classes."""
         return metric.classes
 
     def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
+        """Take in a batch: y as it was given, and `target` [B, *D] or [B, *D, L]."""
         keep = labelled(p, target)
         whole = bool(keep.all())
         truth = (target.flatten(0, keep.ndim - 1) if whole else target[keep]).long()
@@ -66,6 +68,7 @@ class ClassScorer(Scorer):
         return Reliability.of(self.joined("confidence"), self.joined("correct"), bins=self.bins, by=by, level=self.level).cpu()
 
     def values(self) -> dict[str, float]:
+        """Accuracy, proper scores, calibration errors and the parts of the Brier score."""
         values = self.means.values()
         if (bins := self._reliability("width")) is not None:
             values |= {"ece": float(bins.ece), "mce": float(bins.mce)}
@@ -78,6 +81,7 @@ class ClassScorer(Scorer):
         return self.in_order(values) | {f"brier_{name}": float(part) for name, part in parts.items()}
 
     def details(self) -> dict[str, Any]:
+        """The reliability diagram, if any calibration error is asked for."""
         return {"reliability": self._reliability("width")}
 
 

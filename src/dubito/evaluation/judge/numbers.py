@@ -32,6 +32,7 @@ class NumberScorer(Scorer):
 
     @staticmethod
     def suits(metric: Metric) -> bool:
+        """Whether a metric is for regression."""
         return metric.regression
 
     def available(self, p: Predictive, name: str) -> bool:
@@ -50,6 +51,7 @@ class NumberScorer(Scorer):
         return False
 
     def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
+        """Take in a batch: y as it was given, and `target` [B, *D, C]."""
         if not target.numel():
             return
         keep = torch.ones_like(labelled(p, target))
@@ -73,6 +75,7 @@ class NumberScorer(Scorer):
         self.keep_decisions(p, squares.sum(-1).flatten(), {"total_variance": each["total"]}, keep)
 
     def values(self) -> dict[str, float]:
+        """Errors, proper scores, intervals and quantiles."""
         values = self.means.values()
         values |= {name: math.sqrt(values[square]) for name, square in ROOTS.items()}
         if self.quantiles.n:
@@ -80,9 +83,11 @@ class NumberScorer(Scorer):
         return self.in_order(values)
 
     def standard_errors(self) -> dict[str, float]:
+        """Those of means, and of `rmse` and `sharpness` by the delta method: se / (2 root)."""
         errors, values = self.means.standard_errors(), self.values()
         roots = {name: errors[square] / (2 * values[name]) for name, square in ROOTS.items() if values.get(name)}
         return super().standard_errors() | roots  # of a root, by the delta method
 
     def details(self) -> dict[str, Any]:
+        """Quantile calibration and the histogram of PIT values, if asked for."""
         return {"quantiles": self.quantiles.calibration, "pit": self.quantiles.histogram} if self.quantiles.n else {}

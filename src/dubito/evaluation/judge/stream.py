@@ -121,6 +121,7 @@ def judge(
     judging = Judge(metrics, scores=scores, bins=bins, level=level)
 
     def take(x: Any, y: Any) -> int:
+        """Judge a batch; returns the examples so far."""
         judging.update(predict(x), y)
         return judging.n
 

@@ -47,6 +47,7 @@ class Reliability:
         return torch.where(self.count > 0, (self.accuracy - self.confidence).abs(), 0.0)
 
     def cpu(self) -> Reliability:
+        """The same on the CPU."""
         parts = (self.edges, self.count, self.confidence, self.accuracy, self.lower, self.upper)
         return Reliability(*(part.cpu() for part in parts))
 
@@ -140,6 +141,7 @@ class Decomposition(NamedTuple):
 
     @property
     def score(self) -> Tensor:
+        """The Brier score itself."""
         return self.reliability - self.resolution + self.uncertainty + self.within
 
 
@@ -199,6 +201,7 @@ class ClassBins:
             true = (places[truth.bool()], values[truth.bool()])
 
         def total(at: Tensor, weights: Tensor | None) -> Tensor:
+            """Counts, or sums of weights, at each place: [C, bins]."""
             found = torch.bincount(at.flatten(), None if weights is None else weights.flatten(), minlength=classes * bins)
             return found.double().reshape(classes, bins)
 
@@ -218,11 +221,13 @@ class ClassBins:
 
     @property
     def ece(self) -> Tensor:
+        """The classwise calibration error; nan without forecasts."""
         gaps = (self.forecast - self.outcome).abs().sum(-1).mean()
         return gaps / self.n if self.n else gaps.new_tensor(math.nan)
 
     @property
     def decomposition(self) -> Decomposition:
+        """The parts of the Brier score; nan without forecasts."""
         some = self.count.clamp_min(1.0)
         forecast, outcome = self.forecast / some, self.outcome / some
         rate = self.outcome.sum(-1, keepdim=True) / self.n if self.n else torch.full_like(self.outcome[:, :1], math.nan)

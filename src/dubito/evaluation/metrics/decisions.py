@@ -29,6 +29,7 @@ class Ranking(NamedTuple):
 
     @staticmethod
     def of(scores: Tensor, errors: Tensor) -> Ranking:
+        """From scores and errors of the same number."""
         scores, errors = scores.detach().flatten(), errors.detach().flatten().to(scores.device, torch.float64)
         if scores.isnan().any():
             raise ValueError("the scores hold NaN, which cannot be ranked: look for inputs or weights that are not finite")
@@ -39,6 +40,7 @@ class Ranking(NamedTuple):
 
     @property
     def n(self) -> int:
+        """How many examples there are."""
         return int(self.size.sum())
 
     @property
@@ -53,16 +55,19 @@ class Ranking(NamedTuple):
         return each.cumsum(0) / torch.arange(1, len(each) + 1, device=each.device)
 
     def auroc(self) -> Tensor:
+        """Area under the ROC curve, in float64; errors are the positives."""
         positive, negative = self.losses, self.size - self.losses
         below = negative.cumsum(0) - negative / 2
         return (positive * below).sum() / (positive.sum() * negative.sum())
 
     def average_precision(self) -> Tensor:
+        """Area under the precision-recall curve, in float64."""
         positive = self.losses.flip(0)
         precision = positive.cumsum(0) / self.size.flip(0).cumsum(0)
         return (positive * precision).sum() / positive.sum() if len(positive) else positive.new_tensor(math.nan)
 
     def fpr_at_tpr(self, tpr: float) -> Tensor:
+        """The share of negatives above the highest threshold that raises a share `tpr` of the positives."""
         positive, negative = self.losses.flip(0), (self.size - self.losses).flip(0)
         found, wanted = positive.cumsum(0), tpr * positive.sum() * (1 - 1e-12)  # 0.95 times 20 is 19, whatever it rounds to
         at = torch.searchsorted(found, wanted)

@@ -45,6 +45,7 @@ class VectorScaling:
         _check(self.penalty)
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Affine:
+        """The best factors and offsets for held-out data."""
         return _chosen(forecasts.classes("VectorScaling", predictive, y), _vector, self.penalty)
 
 
@@ -78,6 +79,7 @@ class MatrixScaling:
             raise ValueError(f"the regularizer is 'odir' or 'l2'; got {self.regularizer!r}")
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Affine:
+        """The best matrix and offsets for held-out data."""
         odir = self.regularizer == "odir"
         return _chosen(
             forecasts.classes("MatrixScaling", predictive, y), lambda f, penalty: _matrix(f, penalty, odir=odir), self.penalty
@@ -138,6 +140,7 @@ def _chosen(found: Held, fitted: Callable[[Held, float], Affine], penalty: Penal
         ]
 
         def score(candidate: float) -> float:
+            """The summed negative log score of the left-out folds."""
             total = 0.0
             for rest, part in parts:
                 try:

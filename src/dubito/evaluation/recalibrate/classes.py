@@ -31,10 +31,12 @@ class RecalibratedClasses(Predictive):
 
     @property
     def likelihood(self) -> Likelihood:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the predictive before."""
         return self.before.likelihood
 
     @property
     def means(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Outputs of the network, as before."""
         return self.before.means
 
     @cached_property
@@ -44,33 +46,41 @@ class RecalibratedClasses(Predictive):
 
     @property
     def mean(self) -> Tensor:
+        """The new probabilities, [B, *D, C]."""
         return self._after.mean
 
     @property
     def complement(self) -> Tensor:
+        """One minus the new probabilities, without the rounding."""
         return self._after.complement
 
     @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The entropy of the new probabilities, split in the shares that it had before."""
         total, old = self._after.uncertainty.total, self.before.uncertainty
         share = torch.where(old.total > 0, old.aleatoric / torch.where(old.total > 0, old.total, 1.0), 1.0)
         return Uncertainty.of(total, total * share.to(total))
 
     @property
     def f_mean(self) -> Tensor:
+        """As before."""
         return self.before.f_mean
 
     @property
     def f_var(self) -> Tensor:
+        """As before."""
         return self.before.f_var
 
     def log_prob(self, y: Tensor) -> Tensor:
+        """ln p(y | x, D) of the new probabilities, [B]."""
         return self._after.log_prob(y)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y from the new probabilities."""
         return self._after.sample(n, generator)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Classes have none: an error that says so."""
         return self._after.interval(level)  # which says that there are none
 
     def to(self, device: torch.device | str) -> RecalibratedClasses:

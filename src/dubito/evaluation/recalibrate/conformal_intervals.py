@@ -59,6 +59,7 @@ class ConformalIntervals:
             raise ValueError(f"the score is one of {', '.join(SCORES)}; got {self.score!r}")
 
     def fit(self, predictive: Predictive | Batches, y: Any = None, *, level: float = 0.9) -> IntervalRule:
+        """The quantiles of held-out scores, for intervals of that level."""
         check_level(level)
         parts = [self._scores(p, target, level) for p, target in forecasts.numbers("ConformalIntervals", predictive, y)]
         scores = torch.cat(parts)  # [n, C]

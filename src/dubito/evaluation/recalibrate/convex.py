@@ -60,22 +60,29 @@ def minimize(problem: Problem, name: str) -> Tensor:
         promised = -float((gradient * step).sum())
         if promised < TOLERANCE and damping <= 1e-6 and not _endless(problem, logits):
             return x
-        change, size, new = problem.forward(step), 1.0, value
-        while size > 1e-10:
-            new = score(found, logits + size * change) + 0.5 * (fines * (x + size * step) ** 2).sum()
-            if float(new) <= float(value) - 1e-4 * size * promised + 1e-15:
-                break
-            size /= 2
-        else:
-            if promised < ROUNDING and not _endless(problem, logits):
-                return x
-            size = 0.0  # and a shorter step, more along the gradient, next time
+        change = problem.forward(step)
+        size, new = _line_search(problem, x, logits, step, change, float(value), promised)
+        if not size and promised < ROUNDING and not _endless(problem, logits):
+            return x
         damping = max(LEAST, damping / 100) if size > 0.1 else 100 * damping
-        if size:
+        if size:  # else a shorter step, more along the gradient, next time
             x, logits, value = x + size * step, logits + size * change, new
         if damping > 1e3:
             break
     raise ValueError(f"{name} has no minimum: {_why(found)}; give a larger penalty, or more held-out data")
+
+
+def _line_search(
+    problem: Problem, x: Tensor, logits: Tensor, step: Tensor, change: Tensor, value: float, promised: float
+) -> tuple[float, Tensor]:
+    """The length of a step, halved until the score falls enough, and the score there; 0 if it never does."""
+    size, new = 1.0, problem.fines.new_tensor(value)
+    while size > 1e-10:
+        new = score(problem.found, logits + size * change) + 0.5 * (problem.fines * (x + size * step) ** 2).sum()
+        if float(new) <= value - 1e-4 * size * promised + 1e-15:
+            return size, new
+        size /= 2
+    return 0.0, new
 
 
 def _why(found: Held) -> str:
@@ -118,6 +125,7 @@ def _by_gradients(problem: Problem, probs: Tensor, gradient: Tensor, damping: fl
     labels, fines = problem.found.labels, problem.fines
 
     def curved(v: Tensor) -> Tensor:
+        """The Hessian times v, damped."""
         u = problem.forward(v)
         w = probs * ((1 - probs) * u if labels else u - (probs * u).sum(-1, keepdim=True))
         return problem.backward(w) + (fines + damping) * v
@@ -130,6 +138,7 @@ def _by_gradients(problem: Problem, probs: Tensor, gradient: Tensor, damping: fl
     factor = torch.linalg.cholesky(blocks + torch.diag_embed(own + ridge))
 
     def solved(r: Tensor) -> Tensor:
+        """The preconditioner's inverse times r."""
         return torch.cholesky_solve(r.mT, factor[0]).mT if shared else torch.cholesky_solve(r.unsqueeze(-1), factor).squeeze(-1)
 
     step, residual = torch.zeros_like(gradient), -gradient

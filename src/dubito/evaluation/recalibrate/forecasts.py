@@ -34,6 +34,7 @@ class Held:
 
     @property
     def probs(self) -> Tensor:
+        """Probabilities of classes or labels, [n, C]."""
         return torch.sigmoid(self.logits) if self.labels else self.logits.exp()
 
     @property
@@ -42,6 +43,7 @@ class Held:
         return self.truth.double() if self.labels else F.one_hot(self.truth, self.logits.shape[-1]).double()
 
     def rows(self, which: Tensor) -> Held:
+        """Some of the examples."""
         return Held(self.logits[which], self.truth[which], self.labels)
 
 

@@ -41,6 +41,7 @@ class Isotonic:
         _check(self.floor)
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Frequencies:
+        """The best rising function of every class for held-out data."""
         return _columns(forecasts.classes("Isotonic", predictive, y), _isotonic, self.floor, steps=False)
 
 
@@ -68,6 +69,7 @@ class Histogram:
             raise ValueError(f"there is at least one bin, by 'mass' or by 'width'; got bins={self.bins}, by={self.by!r}")
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Frequencies:
+        """The frequencies in every bin of held-out data."""
         found = forecasts.classes("Histogram", predictive, y)
         return _columns(found, lambda probs, hits: _histogram(probs, hits, self.bins, self.by), self.floor, steps=True)
 
@@ -114,6 +116,7 @@ def _columns(
     most = max(len(x) for x, _ in maps)
 
     def padded(values: Tensor) -> Tensor:
+        """Repeat the last value, so that all classes have as many knots."""
         return torch.cat([values, values[-1:].expand(most - len(values))])
 
     knots, values = (torch.stack([padded(pair[i]) for pair in maps]) for i in (0, 1))

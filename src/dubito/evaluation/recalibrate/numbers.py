@@ -47,18 +47,22 @@ class RecalibratedNumbers(Predictive):
 
     @property
     def likelihood(self) -> Likelihood:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the predictive before."""
         return self.before.likelihood
 
     @property
     def means(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Outputs of the network, as before."""
         return self.before.means
 
     @property
     def f_mean(self) -> Tensor:
+        """As before."""
         return self.before.f_mean
 
     @property
     def f_var(self) -> Tensor:
+        """As before."""
         return self.before.f_var
 
     @property
@@ -89,10 +93,12 @@ class RecalibratedNumbers(Predictive):
 
     @property
     def mean(self) -> Tensor:
+        """E[y] under F', [B, *D, C]."""
         return self._moments[0].to(self.before.mean)
 
     @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The variance under F', split in the shares that it had before."""
         total, old = self._moments[1].to(self.before.mean), self.before.uncertainty
         share = torch.where(old.total.isfinite() & (old.total > 0), old.aleatoric / old.total, 1.0)
         return Uncertainty.of(total, total * share.to(total))
@@ -126,9 +132,11 @@ class RecalibratedNumbers(Predictive):
         return self.levels[k, columns] + (v - self.shares[k]) / self._slopes[k, columns]
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """The central interval of that level, (lower, upper)."""
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def log_prob(self, y: Tensor) -> Tensor:
+        """ln p(y | x, D), outputs and positions added up, [B]."""
         y = self.likelihood.target(tree.tensors(y), self.means[0])
         k = self._piece(self.before.cdf(y).double())
         slope = self._slopes[k, torch.arange(y.shape[-1], device=y.device).expand_as(k)]
@@ -136,6 +144,7 @@ class RecalibratedNumbers(Predictive):
         return score.flatten(1).sum(1).to(self.before.mean)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y, by the inverse of F'."""
         device = self.means.device
         source = fresh(device) if generator is None else generator
         shares = torch.rand((n, *self.before.mean.shape), generator=source, dtype=torch.float64, device=device)
@@ -162,6 +171,7 @@ class RecalibratedNumbers(Predictive):
         return replace(self, before=self.before.to(device), levels=self.levels.to(device), shares=self.shares.to(device))
 
     def rescaled(self, shift: Units, scale: Units) -> RecalibratedNumbers:
+        """The predictive of shift + scale * y."""
         return replace(self, before=self.before.rescaled(shift, scale))
 
 

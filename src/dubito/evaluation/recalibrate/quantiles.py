@@ -50,6 +50,7 @@ class Quantiles:
             raise ValueError(f"a map has one piece or more; got pieces={self.pieces}")
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> QuantileMap:
+        """The map for held-out data."""
         levels = []
         for p, target in forecasts.numbers("Quantiles", predictive, y):
             levels.append(exact("Quantiles", p).cdf(target).double().clamp(0, 1).flatten(0, -2))

@@ -26,10 +26,12 @@ def conformal_quantile(scores: Tensor, level: float) -> Tensor:
 
 
 def place(n: int, level: float) -> int:
+    """The rank of the conformal quantile among n scores, from 1; more than n if there is none."""
     return math.ceil((n + 1) * level - 1e-9)  # less the rounding, by which 10 * 0.9 might be more than 9
 
 
 def check_level(level: float) -> None:
+    """The level must be a probability."""
     if not 0 < level < 1:
         raise ValueError(f"the level is a probability between 0 and 1, as in 0.9; got {level}")
 

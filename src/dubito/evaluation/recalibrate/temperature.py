@@ -14,6 +14,7 @@ from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
 from dubito.evaluation.recalibrate.forecasts import Batches, Held
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Temperature:
     """
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Tempered:
+        """The best temperature for held-out data."""
         found = forecasts.classes("Temperature", predictive, y)
         return Tempered(1 / _best_power(found), len(found.truth))
 
@@ -62,30 +64,36 @@ def _best_power(found: Held) -> float:
         z = torch.stack([torch.zeros_like(z), z], -1).flatten(0, 1)
     z = z - z.amax(-1, keepdim=True)
     own = z.gather(-1, found.truth.reshape(-1, 1)).squeeze(-1)
-    if not bool((own < 0).any()):
-        raise ValueError(
-            f"all {len(own)} held-out answers are right, so that every smaller temperature looks better still, down to 0: fit it to "
-            "more held-out data, with some errors among them, or leave the predictive as it is"
-        )
-    if float((z.mean(-1) - own).mean()) >= 0:
-        raise ValueError(
-            "the held-out labels are no more probable under the predictive than by chance, so that every higher temperature looks "
-            "better still, up to infinity: check that predictive and targets belong together"
-        )
-    low, high, at = -math.inf, math.inf, 0.0  # of ln b
+    require(
+        (own < 0).any(),
+        f"all {len(own)} held-out answers are right, so that every smaller temperature looks better still, down to 0: fit it to "
+        "more held-out data, with some errors among them, or leave the predictive as it is",
+    )
+    require(
+        float((z.mean(-1) - own).mean()) < 0,
+        "the held-out labels are no more probable under the predictive than by chance, so that every higher temperature looks "
+        "better still, up to infinity: check that predictive and targets belong together",
+    )
+    low, high, place = -math.inf, math.inf, 0.0  # of ln b
     for _ in range(500):
-        slope, curvature = _derivatives(z, own, math.exp(at))
-        low, high = (at, high) if slope < 0 else (low, at)
-        step = -slope / (curvature * math.exp(at)) if curvature > 0 else math.inf
-        new = at + max(-2.0, min(2.0, step))
-        if not low < new < high:
-            new = (low + high) / 2 if math.isfinite(low + high) else at + (2.0 if slope < 0 else -2.0)
-        if abs(new - at) < 1e-12 or slope == 0:
-            return math.exp(at)
-        at = new
+        slope, curvature = _derivatives(z, own, math.exp(place))
+        low, high = (place, high) if slope < 0 else (low, place)
+        new = _next(low, high, place, slope, curvature)
+        if abs(new - place) < 1e-12 or slope == 0:
+            return math.exp(place)
+        place = new
     raise RuntimeError(
-        f"the search for a temperature has not ended near {math.exp(-at):.3g}; please report this"
+        f"the search for a temperature has not ended near {math.exp(-place):.3g}; please report this"
     )  # pragma: no cover
+
+
+def _next(low: float, high: float, place: float, slope: float, curvature: float) -> float:
+    """A Newton step of ln b, of at most 2, or the middle of the bracket where that leaves it."""
+    step = -slope / (curvature * math.exp(place)) if curvature > 0 else math.inf
+    new = place + max(-2.0, min(2.0, step))
+    if low < new < high:
+        return new
+    return (low + high) / 2 if math.isfinite(low + high) else place + (2.0 if slope < 0 else -2.0)
 
 
 def _derivatives(z: Tensor, own: Tensor, power: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.marginals import Exact, exact, log_density
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import one_of, require
 
 RANGE, GRID, SECTIONS = 4.0, 33, 60
 
@@ -40,10 +41,10 @@ class Variance:
     by: Literal["nll", "moments"] = "nll"
 
     def __post_init__(self):
-        if self.by not in ("nll", "moments"):
-            raise ValueError(f"a variance is fitted by 'nll' or by 'moments'; got by={self.by!r}")
+        one_of(("nll", "moments"), by=self.by)
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Stretched:
+        """The best factor for held-out data."""
         squares, kept, plain = [], [], True
         for p, target in forecasts.numbers("Variance", predictive, y):
             p = exact("Variance", p)
@@ -54,12 +55,14 @@ class Variance:
                 kept.append((p, target))
         found = torch.cat(squares)  # [n, C]
         start = found.mean(0).sqrt() if self.per_output else found.mean().sqrt().expand(found.shape[1])
-        if not plain and self.by == "moments" and not bool(start.isfinite().all() & (start > 0).all()):
-            raise ValueError("a predictive without a variance cannot be stretched by='moments': use by='nll'")
-        if bool((found.sum(0) == 0).any()) and plain:
-            raise ValueError("the held-out targets are predicted without an error: every smaller variance looks better still")
-        if not plain and self.by == "nll":
+        if plain:
+            exactly = bool((found.sum(0) == 0).any())
+            require(not exactly, "the held-out targets are predicted without an error: every smaller variance looks better still")
+        elif self.by == "nll":
             start = _search(kept, start, shared=not self.per_output)
+        else:
+            fine = start.isfinite().all() & (start > 0).all()
+            require(fine, "a predictive without a variance cannot be stretched by='moments': use by='nll'")
         return Stretched(start, len(found))
 
 
@@ -90,6 +93,7 @@ def _search(kept: list[tuple[Exact, Tensor]], start: Tensor, *, shared: bool) ->
     start = torch.where(start.isfinite() & (start > 0), start, 1.0).log()
 
     def score(at: Tensor) -> Tensor:
+        """The negative log score of factors exp(at), for every output."""
         total = torch.zeros_like(at)
         for p, y in kept:
             back = p.mean + (y - p.mean) / at.exp()

@@ -53,6 +53,7 @@ def fgsm(
     check(x, size, bounds, norm)
 
     def one(x: Tensor, score: Callable[[Tensor], Tensor], i: int) -> Tensor:
+        """One step for a batch."""
         return _within(x + size * _steepest(_slope(score, x)[1], norm), bounds, x)
 
     return _attacked(one, posterior.functions(how, draws=draws, seed=seed), posterior, x, y, transform, batch_size)
@@ -95,11 +96,13 @@ def pgd(
     length = 2.5 * size / steps if step_size is None else step_size
 
     def one(x: Tensor, score: Callable[[Tensor], Tensor], i: int) -> Tensor:
+        """All steps for a batch."""
         source = generator("cpu", seed, "attack", i)
         with torch.no_grad():
             worst, most = x.clone(), score(x)
 
         def note(place: Tensor, value: Tensor) -> None:
+            """Keep the places that are worse than any before."""
             worse = value > most
             worst[worse], most[worse] = place[worse], value[worse]
 
@@ -155,6 +158,7 @@ def _attacked(
         for i, (part, target) in enumerate(zip(x.detach().split(batch_size), y.split(batch_size), strict=True)):
 
             def score(x: Tensor, target: Tensor = plain(target).to(device)) -> Tensor:
+                """-ln p(y | x, D) of a batch, [B]."""
                 inputs = x if transform is None else transform(x)
                 return -found(inputs.to(device, dtype)).log_prob(target)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.shift import blur, digital, noise, weather
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import generator
 
 PIECE = 2**19  # pixels that are worked on at a time: a few megabytes
@@ -78,39 +79,26 @@ def corrupt(images: Tensor, name: str, *, severity: int = 3, seed: int = 0) -> T
 
 def check(images: Tensor, name: str, severity: int) -> None:
     """Raise a ValueError, in words, where these images cannot be corrupted so."""
-    if name not in CORRUPTIONS:
-        raise ValueError(f"there is no corruption {name!r}: use one of {', '.join(CORRUPTIONS)}")
-    if isinstance(severity, bool) or severity not in (1, 2, 3, 4, 5):
-        raise ValueError(f"severity is 1, 2, 3, 4 or 5; got {severity!r}")
+    require(name in CORRUPTIONS, f"there is no corruption {name!r}: use one of {', '.join(CORRUPTIONS)}")
+    whole = severity in (1, 2, 3, 4, 5) and not isinstance(severity, bool)
+    require(whole, f"severity is 1, 2, 3, 4 or 5; got {severity!r}")
     check_images(images)
-    channels = images.shape[-1] if images.dtype == torch.uint8 else images.shape[1]
-    if channels not in (1, 3):
-        raise ValueError(
-            f"images have 1 channel (grey) or 3 (red, green, blue), and these have {channels}, shape {list(images.shape)}"
-        )
-    if name == "saturate" and channels == 1:
-        raise ValueError("saturate changes colours, and these images are grey: leave it out")
+    channels, shape = images.shape[-1] if images.dtype == torch.uint8 else images.shape[1], list(images.shape)
+    require(channels in (1, 3), f"images have 1 channel (gray) or 3 (red, green, blue), and these have {channels}, shape {shape}")
+    require(name != "saturate" or channels == 3, "saturate changes colors, and these images are gray: leave it out")
 
 
 def check_images(images: Tensor) -> None:
     """Raise a ValueError unless these are images: [B, C, H, W] in [0, 1], or bytes [B, H, W, C]."""
-    if not isinstance(images, Tensor) or images.ndim != 4:
-        found = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"images are a tensor [B, C, H, W] in [0, 1], or bytes [B, H, W, C]; got {found}")
-    if images.dtype == torch.uint8:
-        height, width = images.shape[1:3]
-    elif images.is_floating_point():
-        height, width = images.shape[2:]
-    else:
-        raise ValueError(f"images are real numbers in [0, 1] or bytes (torch.uint8); got {images.dtype}")
-    if min(height, width) < 4:
-        raise ValueError(
-            f"images have at least 4 x 4 pixels; these have {height} x {width}: bytes are [B, H, W, C], real numbers [B, C, H, W]"
-        )
+    shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+    layout = "images are a tensor [B, C, H, W] in [0, 1], or bytes [B, H, W, C]"
+    require(isinstance(images, Tensor) and images.ndim == 4, f"{layout}; got {shape}")
+    known = images.dtype == torch.uint8 or images.is_floating_point()
+    require(known, f"images are real numbers in [0, 1] or bytes (torch.uint8); got {images.dtype}")
+    height, width = images.shape[1:3] if images.dtype == torch.uint8 else images.shape[2:]
+    layout = "bytes are [B, H, W, C], real numbers [B, C, H, W]"
+    require(min(height, width) >= 4, f"images have at least 4 x 4 pixels; these have {height} x {width}: {layout}")
     if images.is_floating_point() and images.numel():
         low, high = (float(end) for end in torch.aminmax(images.detach()))
-        if not (low >= 0 and high <= 1):
-            raise ValueError(
-                f"images lie in [0, 1], and these go from {low:.3g} to {high:.3g}: corrupt them before they are normalised "
-                "(`transform=` where there is one)"
-            )
+        advice = "corrupt them before they are normalized (`transform=` where there is one)"
+        require(low >= 0 and high <= 1, f"images lie in [0, 1], and these go from {low:.3g} to {high:.3g}: {advice}")

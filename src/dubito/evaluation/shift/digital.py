@@ -58,6 +58,7 @@ def pixelate(images: Tensor, severity: int, *, generator: torch.Generator | None
     share = (0.95, 0.9, 0.85, 0.75, 0.65)[severity - 1]
 
     def both(n: int) -> Tensor:
+        """The matrix that shrinks n pixels and enlarges them again."""
         fewer = max(1, int(share * n))
         like = images.new_zeros((), dtype=torch.float64)
         return (boxes(fewer, n, like) @ boxes(n, fewer, like)).to(images)

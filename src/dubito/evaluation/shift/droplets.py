@@ -26,6 +26,7 @@ def edges(layer: Tensor, low: float, high: float) -> Tensor:
     around = F.pad(size, (1, 1, 1, 1))
 
     def beside(down: int, right: int) -> Tensor:
+        """The gradient of the neighbor that lies so far down and to the right."""
         return around[:, 1 + down : 1 + down + height, 1 + right : 1 + right + width]
 
     # of two equal neighbours one must be kept, so one side may be as large, but not on the diagonals
@@ -75,6 +76,7 @@ def relief(layer: Tensor) -> Tensor:
     """Light and shade on drops, 0 to 255."""
 
     def filtered(values: Tensor, kernel: Tensor) -> Tensor:
+        """Convolution with a kernel of 3 x 3, reflected at the border."""
         padded = F.pad(values.unsqueeze(1), (1, 1, 1, 1), mode="reflect")
         return F.conv2d(padded, kernel.to(values)[None, None]).squeeze(1)
 

@@ -52,6 +52,7 @@ class Corruptions(Shift):
     axis: str = field(default="severity", kw_only=True)
 
     def check(self, x: Tensor) -> None:
+        """Every corruption must be for these images at every severity."""
         for kind in self.kinds:
             for level in self.levels:
                 check(x, kind, int(level) if level == int(level) else level)  # pyright: ignore[reportArgumentType]
@@ -59,6 +60,7 @@ class Corruptions(Shift):
     def apply(
         self, x: Tensor, kind: str, level: float, *, y: Any, posterior: Posterior, transform: Transform | None, seed: int
     ) -> Tensor:
+        """The images at that severity."""
         return corrupt(x, kind, severity=int(level), seed=seed)
 
 
@@ -72,11 +74,13 @@ class Rotations(Shift):
     axis: str = field(default="degrees", kw_only=True)
 
     def check(self, x: Tensor) -> None:
+        """The inputs must be images."""
         rotate(x[:1], 0.0)
 
     def apply(
         self, x: Tensor, kind: str, level: float, *, y: Any, posterior: Posterior, transform: Transform | None, seed: int
     ) -> Tensor:
+        """The images turned by `level` degrees."""
         return rotate(x, level, fill=self.fill)
 
 
@@ -96,24 +100,22 @@ class Attacks(Shift):
     axis: str = field(default="size of the attack", kw_only=True)
 
     def __post_init__(self):
-        if wrong := [kind for kind in self.kinds if kind not in ("fgsm", "pgd")]:
-            raise ValueError(f"attacks are 'fgsm' and 'pgd'; got {wrong[0]!r}")
+        for kind in self.kinds:
+            require(kind in ("fgsm", "pgd"), f"attacks are 'fgsm' and 'pgd'; got {kind!r}")
 
     def check(self, x: Tensor) -> None:
+        """The inputs must lie within the bounds."""
         check_attack(x, min(self.levels), self.bounds, self.norm)
 
     def apply(
         self, x: Tensor, kind: str, level: float, *, y: Any, posterior: Posterior, transform: Transform | None, seed: int
     ) -> Tensor:
+        """Inputs attacked with size `level`."""
+        shared = {name: getattr(self, name) for name in ("bounds", "norm", "how", "draws", "batch_size")}
+        shared |= {"size": level, "seed": seed, "transform": transform}
         if kind == "fgsm":
-            return fgsm(
-                posterior, x, y, size=level, bounds=self.bounds, norm=self.norm, how=self.how, draws=self.draws, seed=seed,
-                transform=transform, batch_size=self.batch_size,
-            )  # fmt: skip
-        return pgd(
-            posterior, x, y, size=level, bounds=self.bounds, norm=self.norm, steps=self.steps, restarts=self.restarts,
-            how=self.how, draws=self.draws, seed=seed, transform=transform, batch_size=self.batch_size,
-        )  # fmt: skip
+            return fgsm(posterior, x, y, **shared)
+        return pgd(posterior, x, y, steps=self.steps, restarts=self.restarts, **shared)
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def sweep(
     """Metrics of a posterior on inputs x, y that are shifted further and further.
 
     `shift` is "corruptions" (the 15 common ones), "rotations", names of corruptions, or a `Corruptions`, `Rotations` or `Attacks` with
-    levels of your own. The network is given transform(x): x are the inputs before they are normalised or flattened, and it is these
+    levels of your own. The network is given transform(x): x are the inputs before they are normalized or flattened, and it is these
     that are shifted. By default accuracy, NLL, ECE, confidence and epistemic uncertainty for classes, and NLL, RMSE, coverage and
     epistemic uncertainty (a variance) else. `how`, `draws` and `seed` are those of `predict`; every posterior that is swept with
     the same seed sees the same corrupted inputs. Choose no threshold and no temperature by what comes out: these are test data.
@@ -178,17 +180,14 @@ def sweep(
     names = usual if metrics is None else tuple(metrics)
     for name in names:
         one_of([*METRICS, "epistemic", "confidence"], metric=name)
-    if not isinstance(x, Tensor) or y is None:
-        given = "no targets" if y is None else f"a {type(x).__name__}"
-        raise TypeError(f"x is one tensor, which is shifted as a whole, and y the targets of all its rows; got {given}")
-    y = torch.as_tensor(y)
-    require(len(x) == len(y) and len(x), f"there are {len(x)} inputs for {len(y)} targets: give one for each, and at least one")
     at_least(1, batch_size=batch_size)
+    y = _targets(x, y)
     shifts.check(x)
     targets = y.cpu()
     predict = predictor(posterior, how=how, draws=draws, memory=memory, seed=seed)
 
     def scored(inputs: Tensor) -> dict[str, float]:
+        """The metrics on inputs that are shifted so."""
         return score(predict_in_batches(predict, inputs, batch_size, transform), targets, names)
 
     levels = tuple(level for level in shifts.levels if level)
@@ -201,19 +200,25 @@ def sweep(
     return Sweep(shifts.axis, shifts.kinds, (0, *levels), names, scores)
 
 
+def _targets(x: Tensor, y: Any) -> Tensor:
+    if not isinstance(x, Tensor) or y is None:
+        given = "no targets" if y is None else f"a {type(x).__name__}"
+        raise TypeError(f"x is one tensor, which is shifted as a whole, and y the targets of all its rows; got {given}")
+    y = torch.as_tensor(y)
+    require(len(x) == len(y) and len(x), f"there are {len(x)} inputs for {len(y)} targets: give one for each, and at least one")
+    return y
+
+
 def _shift(shift: Shift | Sequence[str] | str) -> Shift:
-    if isinstance(shift, Shift):
-        found = shift
-    elif shift == "corruptions":
-        found = Corruptions()
-    elif shift == "rotations":
-        found = Rotations()
-    elif isinstance(shift, str):
-        raise ValueError(
-            f"shift is 'corruptions', 'rotations', a list of corruptions, or an object such as Attacks(...); got {shift!r}"
+    if isinstance(shift, str):
+        require(
+            shift in NAMED,
+            f"shift is 'corruptions', 'rotations', a list of corruptions, or an object such as Attacks(...); got {shift!r}",
         )
-    else:
-        found = Corruptions(tuple(shift))
-    if not found.kinds or not any(found.levels):
-        raise ValueError("a shift has at least one kind and one level other than 0")
-    return found
+        return NAMED[shift]()
+    shifts = shift if isinstance(shift, Shift) else Corruptions(tuple(shift))
+    require(shifts.kinds and any(shifts.levels), "a shift has at least one kind and one level other than 0")
+    return shifts
+
+
+NAMED = {"corruptions": Corruptions, "rotations": Rotations}

@@ -108,6 +108,7 @@ def coloured(layer: Tensor, colour: tuple[float, float, float], images: Tensor) 
 
 
 def grey_of(colour: tuple[float, float, float]) -> float:
+    """The brightness of images, [B, 1, H, W]."""
     return sum(share * part for share, part in zip(LUMA, colour, strict=True))
 
 
@@ -121,6 +122,7 @@ def plasma(number: int, size: int, decay: float, like: Tensor, generator: torch.
     field, step, root = like.new_zeros(number, size, size), size, 100.0
 
     def between(total: Tensor) -> Tensor:
+        """The mean of four points and a random step."""
         return total / 4 + uniform(tuple(total.shape), like, generator, -(root**2), root**2)
 
     while step >= 2:
