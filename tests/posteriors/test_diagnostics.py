@@ -183,11 +183,11 @@ def test_nested_rhat_needs_no_long_chains():
 @pytest.mark.parametrize(
     ("shape", "superchains", "message"),
     [
-        ((6, 3), 4, "6 chains are not 4 superchains"),
+        ((6, 3), 4, "4 superchains for 6 chains"),
         ((6, 3), 1, "at least two"),
-        ((4, 1), 4, "one chain of one draw has no spread"),
+        ((4, 1), 4, "one chain with one draw have no variance"),
         ((4, 3), torch.tensor([0, 0, 0, 1]), r"same number of chains each; got \[3, 1\]"),
-        ((4, 3), torch.tensor([0, 1]), "name the superchain of each"),
+        ((4, 3), torch.tensor([0, 1]), "superchain of each of 4 chains"),
     ],
 )
 def test_superchains_that_are_none(shape, superchains, message):
@@ -248,7 +248,7 @@ def test_shapes_and_kinds():
         torch.testing.assert_close(function(draws)[1, 2], function(draws[..., 1, 2]), rtol=1e-14, atol=0)
     assert rhat(draws.bfloat16()).shape == (2, 4)
     assert rhat((draws > 0).int()).shape == (2, 4)
-    with pytest.raises(ValueError, match=r"draws are \[chains, n, ...\]"):
+    with pytest.raises(ValueError, match=r"draws must be \[chains, n, ...\]"):
         rhat(normal(20))
     with pytest.raises(ValueError, match="real numbers"):
         rhat(draws.to(torch.complex64))
@@ -305,7 +305,7 @@ def test_agreement_and_total_variation():
 @pytest.mark.parametrize(
     ("p", "q", "message"),
     [
-        (torch.ones(2, 3) / 3, torch.ones(3, 3) / 3, "different shapes"),
+        (torch.ones(2, 3) / 3, torch.ones(3, 3) / 3, "the same inputs"),
         (torch.randn(2, 3), torch.ones(2, 3) / 3, "are these logits"),
         (torch.ones(2) / 2, torch.ones(2) / 2, r"\[B, C\]"),
         (LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 2, 1)), torch.ones(2, 1), "predicts numbers"),
@@ -326,7 +326,7 @@ def test_running_log_score():
     two = dataclasses.replace(p, means=p.means[[0, 1, 4, 5, 8, 9]])
     assert len(chains) == 4
     assert float(chains[1]) == pytest.approx(float(two.log_prob(y).mean()), rel=1e-5)
-    with pytest.raises(ValueError, match="12 draws are not 5 chains"):
+    with pytest.raises(ValueError, match="5 chains for 12 draws"):
         running_log_score(p, y, chains=5)
 
 

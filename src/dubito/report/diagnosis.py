@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dubito.posteriors import Samples
 from dubito.posteriors.diagnostics import Summary
-from dubito.posteriors.diagnostics.predictions import running
-from dubito.posteriors.diagnostics.summary import BAD, GOOD
+from dubito.posteriors.diagnostics.predictions import running_score
+from dubito.posteriors.diagnostics.spread import RHAT_BAD, RHAT_GOOD
 from dubito.report.canvas import INK
 from dubito.report.chains import MANY, chain_colours, energies, rhats, running_scores, trace
 from dubito.report.report import Column, Figure, Picture, Report, Section, Table
@@ -63,11 +63,13 @@ def _table(summary: Summary) -> Table:
 def _convergence(summary: Summary, predictions: bool) -> Section:
     spreads = {"predictions": summary.predictions, "weights": summary.weights}
     pictures = tuple(
-        rhats(spread.rhat, title=f"{len(spread):,} {name}", good=GOOD) for name, spread in spreads.items() if spread is not None
+        rhats(spread.rhat, title=f"{len(spread):,} {name}", good=RHAT_GOOD)
+        for name, spread in spreads.items()
+        if spread is not None
     )
     text = (
         "R-hat compares the spread between the chains with the spread inside them, for one quantity at a time. It is 1 where they "
-        f"agree, up to {GOOD} is good, and above {BAD} it is not chance. "
+        f"agree, up to {RHAT_GOOD} is good, and above {RHAT_BAD} it is not chance. "
     )
     text += (
         "Predictions count. Weights are symmetric: hidden units may change places and signs, so that chains differ in weights and "
@@ -131,11 +133,11 @@ def _picked(rhat: Tensor) -> list[tuple[int, float]]:
 
 
 def _scores(scores: Tensor, chains: int) -> Figure:
-    each = [running(part) for part in scores.view(chains, -1, *scores.shape[1:])]
+    each = [running_score(part) for part in scores.view(chains, -1, *scores.shape[1:])]
     legend = ((INK, "all chains together"), *_legend(chains))
     text = (
         "The mean log probability of the targets under the average of the first draws. Where it still rises at the end, more draws "
         "would predict better; where chains end at different heights, they have found different solutions."
     )
-    shown = running_scores(running(scores, chains), each, label="log score, nats")
+    shown = running_scores(running_score(scores, chains), each, label="log score, nats")
     return Figure("Log score", (shown,), caption=text, legend=legend)

@@ -1,6 +1,7 @@
-"""Whether draws can be trusted: R-hat, effective sample sizes, energies, and predictives compared with each other.
+"""Diagnostics of draws: R-hat, effective sample sizes, energies, and comparisons of predictives.
 
-Draws are [chains, n, ...]: every quantity on the trailing axes is judged on its own, all of them at once.
+Draws are [chains, n, ...]; every quantity on the trailing axes is judged separately, all of them at once. Read quantities, ranks, rhat,
+ess, energy, spread, summary; predictions and arviz stand apart. Only `posteriors.predictive` and the rooms below are imported.
 """
 
 from dubito.posteriors.diagnostics.arviz import to_arviz as to_arviz
@@ -17,7 +18,7 @@ from dubito.posteriors.diagnostics.predictions import total_variation as total_v
 from dubito.posteriors.diagnostics.rhat import nested_rhat as nested_rhat
 from dubito.posteriors.diagnostics.rhat import rhat as rhat
 from dubito.posteriors.diagnostics.rhat import rhat_classic as rhat_classic
-from dubito.posteriors.diagnostics.summary import Spread as Spread
+from dubito.posteriors.diagnostics.spread import Spread as Spread
+from dubito.posteriors.diagnostics.spread import convergence as convergence
 from dubito.posteriors.diagnostics.summary import Summary as Summary
-from dubito.posteriors.diagnostics.summary import convergence as convergence
 from dubito.posteriors.diagnostics.summary import summarize as summarize

@@ -1,11 +1,12 @@
-"""What the energies of a Hamiltonian sampler tell."""
+"""Diagnostics of the energies of a Hamiltonian sampler."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dubito.posteriors.diagnostics.quantities import one
+from dubito.posteriors.diagnostics.quantities import map_quantity
+from dubito.tensors.checks import at_least, require
 
 
 def bfmi(energy: Tensor) -> Tensor:
@@ -13,8 +14,8 @@ def bfmi(energy: Tensor) -> Tensor:
 
     .. math:: \sum_i (E_i - E_{i-1})^2 \Big/ \sum_i (E_i - \bar E)^2
 
-    Energies are the Hamiltonian on the trajectory to each draw, with its own momentum. Below 0.3, new momenta change the energy too
-    little for the chain to get around: the tails are reached by a slow walk. nan for a constant energy.
+    :math:`E_i` is the value of the Hamiltonian on the trajectory to draw i. Below 0.3, new momenta change the energy too little, and
+    the chain reaches the tails only by a slow random walk. nan for a constant energy.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> bfmi(torch.randn(2, 10000, generator=g)).round(decimals=1)            # 2 for independent energies
@@ -22,28 +23,25 @@ def bfmi(energy: Tensor) -> Tensor:
     >>> bfmi(torch.randn(1, 1000, generator=g).cumsum(1)).round(decimals=1)   # 0 for a random walk
     tensor([0.], dtype=torch.float64)
     """
-    if energy.ndim != 2:
-        raise ValueError(f"energies are [chains, n]; got {list(energy.shape)}")
+    require(energy.ndim == 2, f"energy must be [chains, n]; got {list(energy.shape)}")
 
-    def ratio(x: Tensor) -> Tensor:
+    def _ratio(x: Tensor) -> Tensor:
         return x.diff(dim=-1).square().sum((1, 2)) / (x - x.mean(-1, keepdim=True)).square().sum((1, 2))
 
-    return one(ratio, energy.T.unsqueeze(0), least=2)  # every chain a quantity of its own
+    return map_quantity(_ratio, energy.T.unsqueeze(0), least=2)  # every chain is a quantity
 
 
 def energy_error_per_dimension(energy_error: Tensor, dimensions: int) -> Tensor:
-    r"""The variance of the integrator's energy errors for each dimension, :math:`\mathrm{Var}[\Delta E] / d`, [chains] for [chains, n].
+    r"""The variance of the energy errors per dimension, :math:`\mathrm{Var}[\Delta E] / d`, for errors [chains, n]: [chains].
 
-    It is how much a sampler without an accept step is wrong (Robnik et al. 2023): MCLMC chooses its step size such that this is about
-    5e-4. inf where a step diverged.
+    It measures the bias of a sampler without an accept step (Robnik et al. 2023). MCLMC chooses its step size so that it is about
+    5e-4. inf where a step diverged, nan for fewer than two draws.
 
     >>> energy_error_per_dimension(torch.tensor([[0.3, -0.1, 0.2, -0.4]]), 100)
     tensor([0.0010], dtype=torch.float64)
     """
-    if dimensions < 1:
-        raise ValueError(f"there is at least one dimension; got {dimensions}")
-    if energy_error.ndim != 2:
-        raise ValueError(f"energy errors are [chains, n]; got {list(energy_error.shape)}")
+    at_least(1, dimensions=dimensions)
+    require(energy_error.ndim == 2, f"energy_error must be [chains, n]; got {list(energy_error.shape)}")
     errors = energy_error.detach().to(torch.float64)
     if errors.shape[1] < 2:
         return errors.new_full(errors.shape[:1], torch.nan)

@@ -1,15 +1,15 @@
-r"""How many independent draws would tell as much: effective sample sizes, from the autocorrelation of the chains.
+r"""Effective sample sizes: the number of independent draws with the same Monte Carlo error, from the autocorrelation of the chains.
 
 .. math:: S_{\mathrm{eff}} = \frac{S}{\hat\tau}, \quad \hat\tau = 1 + 2 \sum_{t \ge 1} \hat\rho_t, \quad
     \hat\rho_t = 1 - \frac{W - \frac1m \sum_j \hat\gamma_{jt}}{\hat V}
 
-for S draws in m half-chains, their autocovariances :math:`\hat\gamma_{jt}` at lag t (by FFT) and the variances W and V of R-hat, so
-that chains that disagree have few effective draws. The sum ends by Geyer's (1992) rule: in a reversible chain sums of two neighbours,
-:math:`\hat\rho_{2k} + \hat\rho_{2k+1}`, are positive and fall with k, so what comes after the first that is not positive is
-noise, and one that rises is taken to be as large as the one before. Chains whose draws alternate can have more effective draws
-than draws, at most S log10(S).
+for S draws in m half-chains, their autocovariances :math:`\hat\gamma_{jt}` at lag t (by FFT) and the variances W and V of R-hat.
+Chains that disagree therefore have few effective draws. The sum ends by the rule of Geyer (1992): in a reversible chain the sums
+:math:`\hat\rho_{2k} + \hat\rho_{2k+1}` are positive and decrease with k, so the terms after the first that is not positive are noise
+and left out, and a sum that increases is replaced by the one before it. Chains with negative autocorrelation can have more effective
+draws than draws, at most S log10(S).
 
-Draws are [chains, n, ...]; constants, values that are not finite and fewer than 4 draws have no effective sample size: nan.
+Draws are [chains, n, ...]. The result is nan for constants, for values that are not finite, and for fewer than 4 draws.
 """
 
 from __future__ import annotations
@@ -19,63 +19,63 @@ import math
 import torch
 from torch import Tensor
 
-from dubito.posteriors.diagnostics.quantities import halves, one
-from dubito.posteriors.diagnostics.ranks import normal_scores, sort
+from dubito.posteriors.diagnostics.quantities import map_quantity, split_chains
+from dubito.posteriors.diagnostics.ranks import normal_scores, sort_rows
 
 TAILS = (0.05, 0.95)
 
 
 def ess_bulk(draws: Tensor) -> Tensor:
-    """Effective draws for the middle of a distribution, from the normal scores of the ranks (Vehtari et al. 2021). 400 is good.
+    """Effective draws for the bulk of a distribution: those of the normal scores of the ranks (Vehtari et al. 2021). 400 is good.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> bool(3600 < ess_bulk(torch.randn(4, 1000, generator=g)) < 4400)
     True
     """
-    return one(lambda x: effective(normal_scores(halves(x))), draws)
+    return map_quantity(lambda x: effective_draws(normal_scores(split_chains(x))), draws)
 
 
 def ess_tail(draws: Tensor) -> Tensor:
-    """Effective draws for the tails: the smaller number for the estimated 5 % and 95 % quantiles (Vehtari et al. 2021). 400 is good.
+    """Effective draws for the tails: the smaller one of the 5 % and the 95 % quantile (Vehtari et al. 2021). 400 is good.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> bool(3600 < ess_tail(torch.randn(4, 1000, generator=g)) < 4400)
     True
     """
-    return one(tails, draws)
+    return map_quantity(effective_tail_draws, draws)
 
 
 def ess_mean(draws: Tensor) -> Tensor:
-    """Effective draws for the mean, from the values themselves.
+    """Effective draws for the mean: those of the values themselves.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> bool(3600 < ess_mean(torch.randn(4, 1000, generator=g)) < 4400)
     True
     """
-    return one(lambda x: effective(halves(x)), draws)
+    return map_quantity(lambda x: effective_draws(split_chains(x)), draws)
 
 
 def mcse_mean(draws: Tensor) -> Tensor:
-    r"""Monte Carlo standard error of the mean over all draws, :math:`s / \sqrt{S_{\mathrm{eff}}}`.
+    r"""Monte Carlo standard error of the mean over all draws, :math:`s / \sqrt{S_{\mathrm{eff}}}` with their standard deviation s.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> mcse_mean(torch.randn(4, 1000, generator=g))           # 1 / sqrt(4000) is 0.0158
     tensor(0.0158, dtype=torch.float64)
     """
-    return one(lambda x: x.flatten(1).std(1) / effective(halves(x)).sqrt(), draws)
+    return map_quantity(lambda x: x.flatten(1).std(1) / effective_draws(split_chains(x)).sqrt(), draws)
 
 
-def tails(x: Tensor) -> Tensor:
+def effective_tail_draws(x: Tensor) -> Tensor:
     """`ess_tail` of chains [P, m, n]."""
-    ordered = sort(x.flatten(1))
-    # the share below a quantile is known as well as the share up to the value below it, and that is exact
-    at = [ordered[:, math.floor(level * (ordered.shape[1] - 1))].view(-1, 1, 1) for level in TAILS]
-    low, high = (effective(halves((x <= value).to(x.dtype))) for value in at)
-    return torch.fmin(low, high)  # one of them may have no answer, where nearly all draws are equal
+    ordered = sort_rows(x.flatten(1))
+    # the indicator of "up to the sorted value just below the quantile" is exact, where an interpolated quantile is not
+    bounds = [ordered[:, math.floor(level * (ordered.shape[1] - 1))].view(-1, 1, 1) for level in TAILS]
+    low, high = (effective_draws(split_chains((x <= value).to(x.dtype))) for value in bounds)
+    return torch.fmin(low, high)  # one of them may be nan, where nearly all draws are equal
 
 
-def effective(x: Tensor) -> Tensor:
-    """Effective draws for the mean of chains [P, m, n]; nan where the variance is 0."""
+def effective_draws(x: Tensor) -> Tensor:
+    """Effective draws for the mean of chains [P, m, n], by the formula above; nan where the variance is 0."""
     m, n = x.shape[1:]
     means = x.mean(-1)
     covariance = _autocovariance(x, means)  # [P, n]
@@ -86,7 +86,7 @@ def effective(x: Tensor) -> Tensor:
     last = max(0, (n - 3) // 2)
     even, odd = correlation[:, : 2 * last + 1 : 2], correlation[:, 1 : 2 * last + 2 : 2]
     pairs = even + odd  # [P, last + 1]
-    # up to the first pair that is not positive; of that one only the even lag counts, once, if it is positive
+    # sum up to the first pair that is not positive; of that pair add only the even lag, once, if it is positive
     stop = torch.where(pairs > 0, last, torch.arange(last + 1, device=x.device)).amin(-1, keepdim=True)
     before = torch.arange(last + 1, device=x.device) < stop
     falling = pairs.cummin(-1).values
@@ -97,12 +97,12 @@ def effective(x: Tensor) -> Tensor:
 
 
 def _autocovariance(x: Tensor, means: Tensor) -> Tensor:
-    """Of chains [P, m, n], the mean over the chains, [P, n]: one transform back for all of them."""
+    """Autocovariances of chains [P, m, n], averaged over the chains, [P, n], with one inverse transform for all of them."""
     m, n = x.shape[1:]
     size = 2 ** math.ceil(math.log2(2 * n))
-    centred = x.new_empty(len(x), m, size)
-    centred[..., n:] = 0
-    torch.sub(x, means.unsqueeze(-1), out=centred[..., :n])
-    spectrum = torch.view_as_real(torch.fft.rfft(centred)).flatten(2)
+    centered = x.new_empty(len(x), m, size)
+    centered[..., n:] = 0
+    torch.sub(x, means.unsqueeze(-1), out=centered[..., :n])
+    spectrum = torch.view_as_real(torch.fft.rfft(centered)).flatten(2)
     power = spectrum.square_().sum(1).view(len(x), -1, 2).sum(-1)
     return torch.fft.irfft(power, n=size)[:, :n] / (n * m)
