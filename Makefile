@@ -25,7 +25,7 @@ define environment
 @$(1)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '$(2)'
 endef
 
-.PHONY: setup demo test quick lint style types tests test-slow test-gpu bench format clean FORCE
+.PHONY: setup demo test quick lint style types tests mutants test-slow test-gpu bench format clean FORCE
 
 setup: $(VENV)/.stamp
 
@@ -61,6 +61,10 @@ types: setup
 
 tests: setup
 	$(RUN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# Breaks one thing at a time in methods, likelihoods, priors and predictions: the contract must notice each.
+mutants: setup
+	$(RUN)/python tests/mutants/run.py --workers $(WORKERS) $(ARGS)
 
 test-slow: setup
 	$(RUN)/python -m pytest -m "slow and not gpu" $(ARGS)

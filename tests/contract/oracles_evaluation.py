@@ -112,11 +112,19 @@ def spread(f: np.ndarray) -> np.ndarray:
     return mixed((f - mixed(f)) ** 2).sum(-1)
 
 
+def variation_ratio() -> None:
+    """A draw whose best classes are tied votes for each of them by an equal share."""
+    measured("variation_ratio", ratio)()
+    tied = torch.tensor([[[2.0, 2.0, 0.0]], [[0.0, 1.0, 0.0]]], dtype=torch.float64)
+    p = LatentMixture(Categorical(), tied, weights=torch.tensor([0.6, 0.4], dtype=torch.float64))
+    agree(measures.variation_ratio(p), [1 - (0.6 / 2 + 0.4)])
+
+
 MEASURES: dict[str, Oracle] = {
     "predictive_entropy": measured("predictive_entropy", lambda p: entropy(mixed(p))),
     "expected_entropy": measured("expected_entropy", lambda p: mixed(entropy(p))),
     "mutual_information": measured("mutual_information", lambda p: entropy(mixed(p)) - mixed(entropy(p))),
-    "variation_ratio": measured("variation_ratio", ratio),
+    "variation_ratio": variation_ratio,
     "one_minus_max": measured("one_minus_max", lambda p: 1 - mixed(p).max(-1)),
     "margin": measured("margin", margin),
     "total_variance": variances("total_variance", total, lambda f: spread(f) + (NOISE**2).sum()),

@@ -12,6 +12,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, Model, MultiTask, priors
+from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.covariances import Diagonal
 from dubito.testing import check_likelihood, check_prior, require
 
@@ -45,6 +46,35 @@ def ignored() -> None:
     close(missing.log_prob(torch.zeros(2, 2, dtype=DOUBLE), y, {})[1], torch.zeros((), dtype=DOUBLE))
 
 
+def noise_levels() -> None:
+    """Logits are divided by the square of a noise level, which may be learned."""
+    f, learned = (
+        torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=DOUBLE),
+        {"likelihood:log_scale": torch.tensor([-0.3], dtype=DOUBLE)},
+    )
+    for kind, link in ((Categorical, partial(torch.softmax, dim=-1)), (Bernoulli, torch.sigmoid)):
+        close(kind().mean(f, {}), link(f))
+        close(kind(scale=1.5).mean(f, {}), link(f / 1.5**2))
+        close(kind(scale=None).mean(f, learned), link(f / math.exp(-0.3) ** 2))
+
+
+def noisy_logits() -> None:
+    """E softmax(m + e^(s/2) eps) over standard normal noise, by Monte Carlo."""
+    source = torch.Generator().manual_seed(0)
+    f = torch.randn(3, 6, generator=source, dtype=DOUBLE)
+    eps = torch.randn(200_000, 1, 3, generator=source, dtype=DOUBLE)
+    exact = torch.softmax(f[:, :3] + (0.5 * f[:, 3:]).exp() * eps, -1).mean(0)
+    close(HeteroscedasticCategorical(samples=512).mean(f, {}), exact, 0.01)
+
+
+def huge_noise() -> None:
+    """A variance that is more than a float holds becomes one to which as much can be added."""
+    f = torch.tensor([[0.0, 900.0]], dtype=DOUBLE)
+    value = HeteroscedasticGaussian().noise_variance(f, torch.zeros_like(f), {})
+    assert value is not None
+    require(bool((value + value).isfinite().all()), "twice the largest noise is infinite")
+
+
 def tasks() -> None:
     """The log likelihood, mean, Fisher matrix and uncertainty of tasks are theirs side by side; of two numbers it is one density."""
     parts = {"a": (Gaussian(), 1), "b": (Categorical(), 3), "c": (HeteroscedasticGaussian(), 2)}
@@ -71,6 +101,14 @@ def tasks() -> None:
     split = both.uncertainty(draws, shares, params)
     own = Gaussian().uncertainty(draws[..., :1], shares, inner)
     close(split.total[..., :1], own.total)
+    stacked = {name: leaf.expand(2, 1) for name, leaf in params.items()}
+    spread = torch.full_like(draws, 0.1)
+    mixed = LatentMixture(both, draws, spread, weights=shares, params=stacked).uncertainty
+    label = LatentMixture(Categorical(), draws[..., 1:4], spread[..., 1:4], weights=shares).uncertainty
+    close(mixed.total[..., 1], label.total, 0.01)
+    close(mixed.aleatoric[..., 1], label.aleatoric, 0.01)
+    close(mixed.aleatoric[..., 0], torch.full((4,), scale**2, dtype=DOUBLE))
+    close(mixed.epistemic[..., 0], 0.1 + torch.full((4,), 0.24 * 0.3**2, dtype=DOUBLE))
     close(split.aleatoric[..., 1], Categorical().uncertainty(draws[..., 1:4], shares, {}).aleatoric)
 
 
@@ -80,7 +118,8 @@ LIKELIHOODS: dict[str, Oracle] = {
         (Gaussian(scale=(0.3, 0.7)), 2),
         (Gaussian(), 1),
         (Gaussian(outputs=2), 2),
-        (Gaussian(prior=torch.distributions.Gamma(*torch.tensor([[2.0], [1.0]], dtype=DOUBLE))), 1),
+        (Gaussian(prior=torch.distributions.LogNormal(*torch.tensor([[0.2], [0.8]], dtype=DOUBLE))), 1),
+        (Gaussian(prior=torch.distributions.Gamma(*torch.tensor([[3.0], [5.0]], dtype=DOUBLE))), 1),
     ),
     "HeteroscedasticGaussian": several((HeteroscedasticGaussian(), 2), (HeteroscedasticGaussian(), 4)),
     "Categorical": several((Categorical(), 3), (Categorical(scale=1.5), 3), (Categorical(scale=None), 2)),
@@ -88,7 +127,12 @@ LIKELIHOODS: dict[str, Oracle] = {
     "HeteroscedasticCategorical": several((HeteroscedasticCategorical(), 6), (HeteroscedasticCategorical(samples=256), 4)),
     "MultiTask": tasks,
 }
-FURTHER: dict[str, Oracle] = {"missing targets": ignored}
+FURTHER: dict[str, Oracle] = {
+    "missing targets": ignored,
+    "noise levels": noise_levels,
+    "noisy logits": noisy_logits,
+    "huge noise": huge_noise,
+}
 
 
 # ---- priors
@@ -110,15 +154,50 @@ def density(prior: priors.Prior, pdf: Callable[[np.ndarray], np.ndarray]) -> Ora
     """The density of one weight is a known one."""
 
     def check() -> None:
-        values = np.array([-3.1, -0.6, 0.25, 0.9, 4.0])
+        values = np.array([-3.1, -0.6, 0.05, 0.25, 0.9, 4.0, 12.0])
         found = torch.stack([prior.log_prob({"w": torch.tensor(value, dtype=DOUBLE)}) for value in values])
         with np.errstate(divide="ignore"):
             exact = torch.from_numpy(np.log(pdf(values)))
         inside = exact.isfinite()
-        require(torch.equal(inside, found.isfinite()), "the support is another one")
+        require(bool((found[~inside] == -torch.inf).all()), "outside of the support the log density is minus infinity")
         close(found[inside], exact[inside])
 
     return check
+
+
+def expected(prior: priors.Prior, log_pdf: Callable[[Tensor], Tensor]) -> Oracle:
+    """E[log p(w)] for one weight w ~ N(mean, variance), by the trapezoidal rule."""
+
+    def check() -> None:
+        z = torch.linspace(-12, 12, 200_001, dtype=DOUBLE)
+        for mean, variance in ((0.7, 0.4), (-0.1, 0.3), (2.0, 0.05)):
+            density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+            exact = torch.trapezoid(density * log_pdf(mean + math.sqrt(variance) * z), z)
+            params = [{"w": torch.tensor([value], dtype=DOUBLE)} for value in (mean, variance)]
+            found = prior.expected_log_prob(*params, independent=True)
+            assert found is not None
+            close(found, exact, 1e-9)
+
+    return check
+
+
+def two_values() -> None:
+    """Discrete weights are the second value with the given probability; relaxed ones lie between the values, in float32 as well."""
+    drawn = priors.Bernoulli(0.3, values=(-1.0, 2.0)).sample({"w": torch.zeros(5000)}, torch.Generator().manual_seed(0))["w"]
+    require(set(drawn.tolist()) == {-1.0, 2.0}, "draws have other values")
+    require(abs(float((drawn == 2).double().mean()) - 0.3) < 0.03, "the share of the second value is off")
+    for values in ((0.0, 1.0), (-1.0, 1.0), (100.0, 101.0)):
+        prior = priors.Bernoulli(values=values, temperature=0.3)
+        drawn = prior.sample({"w": torch.zeros(100_000)}, torch.Generator().manual_seed(0))
+        require(bool(prior.log_prob(drawn).isfinite()), "a draw was rounded to a value, where there is no density")
+
+
+def relaxed(w: np.ndarray) -> np.ndarray:
+    """The binary concrete density of (w + 1) / 2."""
+    law = torch.distributions.RelaxedBernoulli(torch.tensor(0.7, dtype=DOUBLE), probs=torch.tensor(0.3, dtype=DOUBLE))
+    inside = np.abs(w) < 1
+    x = torch.from_numpy(np.where(inside, (w + 1) / 2, 0.5))
+    return np.where(inside, law.log_prob(x).exp().numpy() / 2, 0.0)
 
 
 def refuses(prior: priors.Prior) -> Oracle:
@@ -150,7 +229,7 @@ def covariance(prior: priors.Prior, like: dict[str, Tensor], exact: Tensor) -> O
 
 
 def mixture(w: np.ndarray) -> np.ndarray:
-    return 0.25 * stats.norm.pdf(w) + 0.75 * stats.norm.pdf(w, scale=0.2)
+    return 0.25 * stats.norm.pdf(w, scale=1.3) + 0.75 * stats.norm.pdf(w, scale=0.2)
 
 
 def log_uniform(w: np.ndarray) -> np.ndarray:
@@ -174,19 +253,24 @@ PRIORS: dict[str, Oracle] = {
         held(priors.Normal(scale=0.7)),
         held(priors.Normal(scale={"weight": 0.3, "bias": 2.0})),
         density(priors.Normal(scale=0.7), stats.norm(scale=0.7).pdf),
+        expected(priors.Normal(scale=0.7), torch.distributions.Normal(0.0, torch.tensor(0.7, dtype=DOUBLE)).log_prob),
     ),
-    "Laplace": both(held(priors.Laplace(0.7)), density(priors.Laplace(0.7), stats.laplace(scale=0.7 / math.sqrt(2)).pdf)),
+    "Laplace": both(
+        held(priors.Laplace(0.7)),
+        density(priors.Laplace(0.7), stats.laplace(scale=0.7 / math.sqrt(2)).pdf),
+        expected(priors.Laplace(0.7), torch.distributions.Laplace(0.0, torch.tensor(0.7 / math.sqrt(2), dtype=DOUBLE)).log_prob),
+    ),
     "StudentT": both(
         held(priors.StudentT(0.7, df=3.0)),
         density(priors.StudentT(0.7, df=3.0), stats.t(3.0, scale=0.7).pdf),
         density(priors.StudentT(0.7, df=1.0), stats.cauchy(scale=0.7).pdf),
     ),
     "ScaleMixture": both(
-        held(priors.ScaleMixture(0.25, scales=(1.0, 0.2))), density(priors.ScaleMixture(0.25, scales=(1.0, 0.2)), mixture)
+        held(priors.ScaleMixture(0.25, scales=(1.3, 0.2))), density(priors.ScaleMixture(0.25, scales=(1.3, 0.2)), mixture)
     ),
     "SpikeAndSlab": both(
-        held(priors.SpikeAndSlab((2.0, 5.0), spike=0.2)),
-        density(priors.SpikeAndSlab(0.25, scale=1.0, spike=0.2), mixture),
+        held(priors.SpikeAndSlab((3.0, 5.0), scale=1.3, spike=0.2)),
+        density(priors.SpikeAndSlab(0.25, scale=1.3, spike=0.2), mixture),
         refuses(priors.SpikeAndSlab(0.25, spike=0.0)),
     ),
     "LogUniform": both(
@@ -195,7 +279,10 @@ PRIORS: dict[str, Oracle] = {
         refuses(priors.LogUniform()),
     ),
     "Bernoulli": both(
-        held(priors.Bernoulli(0.3, values=(-1.0, 1.0), temperature=0.7), bounded=True), refuses(priors.Bernoulli(0.3))
+        held(priors.Bernoulli(0.3, values=(-1.0, 1.0), temperature=0.7), bounded=True),
+        density(priors.Bernoulli(0.3, values=(-1.0, 1.0), temperature=0.7), relaxed),
+        two_values,
+        refuses(priors.Bernoulli(0.3)),
     ),
     "Centred": both(
         held(priors.Centred({"0.weight": torch.ones(1, 2, dtype=DOUBLE)}, priors.Laplace(0.7))),

@@ -290,6 +290,7 @@ def gaussian_form() -> None:
     check_draws(rows.unsqueeze(1), law)
     exact = torch.distributions.MultivariateNormal(law.mean, law.covariance)
     close(form.log_prob(problem().params(rows[0])), exact.log_prob(rows[0]))
+    close(form.log_prob(problem().params(rows[:3])), exact.log_prob(rows[:3]))
     mean, joint = form.joint(x)
     close(mean, design @ law.mean)
     close(joint.reshape(8, 8), torch.einsum("ncp,pq,mdq->ncmd", design, law.covariance, design).reshape(8, 8))
@@ -413,8 +414,22 @@ def linked(link: str, classes: float, labels: float | None) -> None:
         gap = float((p.mean - draws.sigmoid().mean(0)).abs().max())
         require(gap < labels, f"{link}: label probabilities are off by {gap:.3f} (at most {labels})")
     if link in FORMULAS:
-        weight = torch.stack([FORMULAS[link](m, cov[0]) for m in f])
-        close(LatentMixture(Categorical(), f[None], cov[None], link=link).mean, weight / weight.sum(-1, keepdim=True))
+        for scale in (1.0, 1.5):  # of the noise: logits are divided by its square
+            weight = torch.stack([FORMULAS[link](m / scale**2, cov[0] / scale**4) for m in f])
+            found = LatentMixture(Categorical(scale=scale), f[None], cov[None], link=link)
+            close(found.mean, weight / weight.sum(-1, keepdim=True))
+        weight = torch.stack([FORMULAS[link](m[:2], cov[0, :2, :2]) for m in f])  # two classes
+        found = LatentMixture(Categorical(), f[None, :, :2], cov[None, :, :2, :2], link=link)
+        close(found.mean, weight / weight.sum(-1, keepdim=True))
+    if link == "probit":
+        scaled = f / 1.5**2 / (1 + math.pi / 8 * cov.diagonal(dim1=1, dim2=2) / 1.5**4).sqrt()
+        close(LatentMixture(Bernoulli(scale=1.5), f[None], cov[None], link=link).mean, scaled.sigmoid())
+    if link == "bridge":  # logits whose sum is known: their mean is taken off
+        center = torch.eye(3, dtype=DOUBLE) - 1 / 3
+        flat = center @ cov[0] @ center
+        weight = torch.stack([dirichlet(m - m.mean(), flat.diagonal()) for m in f])
+        found = LatentMixture(Categorical(), f[None], flat.expand(1, 5, 3, 3), link=link)
+        close(found.mean, weight / weight.sum(-1, keepdim=True))
     if link != "bridge":  # which is for logits that are uncertain
         sure = LatentMixture(Categorical(), f[None], 1e-9 * cov[None], link=link)
         close(sure.mean, f.softmax(-1), 1e-4)
@@ -433,9 +448,14 @@ def pairwise(m: Tensor, v: Tensor) -> Tensor:
 
 def bridge(m: Tensor, v: Tensor) -> Tensor:
     """The Dirichlet that the Laplace bridge gives, of logits that are conditioned on a sum of zero."""
-    ones, size = torch.ones(len(m), dtype=m.dtype), len(m)
+    ones = torch.ones(len(m), dtype=m.dtype)
     gain = v @ ones / (ones @ v @ ones)
-    mean, variance = m - gain * m.sum(), (v - torch.outer(gain, v @ ones)).diagonal()
+    return dirichlet(m - gain * m.sum(), (v - torch.outer(gain, v @ ones)).diagonal())
+
+
+def dirichlet(mean: Tensor, variance: Tensor) -> Tensor:
+    """alpha_c = (1 - 2 / C + e^m_c / C^2 sum_d e^-m_d) / V_c."""
+    size = len(mean)
     return (1 - 2 / size + mean.exp() / size**2 * (-mean).exp().sum()) / variance
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import dubito
-from contract.methods import ULA
 from dubito import HMC, MALA, MAP, NeuralLinear
 from dubito.inference.registry import METHODS
-from dubito.testing import KNOWN, TEMPERATURES, Regression, check_method, langevin_law
+from dubito.testing import KNOWN, TEMPERATURES, Regression, check_method
 
 CASES = [
     pytest.param(case, temperature, id=f"{name}-{which}-{temperature}")
@@ -99,16 +98,3 @@ class Untempered(MAP):
 def test_a_wrong_mode_is_noticed():
     with pytest.raises(AssertionError, match="the mean is off by"):
         check_method(Untempered(epochs=300, learning_rate=0.05), "mode", batch_size=29)
-
-
-# ---- the sampler of docs/writing-a-method.md
-
-
-def test_the_documented_sampler_has_the_known_bias_of_its_step():
-    check_method(
-        ULA(step_size=8e-3, n_draws=2000, burn_in=100, thin=4),
-        lambda problem: langevin_law(problem, 8e-3),
-        short=ULA(n_draws=8, burn_in=0),
-        batch_size=29,
-        temperatures=(1.0,),
-    )

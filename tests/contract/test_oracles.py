@@ -11,6 +11,7 @@ from torch.distributions import Independent, Poisson
 
 import dubito
 from contract import oracles_evaluation, oracles_model, oracles_posteriors, oracles_rules
+from contract.tables import TABLES
 from dubito import Gaussian, measures, metrics, priors
 from dubito.families import Family
 from dubito.likelihoods import Likelihood
@@ -21,24 +22,6 @@ from dubito.posteriors.predictive import LINKS
 from dubito.priors import Prior
 from dubito.tensors.covariances import Covariance
 from dubito.testing import check_likelihood, check_prior
-
-TABLES = {
-    "likelihood": oracles_model.LIKELIHOODS,
-    "missing": oracles_model.FURTHER,
-    "prior": oracles_model.PRIORS,
-    "scale": oracles_model.SCALES,
-    "prior over functions": oracles_model.FUNCTIONS,
-    "covariance": oracles_posteriors.COVARIANCES,
-    "family": oracles_posteriors.FAMILIES,
-    "form": oracles_posteriors.FORMS,
-    "link": oracles_posteriors.LINKS,
-    "rule": oracles_rules.ONE_PASS,
-    "random weights": oracles_rules.FURTHER,
-    "measure": oracles_evaluation.MEASURES,
-    "metric": oracles_evaluation.METRICS,
-    "decision": oracles_evaluation.DECISIONS,
-    "function of metrics": oracles_evaluation.FUNCTIONS,
-}
 
 
 def concrete(base: type) -> set[str]:

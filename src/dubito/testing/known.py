@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import dubito
 from dubito import (
@@ -180,6 +181,32 @@ def accepts(low: float, high: float) -> Callable[[Regression, Any], None]:
     return check
 
 
+def travels(fewest: int, most: int) -> Callable[[Regression, Any], None]:
+    """Trajectories have the lengths that path, step and jitter give: so many gradients, and both ends occur."""
+
+    def check(problem: Regression, posterior: Any) -> None:
+        counts = posterior.trace["gradients"]
+        found = int(counts.min()), int(counts.max())
+        require(found == (fewest, most), f"trajectories of {found[0]} to {found[1]} gradients, expected {fewest} to {most}")
+
+    return check
+
+
+def steady(problem: Regression, posterior: Any) -> None:
+    """A step size that is tuned in the burn-in stays as it is while draws are made."""
+    steps = posterior.trace["step_size"].view(posterior.chains, -1)
+    require(torch.equal(steps, steps[:, :1].expand_as(steps)), "the step size still changes while draws are made")
+
+
+def drawn_to_a_place(position: Tensor, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A proposal that is drawn to a place, for which q(new | old) is not q(old | new), with the logarithm of their ratio."""
+    place, keep, spread = 0.0, 0.97, 0.05
+    new = place + keep * (position - place) + spread * torch.empty_like(position).normal_(generator=generator)
+    there = (new - place - keep * (position - place)).square().sum(1)
+    back = (position - place - keep * (new - place)).square().sum(1)
+    return new, (there - back) / (2 * spread**2)
+
+
 def dropout(rate: float) -> Callable[[Regression, Any], None]:
     """With dropout on the inputs the function at x has the variance p / (1 - p) sum_j x_j^2 w_cj^2, masks being consistent or not."""
 
@@ -220,6 +247,7 @@ def perturbed(noise: float, weight: float) -> Callable[[Regression], Law]:
 
 TRAINED = MAP(epochs=400, learning_rate=0.05)
 NOISY: dict[str, Any] = {"chains": 16, "burn_in": 10, "draws": 270}  # chains that see the same batches
+TUNED: dict[str, Any] = {"chains": 512, "burn_in": 30, "draws": 8}
 LARGE = 20  # batches of 20 and 9 rows, for methods that see all data in a step
 CHAINS: dict[str, Any] = {"chains": 512, "burn_in": 15, "draws": 8, "tune": False}
 
@@ -304,16 +332,32 @@ KNOWN: Mapping[str, Mapping[str, Case]] = {
     "metropolis": {
         "fixed step": Case(
             Metropolis(0.27, thin=30, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.2, 0.6))
+        ),
+        "asymmetric proposal": Case(
+            Metropolis(proposal=drawn_to_a_place, thin=40, **CHAINS), exact, batch_size=ROWS, temperatures=(0.3,)
+        ),
+        "tuned": Case(Metropolis(thin=30, **TUNED), exact, batch_size=ROWS, temperatures=(0.3,), further=(steady,)),
+    },
+    "ula": {
+        "fixed step": Case(
+            ULA(0.21, thin=10, chains=512, burn_in=15, draws=8),
+            unadjusted(0.21),
+            batch_size=LARGE,
+            further=(check_functions, accepts(0.7, 0.95)),
         )
     },
-    "ula": {"fixed step": Case(ULA(0.21, thin=10, chains=512, burn_in=15, draws=8), unadjusted(0.21), batch_size=LARGE)},
     "mala": {
-        "fixed step": Case(MALA(0.24, thin=10, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.5, 0.9)))
+        "fixed step": Case(MALA(0.24, thin=10, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.5, 0.9))),
+        "tuned": Case(MALA(thin=10, **TUNED), exact, batch_size=ROWS, temperatures=(0.3,), further=(steady,)),
     },
     "hmc": {
         "fixed step": Case(
-            HMC(0.26, path_length=1.0, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.4, 0.9))
-        )
+            HMC(0.26, path_length=1.0, **{**CHAINS, "chains": 256, "draws": 24}),
+            exact,
+            batch_size=LARGE,
+            further=(check_functions, accepts(0.4, 0.9), travels(3, 5)),
+        ),
+        "tuned": Case(HMC(path_length=1.0, **TUNED), exact, batch_size=ROWS, temperatures=(0.3,), further=(steady,)),
     },
     "nuts": {"fixed step": Case(NUTS(0.26, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.4, 0.9)))},
     "mclmc": {"fixed step": Case(MCLMC(0.18, thin=10, **CHAINS), exact, batch_size=LARGE, bias=0.05)},

@@ -1,0 +1,92 @@
+"""What is broken, and which checks of the contract must notice it."""
+
+from __future__ import annotations
+
+LIKELIHOODS = {
+    "Gaussian": ["log_prob", "fisher", "convolve", "rescaled", "_log_gamma", "log_prior"],
+    "HeteroscedasticGaussian": ["log_prob", "fisher", "noise_variance", "convolve"],
+    "Categorical": ["fisher", "fisher_sum", "fisher_diagonal", "fisher_root", "random_slope"],
+    "Bernoulli": ["log_prob", "fisher", "off", "uncertainty"],
+    "HeteroscedasticCategorical": ["_noisy", "log_probs", "fisher_root"],
+}
+DEFINITIONS = {
+    "HeteroscedasticCategorical": ["definition/noisy logits"],
+    "HeteroscedasticGaussian": ["definition/missing targets", "definition/huge noise"],
+}
+PRIORS = {
+    "Normal": ["log_prob", "gradient", "add_gradient", "expected_log_prob"],
+    "Laplace": ["density", "draw", "slope", "expected"],
+    "StudentT": ["density", "draw", "slope"],
+    "ScaleMixture": ["density", "draw"],
+    "SpikeAndSlab": ["log_hyper", "_both"],
+    "LogUniform": ["density", "draw"],
+    "Bernoulli": ["density", "draw"],
+    "MatrixNormal": ["log_prob"],
+    "Centred": ["log_prob", "sample"],
+}
+METHODS = {
+    "dubito.MAP.update": ["method/map/sgd"],
+    "dubito.Metropolis.move": [
+        "method/metropolis/fixed step",
+        "method/metropolis/asymmetric proposal",
+        "method/metropolis/tuned",
+    ],
+    "dubito.ULA.move": ["method/ula/fixed step"],
+    "dubito.MALA.move": ["method/mala/fixed step", "method/mala/tuned"],
+    "dubito.MALA.move>langevin": ["method/mala/fixed step", "method/ula/fixed step"],
+    "dubito.HMC.move": ["method/hmc/fixed step", "method/hmc/tuned"],
+    "dubito.HMC.judge": ["method/hmc/fixed step"],
+    "dubito.HMC.judge>rise": ["method/hmc/fixed step", "method/mala/fixed step"],
+    "dubito.HMC.judge>kinetic": ["method/hmc/fixed step", "method/mala/fixed step"],
+    "dubito.MCLMC.move": ["method/mclmc/fixed step"],
+    "dubito.SGLD.move": ["method/sgld/batches"],
+    "dubito.SGHMC.factor": ["method/sghmc/batches"],
+    "dubito.SGHMC.move": ["method/sghmc/batches"],
+    "dubito.SWAG._collect": ["method/swag/full rank"],
+    "dubito.SWAG._parts": ["method/swag/full rank"],
+    "dubito.IVON._update": ["method/ivon/mean field"],
+    "dubito.MeanTeacher.follow": ["method/mean_teacher/at rest"],
+    "dubito.PiModel.teach>squared": ["method/pi_model/noise"],
+    "dubito.Variational._complexity": ["method/variational/mean field", "method/variational/full"],
+}
+PREDICT = {
+    "dubito.posteriors.predictive.LatentMixture.uncertainty": [
+        "form/Samples",
+        "form/Gaussian",
+        "likelihood/MultiTask",
+        "likelihood/Gaussian",
+    ],
+    "dubito.posteriors.predictive.LatentMixture.f_var": ["form/Samples", "form/Mixture", "form/Gaussian"],
+    "dubito.posteriors.predictive.LatentMixture.log_prob": ["form/Samples", "form/Mixture", "likelihood/Gaussian", "link/nodes"],
+    "dubito.posteriors.Gaussian.log_prob": ["form/Gaussian"],
+    "dubito.posteriors.predict.dropout.Masks.__init__": ["form/Stochastic"],
+    "dubito.Categorical.linked": ["link/probit", "link/pairwise", "link/bridge"],
+    "dubito.Bernoulli.linked": ["link/probit"],
+    "dubito.measures._variances": ["measure/total_variance", "measure/aleatoric_variance", "measure/epistemic_variance"],
+    "dubito.measures._beside_top": ["measure/one_minus_max", "measure/margin"],
+    "dubito.measures.variation_ratio": ["measure/variation_ratio"],
+    "dubito.measures.margin": ["measure/margin"],
+}
+TARGETS: dict[str, list[str]] = {
+    **METHODS,
+    **{
+        f"dubito.{kind}.{name}": [*DEFINITIONS.get(kind, []), f"likelihood/{kind}"]
+        for kind, names in LIKELIHOODS.items()
+        for name in names
+    },
+    **{f"dubito.priors.{kind}.{name}": [f"prior/{kind}"] for kind, names in PRIORS.items() for name in names},
+    "dubito.likelihoods.Classes.log_prob": ["likelihood/Categorical", "definition/missing targets"],
+    "dubito.likelihoods.Categorical.log_probs>tempered": ["definition/noise levels"],
+    **PREDICT,
+}
+LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why the contract cannot notice them
+    r"priors\.(Laplace|LogUniform)\.draw: .* \* sign -> ": "a sign is 1 or -1, by which to multiply is to divide",
+    r"Categorical\.random_slope: .*device != ": "differs on a GPU only",
+    r"HeteroscedasticCategorical\._noisy: logits \+ .* -> logits - ": "the nodes come in pairs, z and -z",
+    r"Categorical\.linked: 100 \* ": "a bound for rounding errors",
+    r"(Metropolis|ULA)\.move: \w+\.log_likelihood \+ .* -> \w+\.log_likelihood - ": "it is asked only whether both are finite",
+    r"HMC\.judge: potential\(": "an energy that is noted in the trace, for diagnostics: test_samplers.py",
+    r"HMC\.move: .* \* \(state\.scale > 0\) -> ": "concerns a learned noise: test_sampled_noise.py",
+    r"HMC\.move: self\.units == ": "changes the speed, not the law: test_samplers.py",
+    r"HMC\.move: 1 \+ self\.jitter .* -> 1 - self\.jitter": "what the jitter is multiplied by is uniform in [-1, 1]",
+}
