@@ -18,7 +18,7 @@ from torch import nn
 
 import dubito
 from dubito import MAP, Categorical, Ensemble, MCDropout, Model, PiModel
-from dubito.apps.stability import Stability, spectrally_normalised, stability
+from dubito.apps.stability import Stability, spectrally_normalized, stability
 from dubito.augment import Compose, Noise, Shift
 from dubito.data import digits
 from dubito.priors import Normal
@@ -59,7 +59,7 @@ def main() -> None:
     data = digits(seed=0)
     x, y = data.x_train.view(-1, 1, 8, 8), data.y_train
     x_test, y_test = data.x_test.view(-1, 1, 8, 8), data.y_test
-    plain, held = network(), spectrally_normalised(network(), x[:1], norm=2.0)
+    plain, held = network(), spectrally_normalized(network(), x[:1], norm=2.0)
     inner: dict[str, Any] = {"epochs": 30, "learning_rate": 2e-3}
     fits = {
         "MAP": (plain, MAP(**inner)),

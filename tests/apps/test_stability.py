@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 import dubito
 from dubito import MAP, Bernoulli, Categorical, Ensemble, Gaussian, MCDropout, Model
-from dubito.apps.stability import lipschitz_bound, local_slopes, operator_norm, spectrally_normalised, stability
+from dubito.apps.stability import lipschitz_bound, local_slopes, operator_norm, spectrally_normalized, stability
 from dubito.apps.stability.bound import SLOPES
 from dubito.posteriors import Point
 from dubito.report import stability as drawing
@@ -276,7 +276,7 @@ def test_layers_are_held_to_a_norm_and_the_users_network_is_not_touched():
     before = snapshot(model)
     x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     y = torch.arange(32) % 3
-    held = spectrally_normalised(net, x[:2], norm=0.8, iterations=2)
+    held = spectrally_normalized(net, x[:2], norm=0.8, iterations=2)
     check_same(before, snapshot(model))
     kept = copy.deepcopy(held.state_dict())
     p = dubito.fit(Model(held, Categorical()), MAP(epochs=100, learning_rate=0.02), (x, y))
@@ -295,20 +295,20 @@ def test_layers_are_held_to_a_norm_and_the_users_network_is_not_touched():
 
 def test_only_the_layers_that_are_named():
     net = seeded(conv)
-    held = spectrally_normalised(net, torch.zeros(1, 1, 8, 8), at="^6$")
+    held = spectrally_normalized(net, torch.zeros(1, 1, 8, 8), at="^6$")
     assert [name for name, _ in held.named_parameters() if "parametrizations" in name] == ["6.parametrizations.weight.original"]
     with pytest.raises(ValueError, match="no linear or convolutional layer"):
-        spectrally_normalised(net, torch.zeros(1, 1, 8, 8), at="nowhere")
+        spectrally_normalized(net, torch.zeros(1, 1, 8, 8), at="nowhere")
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="shared with other layers"):
-        spectrally_normalised(tied, torch.zeros(1, 3))
+        spectrally_normalized(tied, torch.zeros(1, 3))
     zero = nn.Sequential(nn.Linear(3, 3))
     nn.init.zeros_(zero[0].weight)
     with pytest.raises(ValueError, match="all zero"):
-        spectrally_normalised(zero, torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="norm is positive"):
-        spectrally_normalised(net, torch.zeros(1, 1, 8, 8), norm=0.0)
+        spectrally_normalized(zero, torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="norm must be positive"):
+        spectrally_normalized(net, torch.zeros(1, 1, 8, 8), norm=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +319,7 @@ def reports():
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)))
     fits = {
         "plain": dubito.fit(Model(net, Categorical()), MAP(epochs=60, learning_rate=0.02), (x, y)),
-        "held": dubito.fit(Model(spectrally_normalised(net, x[:1]), Categorical()), MAP(epochs=60, learning_rate=0.02), (x, y)),
+        "held": dubito.fit(Model(spectrally_normalized(net, x[:1]), Categorical()), MAP(epochs=60, learning_rate=0.02), (x, y)),
         "ensemble": dubito.fit(Model(net, Categorical()), Ensemble(MAP(epochs=60, learning_rate=0.02), 3), (x, y)),
     }
     return fits, x, y, {name: stability(p, x, y, sizes=[0.05, 0.2], bounds=(0, 1)) for name, p in fits.items()}

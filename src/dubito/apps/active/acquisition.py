@@ -34,8 +34,9 @@ class Scored(Acquisition, Protocol):
 
 
 def check_finite(scores: Tensor) -> None:
+    """An error if scores hold NaN."""
     if bool(scores.isnan().any()):
-        raise ValueError("the scores hold NaN, so what the model predicts is not finite: its training has gone wrong")
+        raise ValueError("the scores hold NaN, so the model's predictions are not finite: check its training")
 
 
 def best(scores: Tensor, k: int, generator: torch.Generator) -> Choice:

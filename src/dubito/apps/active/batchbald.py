@@ -11,6 +11,7 @@ from dubito.apps.active.acquisition import Choice, check_finite
 from dubito.apps.active.joint import GIGABYTE, Outcomes, Spread, greedy
 from dubito.apps.active.view import Functions, View
 from dubito.model.likelihoods import entropy
+from dubito.tensors.checks import at_least, positive, require
 from dubito.tensors.randomness import fresh
 
 
@@ -43,28 +44,27 @@ class BatchBALD:
     least: int = 100  # draws of functions, where the posterior predicts without
 
     def __post_init__(self):
-        if self.configurations < 1 or not self.memory > 0 or self.least < 2:
-            raise ValueError(
-                "configurations >= 1, memory > 0 and at least two draws are needed; got "
-                f"{self.configurations}, {self.memory} and {self.least}"
-            )
+        at_least(1, configurations=self.configurations)
+        at_least(2, least=self.least)
+        positive(memory=self.memory)
 
     def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
+        """The greedy batch of k candidates."""
         kept = _Kept(self.memory, k)
         for part in view.functions(least=self.least):
             kept.add(part)
         at, rows, singles = kept.all()
-        if at.values.shape[0] < 2:
-            raise ValueError(
-                "BatchBALD is about what draws disagree on, and this posterior is one function: use 'entropy' or 'margin'"
-            )
+        require(
+            at.values.shape[0] > 1,
+            "BatchBALD needs draws that disagree, but this posterior is one function: use 'entropy' or 'margin'",
+        )
         joint = self._joint(at, generator)
         if len(view.pending):
             for part in view.functions(view.pending.sort().values, least=self.least):
                 for i in range(part.values.shape[1]):
                     joint.take(part.values[:, i], None if part.noise is None else part.noise[i])
-        found = greedy(joint, at, singles, k, generator)
-        return Choice(rows[found.positions.to(rows.device)], found.scores)
+        choice = greedy(joint, at, singles, k, generator)
+        return Choice(rows[choice.positions.to(rows.device)], choice.scores)
 
     def _joint(self, at: Functions, generator: torch.Generator) -> Outcomes | Spread:
         values = at.values.transpose(0, 1)  # [N, S, C]
@@ -88,8 +88,8 @@ def batchbald(
     >>> batchbald(probs, 2).scores                                              # the first tells which function it is
     tensor([0.6931, 0.0000])
     """
-    if probs.ndim != 3 or not 0 < k <= probs.shape[1]:
-        raise ValueError(f"probs are [S, N, C] and k is from 1 to N; got {list(probs.shape)} and {k}")
+    fits = probs.ndim == 3 and 0 < k <= probs.shape[1]
+    require(fits, f"probs must be [S, N, C], and k from 1 to N; got {list(probs.shape)} and {k}")
     weights = probs.new_full((len(probs),), 1 / len(probs)) if weights is None else weights.to(probs)
     at = Functions(probs, weights, None)
     generator = fresh() if generator is None else generator
@@ -101,12 +101,12 @@ def _single(at: Functions) -> Tensor:
     """BALD of each input on its own, [B]."""
     if at.noise is None:
         total = entropy(torch.tensordot(at.weights, at.values, dims=1))
-        found = total - torch.tensordot(at.weights, entropy(at.values), dims=1)
+        gain = total - torch.tensordot(at.weights, entropy(at.values), dims=1)
     else:
         joint = Spread(at.values.transpose(0, 1), at.noise, at.weights, memory=1.0)
-        found = joint.gains(torch.arange(at.values.shape[1], device=at.values.device))
-    check_finite(found)
-    return found
+        gain = joint.gains(torch.arange(at.values.shape[1], device=at.values.device))
+    check_finite(gain)
+    return gain
 
 
 class _Kept:
@@ -118,6 +118,7 @@ class _Kept:
         self.seen, self.count = 0, 0
 
     def add(self, at: Functions) -> None:
+        """Some more candidates."""
         n = at.values.shape[1]
         rows = torch.arange(self.seen, self.seen + n, device=at.values.device)
         self.parts.append((at, rows, _single(at)))
@@ -134,7 +135,6 @@ class _Kept:
         self.parts, self.count = [(at, rows[top], single[top])], len(top)
 
     def all(self) -> tuple[Functions, Tensor, Tensor]:
-        found = [one for one, _, _ in self.parts]
-        noise = None if found[0].noise is None else torch.cat([one.noise for one in found if one.noise is not None])
-        at = Functions(torch.cat([one.values for one in found], 1), found[0].weights, noise)
+        """Functions, positions and BALD of all that are kept."""
+        at = Functions.join([functions for functions, _, _ in self.parts])
         return at, torch.cat([rows for _, rows, _ in self.parts]), torch.cat([single for _, _, single in self.parts])

@@ -11,6 +11,7 @@ from torch import Tensor
 from dubito.apps.active.acquisition import Choice, best
 from dubito.apps.active.view import Functions, View
 from dubito.model.likelihoods import entropy
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import generator as seeded
 
 CHUNK = 2**25  # numbers of joint probabilities at a time
@@ -39,25 +40,21 @@ class EPIG:
     least: int = 100  # draws of functions, where the posterior predicts without
 
     def __post_init__(self):
-        if isinstance(self.targets, int) and self.targets < 1:
-            raise ValueError(f"EPIG needs at least one target input; got targets={self.targets}")
+        require(not isinstance(self.targets, int) or self.targets > 0, f"targets must be at least 1; got {self.targets}")
 
     def scores(self, view: View, generator: torch.Generator) -> Tensor:
+        """EPIG of every candidate, [N], in nats."""
         if isinstance(self.targets, int):
             # the same targets for every ask of a kind: the draw does not touch the order in which ties are taken
             source = seeded("cpu", view.seed, "targets")
             chosen = torch.randperm(len(view.pool), generator=source)[: self.targets].sort().values
-            found = list(view.functions(chosen, least=self.least))
+            targets = Functions.join(list(view.functions(chosen, least=self.least)))
         else:
-            found = list(view.functions(x=self.targets, least=self.least))
-        targets = Functions(
-            torch.cat([one.values for one in found], 1),
-            found[0].weights,
-            None if found[0].noise is None else torch.cat([one.noise for one in found if one.noise is not None]),
-        )
-        return torch.cat([expected_gain(one, targets) for one in view.functions(least=self.least)])
+            targets = Functions.join(list(view.functions(x=self.targets, least=self.least)))
+        return torch.cat([expected_gain(some, targets) for some in view.functions(least=self.least)])
 
     def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
+        """The k candidates with the largest EPIG."""
         return best(self.scores(view, generator), k, generator)
 
 
@@ -90,17 +87,17 @@ def _of_numbers(at: Functions, targets: Functions) -> Tensor:
     assert targets.noise is not None
     weights = at.weights.double()
 
-    def centred(values: Tensor) -> Tensor:
+    def _center(values: Tensor) -> Tensor:
         values = values.double()
         return values - torch.tensordot(weights, values, dims=1)
 
-    def root(values: Tensor, noise: Tensor) -> Tensor:
+    def _root(values: Tensor, noise: Tensor) -> Tensor:
         cov = torch.einsum("s,sbc,sbd->bcd", weights, values, values) + torch.diag_embed(noise.double())
         return torch.linalg.cholesky(cov)
 
-    here, there = centred(at.values), centred(targets.values)
-    a = torch.linalg.solve_triangular(root(here, at.noise), here.permute(1, 2, 0), upper=False)  # [B, C, S], white
-    b = torch.linalg.solve_triangular(root(there, targets.noise), there.permute(1, 2, 0), upper=False)
+    here, there = _center(at.values), _center(targets.values)
+    a = torch.linalg.solve_triangular(_root(here, at.noise), here.permute(1, 2, 0), upper=False)  # [B, C, S], white
+    b = torch.linalg.solve_triangular(_root(there, targets.noise), there.permute(1, 2, 0), upper=False)
     cross = torch.einsum("s,bcs,tds->btcd", weights, a, b)  # correlations
     eye = torch.eye(cross.shape[-1], dtype=cross.dtype, device=cross.device)
     return -0.5 * torch.linalg.slogdet(eye - cross @ cross.mT).logabsdet.mean(1).to(at.values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import generator
 
 
@@ -17,16 +18,12 @@ def balanced(labels: Tensor, n: int, *, seed: int = 0) -> Tensor:
     """
     labels = labels.cpu()
     classes = labels.unique()
-    if n % len(classes):
-        raise ValueError(
-            f"{n} labels cannot be shared out evenly among {len(classes)} classes: give a multiple of {len(classes)}"
-        )
+    require(n % len(classes) == 0, f"n must be a multiple of {len(classes)}, the number of classes; got {n}")
     each, source = n // len(classes), generator("cpu", seed, "balanced")
     parts = []
-    for one in classes:
-        rows = (labels == one).nonzero().squeeze(1)
-        if len(rows) < each:
-            raise ValueError(f"class {int(one)} has {len(rows)} examples, fewer than the {each} that are wanted of it")
+    for label in classes:
+        rows = (labels == label).nonzero().squeeze(1)
+        require(len(rows) >= each, f"class {int(label)} has {len(rows)} examples, fewer than the {each} that are needed of it")
         parts.append(rows[torch.randperm(len(rows), generator=source)[:each]])
-    found = torch.cat(parts)
-    return found[torch.randperm(len(found), generator=source)]
+    chosen = torch.cat(parts)
+    return chosen[torch.randperm(len(chosen), generator=source)]

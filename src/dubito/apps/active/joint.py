@@ -55,10 +55,12 @@ class Outcomes:
 
     @property
     def chunk(self) -> int:
+        """How many candidates the memory allows at a time."""
         one = 3 * len(self.configurations) * self.probs.shape[-1] * self.probs.element_size()
         return max(1, int(self.memory * GIGABYTE / 4 / one))
 
     def gains(self, rows: Tensor) -> Tensor:
+        """What each of some candidates would add, [n]."""
         part = self.probs[rows]  # [n, S, C]
         n, draws, width = part.shape
         given = self.shares @ part.transpose(0, 1).reshape(draws, -1)  # [M, n C]
@@ -66,6 +68,7 @@ class Outcomes:
         return left - self.known[rows]
 
     def take(self, at: Tensor, noise: Tensor | None = None) -> None:
+        """Take one more: the class probabilities there, [S, C]."""
         reached = self.shares @ at  # [M, C]: p(y | c)
         chances = (self.configurations.unsqueeze(1) * reached).flatten()  # [M C]
         if len(chances) <= self.most:
@@ -98,20 +101,23 @@ class Spread:
 
     @property
     def chunk(self) -> int:
+        """How many candidates the memory allows at a time."""
         return max(1, int(self.memory * GIGABYTE / 4 / (24 * self.scaled.shape[1] * self.scaled.shape[2])))
 
     def gains(self, rows: Tensor) -> Tensor:
+        """What each of some candidates would add, [n]."""
         part = self.scaled[rows]
         inner = part.mT @ (self.rest @ part)  # [n, C, C]
         eye = torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
         return 0.5 * torch.linalg.slogdet(eye + inner).logabsdet
 
     def take(self, at: Tensor, noise: Tensor | None) -> None:
+        """Take one more: the functions' values there, [S, C], and the noise, [C]."""
         assert noise is not None
-        one = self._deviations(at.unsqueeze(0), noise.unsqueeze(0))[0]  # [S, C]
-        seen = self.rest @ one
-        eye = torch.eye(one.shape[-1], dtype=one.dtype, device=one.device)
-        self.rest = self.rest - seen @ torch.linalg.solve(eye + one.mT @ seen, seen.mT)
+        a = self._deviations(at.unsqueeze(0), noise.unsqueeze(0))[0]  # [S, C]
+        pa = self.rest @ a
+        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        self.rest = self.rest - pa @ torch.linalg.solve(eye + a.mT @ pa, pa.mT)
 
 
 def greedy(joint: Joint, at: Functions, bounds: Tensor, k: int, generator: torch.Generator) -> Choice:
@@ -127,9 +133,8 @@ def greedy(joint: Joint, at: Functions, bounds: Tensor, k: int, generator: torch
             rows = rows[bounds[rows] > -torch.inf]
             if not len(rows):
                 break
-            found = joint.gains(rows).double()
-            bounds[rows] = found
-            value, where = found.max(0)
+            bounds[rows] = joint.gains(rows).double()
+            value, where = bounds[rows].max(0)
             if float(value) > gain:
                 gain, top = float(value), int(rows[where])
             start, size = start + len(rows), size * 2

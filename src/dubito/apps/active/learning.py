@@ -1,11 +1,11 @@
-"""The loop of active learning: fit, ask for the labels that are worth most, be told, and again."""
+"""The loop of active learning: fit, ask for the labels that are worth most, take them, and again."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dubito.apps.active.acquisition import Acquisition
+from dubito.apps.active.labels import Indices, Labels, Round, check_targets, pool_indices
 from dubito.apps.active.pool import Pool
-from dubito.apps.active.record import Folder, Labels, Round, read
+from dubito.apps.active.record import Folder, read
 from dubito.apps.active.registry import acquisition as named
 from dubito.apps.active.view import View
 from dubito.apps.network import joined, only_network
@@ -31,6 +32,7 @@ from dubito.network.weights import copied
 from dubito.posteriors import Point, Posterior
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors import tree
+from dubito.tensors.checks import at_least, one_of, require
 from dubito.tensors.randomness import derive, forked, generator
 from dubito.tensors.tree import Params
 
@@ -91,14 +93,13 @@ class ActiveLearning:
         folder: str | os.PathLike | None = None,
         progress: bool | None = False,
     ):
-        if isinstance(model.likelihood, MultiTask):
-            raise ValueError("active learning is for one task at a time: a label of several tasks has no one price")
-        if start not in ("network", "anew", "last"):
-            raise ValueError(f"start is 'network', 'anew' or 'last'; got {start!r}")
-        if start == "last" and any(traits_of(one).starts_anew for one in chain(method, 1)):
-            raise ValueError("this method initialises its members anew and cannot go on from the last fit: use start='network'")
-        if (most is not None and most < 1) or size < 1:
-            raise ValueError(f"most and size count inputs and are at least 1; got {most} and {size}")
+        require(
+            not isinstance(model.likelihood, MultiTask), "active learning is for one task at a time; got a MultiTask likelihood"
+        )
+        one_of(("network", "anew", "last"), start=start)
+        anew = start == "last" and any(traits_of(step).starts_anew for step in chain(method, 1))
+        require(not anew, "this method initializes its members anew and cannot continue from the last fit: use start='network'")
+        at_least(1, most=most, size=size)
         self.model, self.method = model, method
         self.pool = pool if isinstance(pool, Pool) else Pool(pool)
         self.acquisition, self.oracle, self.held_out = named(acquisition), oracle, held_out
@@ -147,7 +148,7 @@ class ActiveLearning:
     def candidates(self) -> Tensor:
         """What may be asked next, in rising order."""
         free = torch.ones(len(self.pool), dtype=torch.bool)
-        free[torch.tensor([*self._labels.indices, *self._labels.pending, *self._labels.skipped], dtype=torch.long)] = False
+        free[torch.tensor(self._labels.taken, dtype=torch.long)] = False
         return free.nonzero().squeeze(1)
 
     @property
@@ -160,121 +161,44 @@ class ActiveLearning:
         rounds = [one for one in self.history if name in one.held_out]
         return [one.labels for one in rounds], [one.held_out[name] for one in rounds]
 
-    def tell(self, indices: int | Sequence[int] | Tensor, labels: Any, *, overwrite: bool = False) -> None:
+    def tell(self, indices: Indices, labels: Any, *, overwrite: bool = False) -> None:
         """Take the labels of some inputs, which need not have been asked. A label that is known is only changed with `overwrite`.
 
-        Labels that cannot be (a class that the network does not have, NaN) are refused here, and then none of them is taken.
+        Labels that cannot be (a class that the network does not have, NaN) raise an error, and then none of them is taken.
         """
-        which = self._numbers(indices)
+        which = self._indices(indices)
         if not which:
-            if count := torch.as_tensor(labels).numel():
-                raise ValueError(f"0 inputs have 0 labels; got {count}")
+            count = torch.as_tensor(labels).numel()
+            require(not count, f"0 inputs need 0 labels; got {count}")
             return
         x = self.pool.take(self.model, which)
         with self._lock:
-            self._tell(which, x, self._targets(x, which, labels), overwrite)
+            # a fit in another thread draws from the global generators, and to put them back would make it draw the same once more
+            fork = nullcontext() if self._at_work else forked()
+            y = check_targets(self._trial, x, which, labels, self._labels.targets, fork)
+            new = self._labels.new(which)
+            self._keep(self._labels.tell(which, y, overwrite))
+            if new:
+                self._inputs.append(tree.apply_leaves(lambda leaf: leaf[new], x))
 
-    def _tell(self, which: list[int], x: Any, y: Tensor, overwrite: bool) -> None:
-        known = {index: i for i, index in enumerate(self._labels.indices)}
-        again = [index for index in which if index in known]
-        if again and not overwrite:
-            raise ValueError(
-                f"{again[:5]} {'have labels' if len(again) > 1 else 'has a label'} already: to change it, overwrite=True"
-            )
-        new = [i for i, index in enumerate(which) if index not in known]
-        targets = self._labels.targets
-        if again:
-            assert targets is not None
-            targets = targets.clone()
-            targets[[known[index] for index in again]] = y[[i for i, index in enumerate(which) if index in known]]
-        if new:
-            targets = y[new] if targets is None else torch.cat([targets, y[new]])
-        told = set(which)
-        self._keep(
-            replace(
-                self._labels,
-                indices=(*self._labels.indices, *(which[i] for i in new)),
-                targets=targets,
-                pending=tuple(i for i in self._labels.pending if i not in told),
-                skipped=tuple(i for i in self._labels.skipped if i not in told),
-            )
-        )
-        if new:
-            self._inputs.append(tree.apply_leaves(lambda leaf: leaf[new], x))
-
-    def skip(self, indices: int | Sequence[int] | Tensor) -> None:
+    def skip(self, indices: Indices) -> None:
         """Never ask for these: nobody can label them."""
-        which = self._numbers(indices)
+        which = self._indices(indices)
         with self._lock:
-            now = self._labels
-            if labelled := [index for index in which if index in now.indices]:
-                raise ValueError(f"{labelled[:5]} cannot be skipped: they have labels")
-            skipped = dict.fromkeys([*now.skipped, *which])
-            pending = tuple(index for index in now.pending if index not in skipped)
-            self._keep(replace(now, pending=pending, skipped=tuple(skipped)))
+            self._keep(self._labels.skip(which))
 
-    def forget(self, indices: int | Sequence[int] | Tensor) -> None:
+    def forget(self, indices: Indices) -> None:
         """Take labels back; their inputs, and inputs that were skipped, are pending again."""
-        which = self._numbers(indices)
+        which = self._indices(indices)
         with self._lock:
-            now = self._labels
-            known = {*now.indices, *now.skipped}
-            if unknown := [index for index in which if index not in known]:
-                raise ValueError(f"{unknown[:5]} cannot be forgotten: they have no label and were not skipped")
-            kept = [i for i, index in enumerate(now.indices) if index not in which]
-            inputs = tree.apply_leaves(lambda leaf: leaf[kept], joined(self._inputs)) if now.indices else None
-            self._keep(
-                replace(
-                    now,
-                    indices=tuple(now.indices[i] for i in kept),
-                    targets=now.targets[kept] if now.targets is not None and kept else None,
-                    pending=(*now.pending, *which),
-                    skipped=tuple(index for index in now.skipped if index not in which),
-                )
-            )
+            before = self._labels
+            kept = [i for i, index in enumerate(before.indices) if index not in which]
+            inputs = tree.apply_leaves(lambda leaf: leaf[kept], joined(self._inputs)) if before.indices else None
+            self._keep(before.forget(which))
             self._inputs = [inputs] if kept else []
 
-    def _numbers(self, indices: int | Sequence[int] | Tensor) -> list[int]:
-        given = torch.as_tensor(indices)
-        if not given.numel():  # whose dtype says nothing
-            return []
-        if given.is_floating_point() or given.dtype == torch.bool:
-            raise TypeError(f"indices are whole numbers, positions in the pool; got {given.dtype}")
-        which = given.reshape(-1).tolist()
-        if len(set(which)) < len(which):
-            raise ValueError("an input is named twice: every index once, please")
-        if wrong := [index for index in which if not 0 <= index < len(self.pool)]:
-            raise IndexError(
-                f"{wrong[:5]} {'are' if len(wrong) > 1 else 'is'} not in the pool, which goes from 0 to {len(self.pool) - 1}"
-            )
-        return which
-
-    def _targets(self, x: Any, which: list[int], labels: Any) -> Tensor:
-        y = torch.as_tensor(labels).detach().cpu()
-        y = y.unsqueeze(0) if y.ndim == 0 else y
-        if len(y) != len(which):
-            raise ValueError(f"{len(which)} inputs have {len(which)} labels; got {len(y)}")
-        trial = self._trial
-        if not trial.likelihood.discrete:
-            y = y.to(next(trial.network.parameters()).dtype)
-        gaps = getattr(trial.likelihood, "missing", False)  # positions that have no target are NaN
-        if y.is_floating_point() and not bool((y.isfinite() | y.isnan() if gaps else y.isfinite()).all()):
-            raise ValueError("a label is NaN or infinite: nothing was taken")
-        before = self._labels.targets
-        if before is not None and before.shape[1:] != y.shape[1:]:
-            raise ValueError(f"labels so far are {list(before.shape[1:])} an input, and these {list(y.shape[1:])}")
-        x = tree.move(x, trial.device)
-        # a fit in another thread draws from the global generators, and to put them back would make it draw the same once more
-        with torch.no_grad(), nullcontext() if self._at_work else forked():
-            f, _ = trial.forward(trial.parameters(y), x, trial.buffers())
-        trial.likelihood.check(f, y.to(f.device))
-        seen = trial.likelihood.observed(trial.likelihood.target(y.to(f.device), f))
-        if seen is not None and (empty := (~seen.flatten(1).any(1) if seen.ndim > 1 else ~seen).nonzero().flatten().tolist()):
-            raise ValueError(
-                f"the labels of {[which[i] for i in empty][:5]} say nothing (ignore_index, or NaN everywhere), and would count as "
-                "labels all the same: skip(indices) what nobody can label"
-            )
-        return y if before is None else y.to(before.dtype)
+    def _indices(self, indices: Indices) -> list[int]:
+        return pool_indices(indices, len(self.pool))
 
     # -- the model
 
@@ -298,22 +222,21 @@ class ActiveLearning:
         """Of which labels, and the posterior."""
         digest = self._labels.digest
         if not digest:
-            raise ValueError("there is no label yet, and so no posterior: tell(indices, labels) some")
-        found = self._fitted
-        return found if found is not None and found[0] == digest else self._fit()
+            raise ValueError("there is no posterior before the first label: call tell(indices, labels)")
+        fitted = self._fitted
+        return fitted if fitted is not None and fitted[0] == digest else self._fit()
 
     def refit(self) -> Round:
         """Fit the model to all labels, if that has not been done, and see how good it is: the last of `history`."""
         _ = self.posterior
         return self.history[-1]
 
-    def predict(self, indices: int | Sequence[int] | Tensor) -> Predictive:
+    def predict(self, indices: Indices) -> Predictive:
         """What is predicted for inputs of the pool."""
-        which = self._numbers(indices)
+        x = self.pool.take(self.model, self._indices(indices))
         with self._working():
-            return self._seen(self.posterior).predict(
-                self.pool.take(self.model, which), self.how, draws=self.draws, memory=self.memory, seed=self.seed
-            )
+            predicting = self._predicting(self.posterior)
+            return predicting.predict(x, self.how, draws=self.draws, memory=self.memory, seed=self.seed)
 
     def _fit(self) -> tuple[str, Posterior]:
         began = time.perf_counter()
@@ -322,7 +245,7 @@ class ActiveLearning:
             self._inputs = [x]
         digest = now.digest
         seed = derive(self.seed, "fit", digest)
-        known = any(one.of == digest for one in now.history)  # made again after a resume
+        known = any(made.of == digest for made in now.history)  # made again after a resume
         with self._working():
             start = self._start(seed, digest)
             options = FitOptions(
@@ -331,7 +254,7 @@ class ActiveLearning:
             )  # fmt: skip
             posterior = fit_in_turn(self.model, self.method, (x, now.targets), options)
             seconds = {"fit": time.perf_counter() - began}
-            held_out = {} if self.held_out is None or known else self._judged(posterior)
+            held_out = {} if self.held_out is None or known else self._judge(posterior)
         with self._lock:
             if self.start == "last":
                 self._weights = (start or {}, _weights(posterior), digest)
@@ -350,23 +273,23 @@ class ActiveLearning:
             weights = {name: leaf for name, leaf in self.model.parameters().items() if ":" not in name}
             return reinitialize(self.model.network, weights, seed)
         before, after, of = self._weights
-        found = before if of == digest else after  # the same labels again: the same fit again
-        return tree.move(found, self.model.device) if found else None
+        weights = before if of == digest else after  # the same labels again: the same fit again
+        return tree.move(weights, self.model.device) if weights else None
 
-    def _judged(self, posterior: Posterior) -> dict[str, float]:
+    def _judge(self, posterior: Posterior) -> dict[str, float]:
         wanted = ["accuracy" if self.model.likelihood.discrete else "rmse", "nll", "uncertainty"]
-        found = judge(
-            self._seen(posterior), self.held_out, metrics=wanted, how=self.how, draws=self.draws, memory=self.memory, seed=self.seed,
-            size=self.size, progress=self.progress,
+        judgement = judge(
+            self._predicting(posterior), self.held_out, metrics=wanted, how=self.how, draws=self.draws, memory=self.memory,
+            seed=self.seed, size=self.size, progress=self.progress,
         )  # fmt: skip
-        return {name: float(value) for name, value in found.values.items()}
+        return {name: float(value) for name, value in judgement.values.items()}
 
-    def _seen(self, posterior: Posterior) -> Posterior:
+    def _predicting(self, posterior: Posterior) -> Posterior:
         """The posterior that predicts: itself, or the one network at its centre."""
         if self.bayesian:
             return posterior
-        one = only_network(posterior, "bayesian=False")
-        return Point(posterior.model, one.params, one.buffers)
+        network = only_network(posterior, "bayesian=False")
+        return Point(posterior.model, network.params, network.buffers)
 
     # -- asking
 
@@ -376,46 +299,42 @@ class ActiveLearning:
         They are pending until they are told or skipped, and are not asked twice.
         """
         candidates = self.candidates
-        if not 1 <= k <= len(candidates):
-            raise ValueError(
-                f"{k} inputs were asked for, and {len(candidates)} of {len(self.pool)} have no label and are not pending"
-            )
-        began, digest = time.perf_counter(), self._labels.digest
-        source = generator("cpu", self.seed, "ask", digest, *self._labels.pending)
+        left = f"{len(candidates)} of {len(self.pool)} inputs have no label and are not pending"
+        require(1 <= k <= len(candidates), f"k must be from 1 to {len(candidates)}, since {left}; got {k}")
+        source = generator("cpu", self.seed, "ask", self._labels.digest, *self._labels.pending)
         if self.most is not None and self.most < len(candidates):
             rows = torch.randperm(len(candidates), generator=source)[: max(k, self.most)].sort().values
             candidates = candidates[rows]
-        if not digest:
-            found, scores, view = torch.randperm(len(candidates), generator=source)[:k], (), None
-        else:
-            digest, posterior = self._current()
-            began = time.perf_counter()
-            view = View(
-                self._seen(posterior), self.pool, candidates, self.pending, self.how, self.draws, self.memory, self.size,
-                derive(self.seed, "draws", digest),
-            )  # fmt: skip
-            with torch.no_grad(), self._working():
-                choice = self.acquisition.choose(view, k, source)
-            found, scores = choice.positions.cpu(), tuple(choice.scores.tolist())
-        asked = tuple(candidates[found].tolist())
+        if self._labels.digest:
+            return self._ask_by_score(candidates, k, source)
+        asked = candidates[torch.randperm(len(candidates), generator=source)[:k]]
         with self._lock:
-            now = self._labels
-            history = now.history
-            if view is not None:
-                at = max(i for i, one in enumerate(history) if one.of == digest)
-                last = history[at]
-                seconds = {**last.seconds, "ask": last.seconds.get("ask", 0.0) + time.perf_counter() - began}
-                last = replace(last, asked=(*last.asked, *asked), scores=(*last.scores, *scores), seconds=seconds)
-                history = (*history[:at], replace(last, pool=last.pool or view.uncertainty), *history[at + 1 :])
-            taken = {*now.indices, *now.pending, *now.skipped}  # somebody may have told one of them in the meantime
-            pending = (*now.pending, *(index for index in asked if index not in taken))
-            self._keep(replace(now, pending=pending, history=history))
-        return torch.tensor(asked, dtype=torch.long)
+            self._keep(self._labels.ask(tuple(asked.tolist())))
+        return asked
+
+    def _ask_by_score(self, candidates: Tensor, k: int, source: torch.Generator) -> Tensor:
+        """The k candidates that the acquisition chooses, noted in the round of the fit that it saw."""
+        digest, posterior = self._current()
+        began = time.perf_counter()
+        view = View(
+            self._predicting(posterior), self.pool, candidates, self.pending, self.how, self.draws, self.memory, self.size,
+            derive(self.seed, "draws", digest),
+        )  # fmt: skip
+        with torch.no_grad(), self._working():
+            choice = self.acquisition.choose(view, k, source)
+        asked = candidates[choice.positions.cpu()]
+        indices, scores = tuple(asked.tolist()), tuple(choice.scores.tolist())
+        with self._lock:
+            seconds = time.perf_counter() - began
+            self._keep(self._labels.noted(digest, indices, scores, seconds, view.uncertainty).ask(indices))
+        return asked
 
     def step(self, k: int = 1) -> Round:
         """Ask for k labels, have the oracle give them, and tell them: one round of a simulation. The round is that of the asking."""
         if self.oracle is None:
-            raise ValueError("a step needs somebody to answer: ActiveLearning(..., oracle=function of indices), or ask and tell")
+            raise ValueError(
+                "step() needs an oracle: ActiveLearning(..., oracle=function of indices); or call ask and tell yourself"
+            )
         indices = self.pending if len(self.pending) else self.ask(k)  # what was asked before a crash is answered first
         self.tell(indices, self.oracle(indices))
         return self.history[-1] if self.history else Round(0)
@@ -451,41 +370,24 @@ class ActiveLearning:
         model: Model,
         method: Methods,
         pool: Any,
-        *,
-        acquisition: str | Acquisition | Callable[[Predictive], Tensor] = "bald",
-        oracle: Oracle | None = None,
-        held_out: Any = None,
-        start: Literal["network", "anew", "last"] = "network",
-        bayesian: bool = True,
-        how: str | None = None,
-        draws: int | None = None,
-        most: int | None = None,
-        memory: float = 1.0,
-        size: int = 500,
-        batch_size: int = 128,
-        validation: Any = None,
-        patience: int | None = None,
-        progress: bool | None = False,
+        **options: Any,
     ) -> ActiveLearning:
-        """Go on with a session: the labels, what is pending, the history and the seed are in the folder; the rest is given again.
+        """Continue a session: the labels, what is pending, the history and the seed are in the folder; the rest is given again.
 
-        What is pending can be shown at once. The model is fitted again when it is first needed, to the same posterior.
+        `options` are those of `ActiveLearning`, but for `seed` and `folder`. What is pending can be shown at once. The model is fitted
+        again when it is first needed, to the same posterior.
         """
         files, labels, meta = read(folder)
-        found = cls(
-            model, method, pool, acquisition=acquisition, oracle=oracle, held_out=held_out, start=start, bayesian=bayesian, how=how,
-            draws=draws, most=most, memory=memory, size=size, batch_size=batch_size, validation=validation, patience=patience,
-            seed=meta["seed"], progress=progress,
-        )  # fmt: skip
-        for what, now in found._about().items():
+        session = cls(model, method, pool, seed=meta["seed"], **options)
+        for what, now in session._about().items():
             if what != "seed" and meta.get(what) != now:
-                raise ValueError(f"{folder} belongs to another session; its {what} was {meta.get(what)} and is {now}")
-        found._labels, found._folder = labels, files
+                raise ValueError(f"{folder} belongs to another session: its {what} was {meta.get(what)}, and now it is {now}")
+        session._labels, session._folder = labels, files
         if labels.indices:
-            found._inputs = [found.pool.take(model, labels.indices)]
-        if start == "last":
-            found._weights = files.read_weights()
-        return found
+            session._inputs = [session.pool.take(model, labels.indices)]
+        if session.start == "last":
+            session._weights = files.read_weights()
+        return session
 
     def _about(self) -> dict[str, Any]:
         """What must be the same when the session goes on: labels of other inputs, or for another network, would be wrong."""
@@ -511,6 +413,6 @@ def _weights(posterior: Posterior) -> Params:
     params, buffers = getattr(posterior, "params", None), getattr(posterior, "buffers", {})
     if not isinstance(params, dict):
         raise ValueError(
-            f"a {type(posterior).__name__} posterior has no weights to go on from: use start='network' or start='anew'"
+            f"start='last' needs a posterior with weights; got {type(posterior).__name__}. Use start='network' or start='anew'"
         )
     return tree.clone(params if hasattr(posterior, "own_buffers") else {**buffers, **params})

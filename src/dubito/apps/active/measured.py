@@ -13,6 +13,7 @@ from dubito.apps.active.view import View
 from dubito.evaluation import measures
 from dubito.model.likelihoods import average
 from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT
+from dubito.tensors.checks import require
 
 
 def bald(p: Predictive) -> Tensor:
@@ -85,20 +86,21 @@ class Measured:
     score: str | Callable[[Predictive], Tensor] = "bald"
 
     def __post_init__(self):
-        if isinstance(self.score, str) and self.score not in SCORES:
-            raise ValueError(f"there is no score {self.score!r}; there are {', '.join(SCORES)}")
+        known = not isinstance(self.score, str) or self.score in SCORES
+        require(known, f"there is no score {self.score!r}; there are {', '.join(SCORES)}")
 
     def scores(self, view: View, generator: torch.Generator) -> Tensor:
+        """The measure of every candidate, [N]."""
         function = SCORES[self.score] if isinstance(self.score, str) else self.score
         parts = []
         for p in view.predictions():
-            found = function(p)
-            if found.shape[:1] != p.means.shape[1:2]:
-                raise ValueError(f"a score is one number an input, [B]; got {list(found.shape)} for {p.means.shape[1]} inputs")
-            parts.append(found.flatten(1).mean(1) if found.ndim > 1 else found)
+            values, n = function(p), p.means.shape[1]
+            require(values.shape[:1] == (n,), f"a score must give one number for each input, [{n}]; got {list(values.shape)}")
+            parts.append(values.flatten(1).mean(1) if values.ndim > 1 else values)
         return torch.cat(parts)
 
     def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
+        """The k candidates with the largest scores."""
         return best(self.scores(view, generator), k, generator)
 
 
@@ -107,7 +109,9 @@ class Random:
     """Label anything: what the others are compared with. It looks at no prediction."""
 
     def scores(self, view: View, generator: torch.Generator) -> Tensor:
+        """Uniform random numbers, [N]."""
         return torch.rand(len(view), generator=generator)
 
     def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
+        """The k candidates with the largest scores."""
         return best(self.scores(view, generator), k, generator)

@@ -15,6 +15,7 @@ from dubito.apps.network import joined
 from dubito.model import Model
 from dubito.posteriors.posterior import inputs_of
 from dubito.tensors import store, tree
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import derive, forked, lent
 
 
@@ -33,103 +34,133 @@ class Pool:
     """
 
     def __init__(self, data: Any):
-        self.arrays: Any = None
-        self.recast = False  # NumPy knows float64 alone, which no network asks for by that
-        self.items: Any = None  # what has len and [i]
-        self.stream: Any = None  # batches, to be gone through
-        self.collate: Callable[[list], Any] = default_collate
-        self.workers = 0
-        if isinstance(data, tuple):
-            raise TypeError(
-                "a pool holds inputs and no labels, and a tuple would be (x, y): give x alone, and the labels to `tell` or as an "
-                "oracle; several inputs go in as a dict or a data set"
-            )
-        if isinstance(data, Tensor | np.ndarray | dict):
-            self.arrays = tree.tensors(data)
-            given = data.values() if isinstance(data, dict) else [data]
-            self.recast = any(isinstance(leaf, np.ndarray) for leaf in given)
-            counts = {len(leaf) for leaf in tree.leaves(self.arrays)}
-            if len(counts) != 1:
-                raise ValueError(f"all inputs of a pool have the same number of rows; got {sorted(counts)}")
-            self.length = counts.pop()
-        elif isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
-            if not isinstance(data.sampler, SequentialSampler) or type(data.batch_sampler).__name__ != "BatchSampler":
-                raise ValueError("inputs of a pool are known by their position, which this loader shuffles: give shuffle=False")
-            self.items, self.collate, self.workers = data.dataset, data.collate_fn, data.num_workers
-            self.length = len(self.items)
-        elif isinstance(data, Iterator):
-            raise TypeError(
-                "the pool is an iterator that can be gone through only once: give a data set, a loader or a list of batches"
-            )
-        elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list):
-            self.items, self.length = data, len(data)
-        elif isinstance(data, Iterable):
-            self.stream = data
-            self.length = sum(_rows(_inputs_only(batch)) for batch in _fetched(data))
-        else:
-            raise TypeError(f"a pool is a tensor, a data set or a loader; got a {type(data).__name__}")
-        if not self.length:
-            raise ValueError("the pool is empty: there is nothing to label")
+        self.source = _source(data)
+        self.length = self.source.length
+        require(self.length, "the pool is empty: there is nothing to label")
 
     def __len__(self) -> int:
         return self.length
 
     def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
         """Inputs of the given numbers, in rising order, `size` at a time (or as a loader cuts them)."""
-        kind = next(model.network.parameters()).dtype
-        for x in self._batches(model, indices.cpu(), size):
+        kind = _dtype(model)
+        for x in self.source.batches(model, indices.cpu(), size):
             yield tree.tensors(x, kind)
-
-    def _batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
-        if self.arrays is not None:
-            for rows in indices.split(size):
-                yield self._cast(model, self._picked(rows))
-        elif self.items is not None:
-            part = Subset(self.items, indices.tolist())
-            for batch in _fetched(DataLoader(part, batch_size=size, collate_fn=self.collate, num_workers=self.workers)):
-                yield inputs_of(model, batch)[0]
-        else:
-            wanted, before = torch.zeros(len(self), dtype=torch.bool), 0
-            wanted[indices] = True
-            for batch in _fetched(self.stream):
-                x = inputs_of(model, batch)[0]
-                rows = wanted[before : before + _rows(x)].nonzero().squeeze(1)
-                before += _rows(x)
-                if len(rows):
-                    kind = next(model.network.parameters()).dtype
-                    yield tree.apply_leaves(lambda leaf, rows=rows: leaf[rows.to(leaf.device)], tree.tensors(x, kind))
-            if before != len(self):
-                raise ValueError(f"the pool gave {len(self)} inputs at first and {before} now: it must be the same every time")
-
-    def _picked(self, rows: Tensor) -> Any:
-        whole = len(rows) > 1 and int(rows[-1]) - int(rows[0]) == len(rows) - 1  # neighbours: no copy is needed
-        return tree.apply_leaves(
-            lambda leaf: leaf[int(rows[0]) : int(rows[-1]) + 1] if whole else leaf[rows.to(leaf.device)], self.arrays
-        )
-
-    def _cast(self, model: Model, x: Any) -> Any:
-        if not self.recast:
-            return x
-        kind = next(model.network.parameters()).dtype
-        return tree.apply_leaves(lambda leaf: leaf.to(kind) if leaf.is_floating_point() else leaf, x)
 
     def take(self, model: Model, indices: Tensor | Sequence[int]) -> Any:
         """The inputs of some numbers as one batch, in the order that they are asked for."""
-        which = torch.as_tensor(indices, dtype=torch.long).reshape(-1)
-        kind = next(model.network.parameters()).dtype
-        if self.arrays is not None:
-            return self._cast(model, tree.apply_leaves(lambda leaf: leaf[which.to(leaf.device)], self.arrays))
-        with forked(0):
-            if self.items is not None:
-                return tree.tensors(inputs_of(model, self.collate([self.items[i] for i in which.tolist()]))[0], kind)
-            ordered, back = which.unique(return_inverse=True)
-            found = joined(list(self._batches(model, ordered, len(ordered))))
-            return tree.tensors(tree.apply_leaves(lambda leaf: leaf[back.to(leaf.device)], found), kind)
+        return self.source.take(model, torch.as_tensor(indices, dtype=torch.long).reshape(-1))
 
     def fingerprint(self, model: Model) -> str:
         """What the pool is known by: how many inputs, and the contents of the first, the middle and the last."""
         few = self.take(model, [0, len(self) // 2, len(self) - 1])
         return f"{len(self)} inputs, {store.checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(few))})}"
+
+
+def _dtype(model: Model) -> torch.dtype:
+    return next(model.network.parameters()).dtype
+
+
+def _rows_of(x: Any, rows: Tensor) -> Any:
+    return tree.apply_leaves(lambda leaf: leaf[rows.to(leaf.device)], x)
+
+
+class _Arrays:
+    """All inputs, in memory."""
+
+    def __init__(self, data: Any):
+        self.arrays = tree.tensors(data)
+        given = data.values() if isinstance(data, dict) else [data]
+        self.recast = any(isinstance(leaf, np.ndarray) for leaf in given)  # NumPy has float64 alone, which no network means
+        counts = {len(leaf) for leaf in tree.leaves(self.arrays)}
+        require(len(counts) == 1, f"all inputs of a pool must have the same number of rows; got {sorted(counts)}")
+        self.length = counts.pop()
+
+    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
+        """Rows of the arrays, `size` at a time."""
+        for rows in indices.split(size):
+            first, last = int(rows[0]), int(rows[-1])
+            whole = len(rows) > 1 and last - first == len(rows) - 1  # neighbors: no copy is needed
+            piece = slice(first, last + 1)
+            x = tree.apply_leaves(lambda leaf: leaf[piece], self.arrays) if whole else _rows_of(self.arrays, rows)  # noqa: B023
+            yield self._cast(model, x)
+
+    def take(self, model: Model, which: Tensor) -> Any:
+        """Those rows, in that order."""
+        return self._cast(model, _rows_of(self.arrays, which))
+
+    def _cast(self, model: Model, x: Any) -> Any:
+        if not self.recast:
+            return x
+        return tree.apply_leaves(lambda leaf: leaf.to(_dtype(model)) if leaf.is_floating_point() else leaf, x)
+
+
+class _Items:
+    """A data set with `len` and `[i]`."""
+
+    def __init__(self, items: Any, collate: Callable[[list], Any] = default_collate, workers: int = 0):
+        self.items, self.collate, self.workers, self.length = items, collate, workers, len(items)
+
+    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
+        """Items, `size` at a time."""
+        some = Subset(self.items, indices.tolist())
+        for batch in _fetched(DataLoader(some, batch_size=size, collate_fn=self.collate, num_workers=self.workers)):
+            yield inputs_of(model, batch)[0]
+
+    def take(self, model: Model, which: Tensor) -> Any:
+        """Those items, in that order."""
+        with forked(0):
+            return tree.tensors(inputs_of(model, self.collate([self.items[i] for i in which.tolist()]))[0], _dtype(model))
+
+
+class _Stream:
+    """Batches, to be gone through for every choice."""
+
+    def __init__(self, stream: Iterable[Any]):
+        self.stream = stream
+        self.length = sum(_rows(_inputs_only(batch)) for batch in _fetched(stream))
+
+    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
+        """What is wanted of every batch."""
+        wanted, before = torch.zeros(self.length, dtype=torch.bool), 0
+        wanted[indices] = True
+        for batch in _fetched(self.stream):
+            x = inputs_of(model, batch)[0]
+            rows = wanted[before : before + _rows(x)].nonzero().squeeze(1)
+            before += _rows(x)
+            if len(rows):
+                yield _rows_of(tree.tensors(x, _dtype(model)), rows)
+        require(
+            before == self.length, f"the pool must give the same inputs every time: there were {self.length}, and now {before}"
+        )
+
+    def take(self, model: Model, which: Tensor) -> Any:
+        """Those inputs, in that order."""
+        ordered, back = which.unique(return_inverse=True)
+        with forked(0):
+            x = joined(list(self.batches(model, ordered, len(ordered))))
+            return tree.tensors(_rows_of(x, back), _dtype(model))
+
+
+def _source(data: Any) -> _Arrays | _Items | _Stream:
+    if isinstance(data, tuple):
+        raise TypeError(
+            "a pool holds inputs without labels, but a tuple means (x, y): pass x alone, and the labels to `tell` or as an oracle; "
+            "pass several inputs as a dict or a data set"
+        )
+    if isinstance(data, Tensor | np.ndarray | dict):
+        return _Arrays(data)
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        ordered = isinstance(data.sampler, SequentialSampler) and type(data.batch_sampler).__name__ == "BatchSampler"
+        require(ordered, "inputs of a pool are known by their position, but this loader shuffles them: pass shuffle=False")
+        return _Items(data.dataset, data.collate_fn, data.num_workers)
+    if isinstance(data, Iterator):
+        raise TypeError("an iterator can be gone through only once: pass a data set, a loader or a list of batches")
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list):
+        return _Items(data)
+    if isinstance(data, Iterable):
+        return _Stream(data)
+    raise TypeError(f"a pool must be a tensor, an array, a dict of these, a data set or a loader; got a {type(data).__name__}")
 
 
 def _fetched(source: Iterable[Any]) -> Iterator[Any]:
@@ -152,7 +183,7 @@ def _rows(x: Any) -> int:
     leaf = next(iter(tree.leaves(tree.tensors(x))), None)
     if leaf is None or not leaf.ndim:
         raise TypeError(
-            f"a list is taken for batches of inputs, tensors [B, ...], and this one holds a {type(x).__name__} with no rows: give all "
+            f"a list is taken for batches of inputs, tensors [B, ...], but this one holds a {type(x).__name__} with no rows: pass all "
             "inputs as one tensor or array, or a data set with `len` and `[i]`"
         )
     return len(leaf)

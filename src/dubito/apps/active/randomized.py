@@ -12,10 +12,11 @@ from torch import Tensor
 from dubito.apps.active.acquisition import Choice, Scored, best, check_finite
 from dubito.apps.active.measured import Measured
 from dubito.apps.active.view import View
+from dubito.tensors.checks import at_least, one_of
 
 
 @dataclass(frozen=True)
-class Randomised:
+class Randomized:
     r"""Draw k candidates without replacement, with probabilities that grow with their scores (Kirsch et al. 2023).
 
     With :math:`\epsilon_i` standard Gumbel noise, the k largest of these are taken:
@@ -27,7 +28,7 @@ class Randomised:
     The best k of a score may be k copies of one input; these are not, at no cost. `coldness` is :math:`\beta`: 0 is random, infinity
     the k best.
 
-    >>> power = Randomised(Measured("bald"), "power", coldness=2.0)
+    >>> power = Randomized(Measured("bald"), "power", coldness=2.0)
     >>> noisy = power.perturbed(torch.tensor([0.0, 1.0, 2.0]).repeat(10_000, 1), torch.Generator().manual_seed(0))
     >>> torch.bincount(noisy.argmax(1), minlength=3).div(10_000).round(decimals=1)       # in proportion to 0, 1 and 4
     tensor([0.0000, 0.2000, 0.8000])
@@ -38,12 +39,12 @@ class Randomised:
     coldness: float = 1.0
 
     def __post_init__(self):
-        if self.how not in ("power", "softmax", "softrank"):
-            raise ValueError(f"how is 'power', 'softmax' or 'softrank'; got {self.how!r}")
-        if not self.coldness >= 0:
-            raise ValueError(f"a coldness is not negative; got {self.coldness}")
+        one_of(("power", "softmax", "softrank"), how=self.how)
+        at_least(0, coldness=self.coldness)
         if not hasattr(self.acquisition, "scores"):
-            raise TypeError(f"noise goes on the scores of single inputs, which {type(self.acquisition).__name__} does not have")
+            raise TypeError(
+                f"Randomized needs an acquisition with scores of single inputs, such as Measured('bald'); got {self.acquisition!r}"
+            )
 
     def perturbed(self, scores: Tensor, generator: torch.Generator) -> Tensor:
         """Scores [..., N] after the noise."""
@@ -60,9 +61,11 @@ class Randomised:
         return -exponential.log().to(values.device)
 
     def scores(self, view: View, generator: torch.Generator) -> Tensor:
+        """Scores of the candidates after the noise, [N]."""
         return self.perturbed(self.acquisition.scores(view, generator), generator)
 
     def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
+        """The k candidates with the largest scores after the noise, and their scores without it."""
         plain = self.acquisition.scores(view, generator)
         check_finite(plain)  # ranks of NaN are numbers like all others
         chosen = best(self.perturbed(plain, generator), k, generator).positions

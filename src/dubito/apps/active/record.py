@@ -1,54 +1,20 @@
-"""What is known of a round of labelling, and the files that a session leaves."""
+"""The files of a session of active learning."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dubito.apps.active.labels import Labels, Round
 from dubito.tensors import store
 from dubito.tensors.tree import Params
 
 FILE, WEIGHTS = "active.safetensors", "weights.safetensors"
-
-
-@dataclass(frozen=True)
-class Round:
-    """One fit and what was asked after it.
-
-    `held_out` are figures on held-out data ("accuracy" or "rmse", "nll", and the mean "total", "aleatoric" and "epistemic"
-    uncertainty), `pool` the mean "total" and "epistemic" uncertainty of the candidates. Both are empty where nobody looked.
-    """
-
-    labels: int
-    held_out: dict[str, float] = field(default_factory=dict)
-    pool: dict[str, float] = field(default_factory=dict)
-    asked: tuple[int, ...] = ()
-    scores: tuple[float, ...] = ()  # of what was asked, by the acquisition
-    seconds: dict[str, float] = field(default_factory=dict)  # to "fit" and to "ask"
-    of: str = field(default="", repr=False)  # a digest of the labels that it is a round of
-
-
-@dataclass(frozen=True)
-class Labels:
-    """All that people have said so far, in the order in which they said it; and what they have been asked."""
-
-    indices: tuple[int, ...] = ()
-    targets: Tensor | None = None  # [n, ...]
-    pending: tuple[int, ...] = ()
-    skipped: tuple[int, ...] = ()
-    history: tuple[Round, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """Of what a fit depends on."""
-        if self.targets is None:
-            return ""
-        return store.checksum({"indices": torch.tensor(self.indices), "targets": self.targets})
 
 
 @dataclass
@@ -59,7 +25,7 @@ class Folder:
     written: int = 0
 
     def write(self, labels: Labels, about: dict[str, Any]) -> None:
-        """Whole or not at all; refused if somebody else has written here since."""
+        """Write the state, whole or not at all; an error if somebody else has written here since."""
         with store.locked(self.path):
             self._check()
             plain = {
@@ -84,17 +50,20 @@ class Folder:
         there = int(store.read(file)[1].get("writes", -1)) if file.exists() else 0
         if there != self.written:
             raise FileExistsError(
-                f"{self.path} holds another session, or another process has gone on with this one: go on with "
+                f"{self.path} holds another session, or another process has continued this one: continue it with "
                 "ActiveLearning.load(folder, ...), or give another folder"
             )
 
     def read_weights(self) -> tuple[Params, Params, str]:
+        """What `write_weights` was given; empty if it was never called."""
         file = self.path / WEIGHTS
         if not file.exists():
             return {}, {}, ""
         tensors, meta = store.read(file)
-        parts = ({k.partition(":")[2]: v for k, v in tensors.items() if k.startswith(kind)} for kind in ("before:", "after:"))
-        before, after = parts
+        before, after = (
+            {name.removeprefix(kind): leaf for name, leaf in tensors.items() if name.startswith(kind)}
+            for kind in ("before:", "after:")
+        )
         return before, after, meta["of"]
 
 
@@ -119,6 +88,6 @@ def _write(file: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None
     except OSError as error:
         raise store.WriteError(
             error.errno,
-            f"{file}: could not be written ({error.strerror or error}). All that was told before is there, and this was not taken: "
-            "make room, and do it again",
+            f"{file}: could not be written ({error.strerror or error}). All labels before are safe, and this one was not taken: free "
+            "some space and repeat the call",
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from dubito.apps.active.acquisition import Acquisition
 from dubito.apps.active.batchbald import BatchBALD
 from dubito.apps.active.epig import EPIG
 from dubito.apps.active.measured import Measured, Random
-from dubito.apps.active.randomized import Randomised
+from dubito.apps.active.randomized import Randomized
 from dubito.evaluation.measures import MEASURES
 from dubito.posteriors.predictive import Predictive
 
@@ -27,9 +27,9 @@ ACQUISITIONS: dict[str, Callable[..., Acquisition]] = {
     "random": Random,
     "epig": EPIG,
     "batchbald": BatchBALD,
-    "power_bald": partial(Randomised, Measured("bald"), "power"),
-    "softmax_bald": partial(Randomised, Measured("bald"), "softmax"),
-    "softrank_bald": partial(Randomised, Measured("bald"), "softrank"),
+    "power_bald": partial(Randomized, Measured("bald"), "power"),
+    "softmax_bald": partial(Randomized, Measured("bald"), "softmax"),
+    "softrank_bald": partial(Randomized, Measured("bald"), "softrank"),
 }
 
 
@@ -48,8 +48,7 @@ def acquisition(given: str | Acquisition | Callable[[Predictive], Tensor]) -> Ac
     if isinstance(given, type):
         raise TypeError(f"an acquisition function is an object: write {given.__name__}() in the place of {given.__name__}")
     if hasattr(given, "choose"):
-        found: Any = given
-        return found
+        return cast(Acquisition, given)
     if callable(given):
         return Measured(given)
     raise TypeError(f"an acquisition function is a name, an object with `choose` or a function of a predictive; got {given!r}")

@@ -14,6 +14,7 @@ from dubito.model.likelihoods import Bernoulli, Classes
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 
 DRAWS = 100  # functions of a posterior that has no number of its own
 
@@ -24,6 +25,12 @@ class Functions(NamedTuple):
     values: Tensor  # [S, B, C]: class probabilities, or means
     weights: Tensor  # [S], sums to 1
     noise: Tensor | None  # [B, C], variance of y given the function, averaged over the functions; None for classes
+
+    @staticmethod
+    def join(parts: list[Functions]) -> Functions:
+        """The same functions at the inputs of all parts."""
+        noises = [part.noise for part in parts if part.noise is not None]
+        return Functions(torch.cat([part.values for part in parts], 1), parts[0].weights, torch.cat(noises) if noises else None)
 
 
 @dataclass
@@ -50,6 +57,7 @@ class View:
 
     @property
     def device(self) -> torch.device:
+        """The device of the network."""
         return self.posterior.model.device
 
     def predictions(self) -> Iterator[Predictive]:
@@ -103,12 +111,12 @@ class View:
             values = torch.cat([p.likelihood.off(points.means, points._params), values], -1)
         elif discrete and not isinstance(p.likelihood, Classes):
             raise ValueError(
-                f"joint entropies are of one answer an input, and here it has {values.shape[-1]}, each yes or no: use 'bald', their sum"
+                f"joint entropies need one answer for each input; got {values.shape[-1]}, each yes or no: use 'bald', their sum"
             )
-        if values.ndim != 3:
-            raise ValueError(
-                "joint entropies are for one answer an input, and these outputs have positions: use 'bald', their mean"
-            )
+        require(
+            values.ndim == 3,
+            "joint entropies need one answer an input, but these outputs have positions: use 'bald', their mean",
+        )
         return Functions(values, p.draw_weights.to(values), None if discrete else p.uncertainty.aleatoric)
 
 

@@ -25,9 +25,10 @@ from dubito.apps.compression.rules import RULES
 from dubito.apps.compression.writing import Compressed, Plan, write
 from dubito.network.examples import pick_output
 from dubito.network.weights import swapped
-from dubito.posteriors.predict.streamlined.operations import PROBE, Ref, Trace
+from dubito.posteriors.predict.streamlined.operations import PROBE, Trace, leaves_of
 from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import forked
 from dubito.tensors.tree import Buffers, Params
 
@@ -46,6 +47,7 @@ class _Plain:
     output: Callable[[Any], Tensor]
 
     def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+        """The output at x with these weights, and the buffers."""
         weights = {**buffers, **params}
         with swapped(self.network, weights):
             return self.output(call(self.network, x)), {name: weights[name] for name in buffers}
@@ -77,41 +79,41 @@ def cut(
     given = {name: leaf for name, leaf in {**(buffers or {}), **(params or {})}.items() if ":" not in name}
     for name, leaf in given.items():
         if name not in own or own[name].shape != leaf.shape:
-            raise ValueError(f"{name} {list(leaf.shape)} is no parameter or buffer of the network in that shape")
+            raise ValueError(f"the network has no parameter or buffer {name} of shape {list(leaf.shape)}")
     weights = {name: given.get(name, leaf).detach() for name, leaf in own.items()}
-    weights |= dropped(network, weights, outputs or {}, rows=True)
-    weights |= dropped(network, weights, inputs or {}, rows=False)
+    weights |= drop(network, weights, outputs or {}, rows=True)
+    weights |= drop(network, weights, inputs or {}, rows=False)
     with torch.no_grad(), forked():  # dropout that is always on would draw
         flows = follow(network, weights, x, output)
         return write(network, flows, plan(flows, x))
 
 
-def dropped(network: nn.Module, weights: Params, masks: Mapping[str, Tensor], *, rows: bool) -> Params:
+def drop(network: nn.Module, weights: Params, masks: Mapping[str, Tensor], *, rows: bool) -> Params:
     """The weights of some layers with those of the outputs (or inputs) named by the masks set to zero."""
-    found: Params = {}
+    changed: Params = {}
     modules = dict(network.named_modules())
     for name, mask in masks.items():
         layer = modules.get(name)
         prefix = f"{name}." if name else ""
         if layer is None or f"{prefix}weight" not in weights:
-            known = [one for one in modules if f"{one}.weight" in weights]
-            raise ValueError(f"{name!r} is no layer with a weight; the network has {known[:8]}{'...' if known[8:] else ''}")
-        weight, turned = weights[f"{prefix}weight"], isinstance(layer, nn.modules.conv._ConvTransposeNd)
-        axis = int(rows == turned)  # of a transposed convolution, inputs come first
-        if not rows and getattr(layer, "groups", 1) > 1:
-            raise ValueError(
-                f"{name!r} has groups, in which an input has weights of its own group only: drop outputs of the layer before"
-            )
-        if mask.dtype != torch.bool or mask.shape != weight.shape[axis : axis + 1]:
-            raise ValueError(
-                f"a mask of {name!r} is a bool tensor of shape [{weight.shape[axis]}], True for what is dropped; "
-                f"got {mask.dtype} {list(mask.shape)}"
-            )
+            known = [other for other in modules if f"{other}.weight" in weights]
+            raise ValueError(f"no layer {name!r} with a weight; the network has {known[:8]}{'...' if known[8:] else ''}")
+        weight = weights[f"{prefix}weight"]
+        axis = int(rows == isinstance(layer, nn.modules.conv._ConvTransposeNd))  # of a transposed convolution, inputs come first
+        _check_mask(name, mask, weight.shape[axis], grouped=not rows and getattr(layer, "groups", 1) > 1)
         gone = mask.to(weight.device).nonzero().squeeze(1)
-        found[f"{prefix}weight"] = weight.index_fill(axis, gone, 0)
+        changed[f"{prefix}weight"] = weight.index_fill(axis, gone, 0)
         if rows and f"{prefix}bias" in weights:
-            found[f"{prefix}bias"] = weights[f"{prefix}bias"].index_fill(0, gone, 0)
-    return found
+            changed[f"{prefix}bias"] = weights[f"{prefix}bias"].index_fill(0, gone, 0)
+    return changed
+
+
+def _check_mask(name: str, mask: Tensor, size: int, *, grouped: bool) -> None:
+    require(not grouped, f"inputs of {name!r} cannot be dropped, since it has groups: drop outputs of the layer before it")
+    require(
+        mask.dtype == torch.bool and mask.shape == (size,),
+        f"the mask of {name!r} must be a bool tensor of shape [{size}], True for what is dropped; got {mask.dtype} {list(mask.shape)}",
+    )
 
 
 def follow(network: nn.Module, weights: Params, x: Any, output: Callable[[Any], Tensor]) -> Flows:
@@ -119,37 +121,30 @@ def follow(network: nn.Module, weights: Params, x: Any, output: Callable[[Any], 
     plain: Any = _Plain(network, output)
     names = [name for name, _ in network.named_parameters()]
     params = {name: weights[name] for name in names}
-    found = trace(plain, params, x, {name: leaf for name, leaf in weights.items() if name not in params})
-    if not found.dynamic:
-        raise ValueError(
-            "the network takes another way for another number of examples, so there is no module of it for any number"
-        )
-    return Flows(found, weights, RULES, found.needed, _shapes(found, weights, x))
+    made = trace(plain, params, x, {name: leaf for name, leaf in weights.items() if name not in params})
+    require(
+        made.dynamic,
+        "the network computes something else for another number of examples, so no smaller network holds for all. Remove what depends "
+        "on the batch size",
+    )
+    return Flows(made, weights, RULES, _shapes(made, weights, x))
 
 
-def _shapes(found: Trace, weights: Params, x: Any) -> dict[int, tuple[int, ...]]:
+def _shapes(trace: Trace, weights: Params, x: Any) -> dict[int, tuple[int, ...]]:
     """Of all tensors, in a run with fewer examples than the trace has."""
-    n, values = PROBE[1], {slot: weights[name] for slot, name in found.weights.items()} | found.constants
-    for slot, leaf, batched in zip(found.inputs, tree.leaves(x), found.batched, strict=True):
+    n, values = PROBE[1], {slot: weights[name] for slot, name in trace.weights.items()} | trace.constants
+    for slot, leaf, batched in zip(trace.inputs, tree.leaves(x), trace.batched, strict=True):
         some = leaf[torch.arange(n, device=leaf.device) % max(1, len(leaf))] if batched and len(leaf) else leaf
         values[slot] = leaf.new_zeros(n, *leaf.shape[1:]) if batched and not len(leaf) else some.clone()
-    for step in found.steps:
-        args, kwargs = (filled(part, values.__getitem__, n) for part in (step.args, step.kwargs))
+    for step in trace.steps:
+        args, kwargs = filled((step.args, step.kwargs), values.__getitem__, n)
         if step.name == "setitem":
             result = args[0].clone()
             result[args[1]] = args[2]
         else:
             result = run(step.func, step.name, args, kwargs)
-        _keep(step.out, result, values)
+        values |= dict(zip(step.outputs, leaves_of(result, Tensor), strict=True))
     return {slot: tuple(value.shape) for slot, value in values.items()}
-
-
-def _keep(out: Any, result: Any, values: dict[int, Any]) -> None:
-    if isinstance(out, Ref):
-        values[out.slot] = result
-    elif isinstance(out, tuple):
-        for part, item in zip(out, result, strict=True):
-            _keep(part, item, values)
 
 
 def plan(flows: Flows, x: Any) -> Plan:
@@ -166,18 +161,20 @@ def plan(flows: Flows, x: Any) -> Plan:
                 live[roots[others[0]]] = True
         if int(live.sum()) == before:
             break
-    biases = []
-    for site, kept in zip(flows.sites, columns, strict=True):
-        rows = torch.from_numpy(live[roots[site.rows]])
-        folded = site.reads[rows] & (site.const != 0) & torch.from_numpy(~kept)
-        biases.append(site.bias is not None or (site.alone and bool(folded.any())))
-    return Plan(live[roots], tuple(columns), tuple(biases), _like(flows.found, x))
+    biases = tuple(_has_bias(site, kept, live[roots[site.rows]]) for site, kept in zip(flows.sites, columns, strict=True))
+    return Plan(live[roots], tuple(columns), biases, _like(flows.trace, x))
 
 
-def _like(found: Trace, x: Any) -> Any:
+def _has_bias(site: Site, kept: np.ndarray, rows: np.ndarray) -> bool:
+    """Whether a layer has a bias in the end: its own, or one that takes up constants."""
+    folded = site.reads[torch.from_numpy(rows)] & (site.const != 0) & torch.from_numpy(~kept)
+    return site.bias is not None or (site.alone and bool(folded.any()))
+
+
+def _like(trace: Trace, x: Any) -> Any:
     """The shapes of x, with a few examples: a number that is not the first size of what has no axis of examples."""
-    others = {leaf.shape[0] for leaf, batched in zip(tree.leaves(x), found.batched, strict=True) if not batched and leaf.ndim}
-    n, which = next(n for n in range(2, 99) if n not in others), iter(found.batched)
+    others = {leaf.shape[0] for leaf, batched in zip(tree.leaves(x), trace.batched, strict=True) if not batched and leaf.ndim}
+    n, which = next(n for n in range(2, 99) if n not in others), iter(trace.batched)
     return tree.apply_leaves(
         lambda leaf: torch.empty((n, *leaf.shape[1:]) if next(which) else leaf.shape, dtype=leaf.dtype, device="meta"), x
     )

@@ -10,6 +10,7 @@ norm, attention), its units are pinned: they stay, and what comes out is taken t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.compression.units import Units
-from dubito.posteriors.predict.streamlined.operations import Step, Trace, follows_batch, refs, resolve
+from dubito.posteriors.predict.streamlined.operations import Ref, Step, Trace, follows_batch, leaves_of, resolve
 
 DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
 RANDOM = {"bernoulli", "normal", "multinomial", "uniform", "poisson"}
@@ -41,7 +42,7 @@ class Site:
 
     step: int
     weight: int  # slot
-    bias: Any  # slot or None
+    bias: int | None  # slot
     row: int  # the axis of the weight that its rows are on; columns are on the other of 0 and 1
     rows: np.ndarray  # [O]
     cols: np.ndarray  # [I]
@@ -58,11 +59,6 @@ class Edit:
 
     kind: str
     given: dict[str, Any] = field(default_factory=dict)
-
-
-def arguments(step: Step, names: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments by name."""
-    return {**dict(zip(names, step.args, strict=False)), **step.kwargs}
 
 
 def nothing(n: int) -> Tensor:
@@ -90,13 +86,13 @@ def run(func: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def filled(value: Any, tensors: Callable[[int], Any], batch: Any) -> Any:
-    """With tensors in the places of slots, and sizes that follow the batch as numbers."""
+def filled(value: Any, tensors: Callable[[int], Any], batch: int) -> Any:
+    """A nested value with `tensors(slot)` in the place of every `Ref`, and sizes for `batch` examples."""
     return resolve(value, tensors, lambda size: size.value(batch))
 
 
-Found = list[Flow] | None  # None: no way through
-Rule = Callable[["Flows", int, Step], Found]
+Result = list[Flow] | None  # None: no way through
+Rule = Callable[["Flows", int, Step], Result]
 
 
 class Flows:
@@ -104,76 +100,86 @@ class Flows:
 
     def __init__(
         self,
-        found: Trace,
+        trace: Trace,
         weights: dict[str, Tensor],
         rules: Mapping[str, Rule],
-        needed: set[int],
         shapes: dict[int, tuple[int, ...]],
     ):
-        self.rules, self.found, self.needed = rules, found, needed
+        self.rules, self.trace = rules, trace
         self.second = shapes  # those of a second run, with fewer examples
         self.units = Units()
         self.flows: dict[int, Flow] = {}
         # what is found out about weights is found out on the CPU, wherever the network is
-        self.values: dict[int, Tensor] = {slot: weights[name].detach().cpu() for slot, name in found.weights.items()}
-        self.values |= {slot: tensor.cpu() for slot, tensor in found.constants.items()}
-        self.learned = set(found.weights)  # weights, and what is computed of them alone
+        self.values: dict[int, Tensor] = {slot: weights[name].detach().cpu() for slot, name in trace.weights.items()}
+        self.values |= {slot: tensor.cpu() for slot, tensor in trace.constants.items()}
+        self.learned = set(trace.weights)  # weights, and what is computed of them alone
         self.sites: list[Site] = []
         self.edits: dict[int, Edit] = {}
         self.axes: dict[tuple[int, int], np.ndarray] = {}  # units along the axes of weights
         self.frozen: set[int] = set()  # weights that are read as a whole
         self.opaque: dict[str, str] = {}  # operations that were not cut through, and where they are
         self.anchors: list[tuple[np.ndarray, np.ndarray]] = []  # where one of the first stays, so must one of the second
-        self.uses: dict[int, int] = {}
-        dependent = set(found.inputs)
-        self.steps: list[int] = []
-        for i, step in enumerate(found.steps):
-            outs = {ref.slot for ref in refs(step.out)}
-            if not outs & needed:
-                continue
-            inside = {ref.slot for ref in refs((step.args, step.kwargs))}
-            again = step.name.startswith("rand") or step.name in RANDOM | DROPOUT | {"setitem"}  # to be done each time
-            if not inside & dependent and not follows_batch((step.args, step.kwargs)) and not again:
-                self._evaluate(step)
-                continue
-            dependent |= outs
-            self.steps.append(i)
-            for ref in refs((step.args, step.kwargs)):
-                self.uses[ref.slot] = self.uses.get(ref.slot, 0) + 1
+        self.steps = self._dependent_steps()
+        self.uses = Counter(slot for i in self.steps for slot in trace.steps[i].inputs)
         for i in self.steps:
-            self._follow(i, found.steps[i])
-        if found.output in self.flows:
-            self.units.pin(self.flows[found.output].units)
+            self._follow(i, trace.steps[i])
+        if trace.output in self.flows:
+            self.units.pin(self.flows[trace.output].units)
         for slot, axis in self.axes:
             if slot in self.frozen:
                 self.units.pin(self.axes[slot, axis])
 
+    def _dependent_steps(self) -> list[int]:
+        """The operations that the output needs and that depend on the input; what no input has a part in is computed once."""
+        dependent, needed, steps = set(self.trace.inputs), self.trace.needed, []
+        for i, step in enumerate(self.trace.steps):
+            if needed.isdisjoint(step.outputs):
+                continue
+            again = step.name.startswith("rand") or step.name in RANDOM | DROPOUT | {"setitem"}  # to be done each time
+            if again or dependent.intersection(step.inputs) or follows_batch((step.args, step.kwargs)):
+                dependent.update(step.outputs)
+                steps.append(i)
+            else:
+                self._evaluate(step)
+        return steps
+
     def _evaluate(self, step: Step) -> None:
-        """What no input has a part in is computed once."""
-        args, kwargs = (filled(part, lambda slot: self.values[slot].clone(), 0) for part in (step.args, step.kwargs))
+        args, kwargs = filled((step.args, step.kwargs), lambda slot: self.values[slot].clone(), 0)
         with torch.no_grad():
             result = run(step.func, step.name, args, kwargs)
-        for ref, leaf in zip(refs(step.out), result if isinstance(result, tuple | list) else (result,), strict=True):
-            self.values[ref.slot] = leaf.cpu()
-            if any(one.slot in self.learned for one in refs((step.args, step.kwargs))):
-                self.learned.add(ref.slot)
+        self.values |= {slot: leaf.cpu() for slot, leaf in zip(step.outputs, leaves_of(result, Tensor), strict=True)}
+        if self.learned.intersection(step.inputs):
+            self.learned.update(step.outputs)
 
     def _follow(self, i: int, step: Step) -> None:
         rule = self.rules.get(step.name)
-        found = None if rule is None else rule(self, i, step)
-        if found is None:
-            slots = {ref.slot for ref in refs((step.args, step.kwargs))}
-            for slot in slots & set(self.flows):
-                self.units.pin(self.flows[slot].units)
-                self.opaque.setdefault(step.name, step.where)
-            self.frozen |= slots & set(self.values)
-            self.edits[i] = Edit("same")
+        flows = None if rule is None else rule(self, i, step)
+        if flows is not None:
+            self.flows |= dict(zip(step.outputs, flows, strict=True))
             return
-        for ref, flow in zip(refs(step.out), found, strict=True):
-            self.flows[ref.slot] = flow
+        slots = set(step.inputs)
+        for slot in slots & set(self.flows):
+            self.units.pin(self.flows[slot].units)
+            self.opaque.setdefault(step.name, step.where)
+        self.frozen |= slots & set(self.values)
+        self.edit(i, "same")
+
+    def edit(self, i: int, kind: str, **given: Any) -> None:
+        """Say how the operation i is written for fewer units."""
+        self.edits[i] = Edit(kind, given)
+
+    def unchanged(self, i: int, flow: Flow) -> Result:
+        """The operation i is written as it was, and that flow comes out."""
+        self.edit(i, "same")
+        return [flow]
+
+    def of(self, value: Any) -> Flow | None:
+        """The flow of an argument, where it is known."""
+        return self.flows.get(value.slot) if isinstance(value, Ref) else None
 
     def shape(self, slot: int) -> tuple[int, ...]:
-        return self.found.shapes[slot]
+        """The shape of a slot, for three examples."""
+        return self.trace.shapes[slot]
 
     def tie(self, slot: int, axis: int, units: np.ndarray) -> None:
         """An axis of a weight goes with these units, and so do all others that it goes with."""
@@ -182,7 +188,7 @@ class Flows:
         else:
             self.axes[slot, axis] = units
 
-    def entering(self, ref: Any, axis: int, n: int) -> Flow:
+    def entering(self, ref: Ref, axis: int, n: int) -> Flow:
         """The units that a layer reads; those of which nothing is known stay in their tensor, but the layer may leave them."""
         flow = self.flows.get(ref.slot)
         if flow is not None and flow.axis == axis and len(flow.units) == n:

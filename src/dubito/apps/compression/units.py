@@ -26,6 +26,7 @@ class Units:
         return np.arange(start, start + n)
 
     def root(self, unit: int) -> int:
+        """The unit that stands for all of its set."""
         parent = self.parent
         while parent[unit] != unit:
             parent[unit] = parent[parent[unit]]
@@ -33,6 +34,7 @@ class Units:
         return unit
 
     def roots(self, units: np.ndarray) -> np.ndarray:
+        """The root of every unit."""
         return np.array([self.root(int(unit)) for unit in units], dtype=np.int64)
 
     def join(self, a: np.ndarray, b: np.ndarray) -> None:
@@ -49,7 +51,7 @@ class Units:
     @property
     def pinned(self) -> np.ndarray:
         """The roots of all that stay, [U]."""
-        found = np.zeros(len(self.parent), dtype=bool)
+        pinned = np.zeros(len(self.parent), dtype=bool)
         for units in self.pins:
-            found[self.roots(units)] = True
-        return found
+            pinned[self.roots(units)] = True
+        return pinned

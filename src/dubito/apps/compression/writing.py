@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from dubito.apps.compression.flows import CONVOLUTION, TRANSPOSED, Flows, Site, arguments, matrix
-from dubito.posteriors.predict.streamlined.operations import Ref, Size, Step, refs, resolve
+from dubito.apps.compression.flows import CONVOLUTION, TRANSPOSED, Flows, Site, matrix
+from dubito.posteriors.predict.streamlined.graph import GraphWriter, add_tensor
+from dubito.posteriors.predict.streamlined.operations import Size, Step
 from dubito.tensors import tree
 
 
@@ -36,6 +36,7 @@ class Compressed(fx.GraphModule):
 
     @property
     def plan(self) -> Plan:
+        """What stayed of the original."""
         return self.meta["plan"]
 
     @property
@@ -67,13 +68,12 @@ def architecture(network: nn.Module) -> bytes:
 
 def signature(flows: Flows) -> int:
     """A digest of the operations and of which units go together: what a plan is about."""
-    names = [flows.found.steps[i].name for i in flows.steps]
+    names = [flows.trace.steps[i].name for i in flows.steps]
     about = json.dumps([names, sorted((slot, shape) for slot, shape in flows.second.items())]).encode()
     roots = flows.units.roots(np.arange(len(flows.units.parent)))
     cols = [site.cols.astype("<i8").tobytes() for site in flows.sites]
-    return int.from_bytes(
-        hashlib.blake2b(b"".join([about, roots.astype("<i8").tobytes(), *cols]), digest_size=4).digest(), "little"
-    )
+    content = b"".join([about, roots.astype("<i8").tobytes(), *cols])
+    return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little")
 
 
 def choices(flows: Flows, live: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -88,21 +88,20 @@ def write(network: nn.Module, flows: Flows, planned: Plan) -> Compressed:
     return _Writer(network, flows, planned).module()
 
 
-def where(mask: np.ndarray) -> Tensor:
+def _places(mask: np.ndarray) -> Tensor:
     return torch.from_numpy(np.flatnonzero(mask))
 
 
-class _Writer:
+class _Writer(GraphWriter):
+    """The graph of what stays, while it is written."""
+
     def __init__(self, network: nn.Module, flows: Flows, planned: Plan):
-        self.network, self.flows, self.plan, self.found = network, flows, planned, flows.found
+        super().__init__(flows.trace)
+        self.network, self.flows, self.plan = network, flows, planned
         self.parameters = dict(network.named_parameters())
         self.device = next(iter(tree.leaves({**self.parameters, **dict(network.named_buffers())}))).device
-        self.graph = fx.Graph()
-        self.nodes: dict[int, fx.Node] = {}
         self.held: dict[str, tuple[Tensor, str]] = {}  # tensors of the module, and what they are there
         self.weights: dict[int, fx.Node] = {}
-        self.batch: fx.Node | None = None
-        self.sites = {site.step: k for k, site in enumerate(flows.sites)}
         self.layers = {site.weight: k for k, site in enumerate(flows.sites) if site.alone}
         self.biased = {site.bias: k for k, site in enumerate(flows.sites) if site.alone and site.bias is not None}
 
@@ -112,10 +111,12 @@ class _Writer:
         return None if flow is None else self.plan.live[flow.units]
 
     def count(self, slot: int) -> int:
+        """How many places stay along the axis of units; -1 where there is none."""
         mask = self.mask(slot)
         return -1 if mask is None else int(mask.sum())
 
     def hold(self, name: str, tensor: Tensor, kind: str) -> fx.Node:
+        """A tensor of the module: a "parameter", "buffer" or "constant"."""
         self.held[name] = (tensor.to(self.device), kind)
         return self.graph.create_node("get_attr", name)
 
@@ -124,13 +125,18 @@ class _Writer:
         if slot in self.nodes:
             return self.nodes[slot]
         if slot not in self.weights:
-            name = self.found.weights.get(slot, f"derived.{slot}" if slot not in self.found.constants else f"constant.{slot}")
-            derived = (
-                slot not in self.found.weights and slot in self.flows.learned and self.flows.values[slot].is_floating_point()
-            )
-            kind = "parameter" if name in self.parameters or derived else "constant" if slot in self.found.constants else "buffer"
-            self.weights[slot] = self.hold(name, self.weight(slot).clone(), kind)
+            self.weights[slot] = self.hold(*self._described(slot))
         return self.weights[slot]
+
+    def _described(self, slot: int) -> tuple[str, Tensor, str]:
+        """Name, value and kind of a weight, a constant, or what is computed of them."""
+        value, name = self.weight(slot).clone(), self.trace.weights.get(slot)
+        if name is not None:
+            return name, value, "parameter" if name in self.parameters else "buffer"
+        constant = slot in self.trace.constants
+        learned = slot in self.flows.learned and value.is_floating_point()
+        kind = "parameter" if learned else "constant" if constant else "buffer"
+        return f"{'constant' if constant else 'derived'}.{slot}", value, kind
 
     def weight(self, slot: int) -> Tensor:
         """A weight without the rows and columns that are gone."""
@@ -140,18 +146,16 @@ class _Writer:
             value = (value.double() + self.folded(self.biased[slot])).to(value.dtype)
             return value[torch.from_numpy(self.plan.live[site.rows])]
         for axis in range(value.ndim):
-            units = self.flows.axes.get((slot, axis))
-            if slot in self.layers and axis < 2:
-                site, kept = self.flows.sites[self.layers[slot]], self.plan.columns[self.layers[slot]]
-                if axis == 1 - site.row:
-                    if site.groups > 1:
-                        value = self.grouped(site, kept, value)
-                        continue
-                    value = value.index_select(axis, where(kept))
-                    continue
-            if units is not None:
-                value = value.index_select(axis, where(self.plan.live[units]))
+            value = self._cut(slot, axis, value)
         return value
+
+    def _cut(self, slot: int, axis: int, value: Tensor) -> Tensor:
+        """A weight without what is gone along an axis."""
+        k, units = self.layers.get(slot), self.flows.axes.get((slot, axis))
+        if k is not None and axis == 1 - self.flows.sites[k].row:
+            site, kept = self.flows.sites[k], self.plan.columns[k]
+            return self.grouped(site, kept, value) if site.groups > 1 else value.index_select(axis, _places(kept))
+        return value if units is None else value.index_select(axis, _places(self.plan.live[units]))
 
     def grouped(self, site: Site, kept: np.ndarray, value: Tensor) -> Tensor:
         """Each row with the columns of its own group; rows are gone already."""
@@ -165,122 +169,77 @@ class _Writer:
         gone = torch.where(torch.from_numpy(~self.plan.columns[k]), site.const, 0.0)
         return matrix(self.flows.values[site.weight], site.row, site.groups).double().sum(-1) @ gone
 
-    def size(self, size: Any) -> Any:
-        if not isinstance(size, Size):
-            return size
-        if self.batch is None:
-            first = self.nodes[self.found.inputs[self.found.batched.index(True)]]
-            self.batch = self.graph.call_function(operator.getitem, (self.graph.call_function(getattr, (first, "shape")), 0))
-        scaled = self.batch if size.slope == 1 else self.graph.call_function(operator.mul, (self.batch, size.slope))
-        return scaled if size.constant == 0 else self.graph.call_function(operator.add, (scaled, size.constant))
-
-    def fill(self, value: Any) -> Any:
-        return resolve(value, self.node, self.size)
-
     def module(self) -> Compressed:
-        names = list(self.plan.like) if isinstance(self.plan.like, dict) else None
-        count = len(self.found.inputs)
-        for i, slot in enumerate(self.found.inputs):
-            self.nodes[slot] = self.graph.placeholder(names[i] if names else "x" if count == 1 else f"x{i}")
-        self.size(Size(0, 1)) if True in self.found.batched else None
+        """All operations of which something is left, as a module."""
+        count = len(self.trace.inputs)
+        names = (
+            list(self.plan.like) if isinstance(self.plan.like, dict) else ["x"] if count == 1 else [f"x{i}" for i in range(count)]
+        )
+        self.nodes |= {slot: self.graph.placeholder(name) for slot, name in zip(self.trace.inputs, names, strict=True)}
+        if True in self.trace.batched:
+            self.size(Size(0, 1))
         for i in self.flows.steps:
-            step = self.found.steps[i]
-            if all(self.count(ref.slot) == 0 for ref in refs(step.out)):
-                continue  # nothing of it is left
-            self.step(i, step)
-        self.graph.output(self.node(self.found.output))
+            step, edit = self.trace.steps[i], self.flows.edits[i]
+            if any(self.count(slot) != 0 for slot in step.outputs):
+                getattr(self, f"_{edit.kind}")(step, edit.given)
+        self.graph.output(self.node(self.trace.output))
         self.graph.eliminate_dead_code()
-        return self.built()
+        return self._build()
 
-    def built(self) -> Compressed:
+    def _build(self) -> Compressed:
         root, used = nn.Module(), {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
         for name, (tensor, kind) in self.held.items():
-            if name not in used:
-                continue
-            *path, leaf = name.split(".")
-            place = root
-            for part in path:
-                if part not in place._modules:
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
-            if kind == "parameter":
+            if name in used:
                 old = self.parameters.get(name)
-                place.register_parameter(leaf, nn.Parameter(tensor, requires_grad=old is None or old.requires_grad))
-            else:
-                place.register_buffer(leaf, tensor, persistent=kind == "buffer")
+                learned = kind == "parameter"
+                tensor = tensor.requires_grad_(learned and (old is None or old.requires_grad)) if learned else tensor
+                add_tensor(root, name, tensor, parameter=learned, persistent=kind == "buffer")
         module = Compressed(root, self.graph, "Compressed")
-        module.meta["fixed"] = {name for name in used if self.held[name][1] == "constant"}
-        for name in module.meta["fixed"]:  # which a GraphModule forgets
+        fixed = {name for name in used if self.held[name][1] == "constant"}
+        for name in fixed:  # which a GraphModule forgets
             path, _, leaf = name.rpartition(".")
             module.get_submodule(path)._non_persistent_buffers_set.add(leaf)
-        module.meta.update(plan=self.plan, kept=self.flows.opaque)
+        named = [(self.trace.weights.get(site.weight), site) for site in self.flows.sites if site.row == 0]
         module.meta.update(
-            architecture=architecture(self.network), origin=choices(self.flows, self.plan.live), trace=signature(self.flows)
+            fixed=fixed,
+            plan=self.plan,
+            kept=self.flows.opaque,
+            architecture=architecture(self.network),
+            origin=choices(self.flows, self.plan.live),
+            trace=signature(self.flows),
+            rows={name: self.plan.live[site.rows] for name, site in named if name},  # outputs that are left
         )
-        named = [(self.found.weights.get(site.weight, ""), site) for site in self.flows.sites if site.row == 0]
-        module.meta["rows"] = {name: self.plan.live[site.rows] for name, site in named if name}  # outputs that are left
         return module.eval()
 
-    # -- operations
-
-    def step(self, i: int, step: Step) -> None:
-        edit = self.flows.edits[i]
-        write = getattr(self, f"_{edit.kind}")
-        write(step, edit.given)
-
-    def call(self, step: Step, args: Any, kwargs: dict[str, Any]) -> fx.Node:
-        """The operation itself, nothing in place: what it reads may be read by others."""
-        name = getattr(step.func, "__name__", "")
-        if step.name == "setitem":
-            return self.graph.call_function(_set, args, kwargs)
-        if name == "__get__":
-            return self.graph.call_function(getattr, (args[0], step.name[4:]))
-        if kwargs.get("inplace"):
-            kwargs = {**kwargs, "inplace": False}
-        if getattr(Tensor, name, None) is step.func and args and isinstance(args[0], fx.Node):
-            plain = name[:-1] if name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1]) else name
-            plain = f"__{step.name}__" if name.startswith("__i") and hasattr(Tensor, f"__{step.name}__") else plain
-            return self.graph.call_method(plain, args, kwargs)
-        return self.graph.call_function(step.func, args, kwargs)
-
-    def put(self, out: Any, node: fx.Node) -> None:
-        if isinstance(out, Ref):
-            self.nodes[out.slot] = node
-        elif isinstance(out, tuple):
-            for i, part in enumerate(out):
-                if part is not None:
-                    self.put(part, self.graph.call_function(operator.getitem, (node, i)))
+    # -- operations, by the kind of their `Edit`
 
     def _same(self, step: Step, given: dict[str, Any]) -> None:
-        self.put(step.out, self.call(step, self.fill(step.args), self.fill(step.kwargs)))
+        self.assign(step.out, self.call(step, *self.fill((step.args, step.kwargs))))
 
-    def _sized(self, step: Step, given: dict[str, Any]) -> tuple[fx.Node, list[Any]]:
+    def _resized(self, method: str, step: Step, given: dict[str, Any]) -> None:
         (part,), slot = given["parts"], step.out.slot
-        sizes = [self.size(size) for size in part["sizes"]]
+        sizes = self.fill(part["sizes"])
         sizes[part["axis"]] = self.count(slot)
-        return self.node(step.args[0].slot), sizes
+        self.nodes[slot] = self.graph.call_method(method, (self.node(step.args[0].slot), *sizes))
 
     def _reshape(self, step: Step, given: dict[str, Any]) -> None:
-        x, sizes = self._sized(step, given)
-        self.nodes[step.out.slot] = self.graph.call_method("reshape", (x, *sizes))
+        self._resized("reshape", step, given)
 
     def _expand(self, step: Step, given: dict[str, Any]) -> None:
-        x, sizes = self._sized(step, given)
-        self.nodes[step.out.slot] = self.graph.call_method("expand", (x, *sizes))
+        self._resized("expand", step, given)
 
     def _select(self, step: Step, given: dict[str, Any]) -> None:
         source = step.args[0].slot
         kept = self.mask(source)
         assert kept is not None
         places = np.cumsum(kept) - 1
-        for ref, part in zip(refs(step.out), given["parts"], strict=True):
-            mask = self.mask(ref.slot)
-            index = places[part["index"][mask]]
+        for slot, part in zip(step.outputs, given["parts"], strict=True):
+            index = places[part["index"][self.mask(slot)]]
             if len(index):
-                self.nodes[ref.slot] = self.taken(self.node(source), self.flows.flows[source].axis, index, int(kept.sum()))
+                self.nodes[slot] = self.take(self.node(source), self.flows.flows[source].axis, index, int(kept.sum()))
 
-    def taken(self, x: fx.Node, axis: int, index: np.ndarray, n: int) -> fx.Node:
-        """Some of the places of an axis."""
+    def take(self, x: fx.Node, axis: int, index: np.ndarray, n: int) -> fx.Node:
+        """Some of the n places of an axis."""
         if len(index) == n and (index == np.arange(n)).all():
             return x
         if (np.diff(index) == 1).all():
@@ -291,30 +250,15 @@ class _Writer:
     def _mix(self, step: Step, given: dict[str, Any]) -> None:
         k = given["site"]
         site, kept = self.flows.sites[k], self.plan.columns[k]
-        names = (
-            TRANSPOSED
-            if step.name.startswith("conv_transpose")
-            else CONVOLUTION
-            if step.name.startswith("conv")
-            else CONVOLUTION[:3]
-        )
-        known = arguments(step, names)
+        known = step.arguments(*_signature(step.name))
         slot = known["input"].slot
-        own = self.flows.flows.get(slot)
+        flow = self.flows.flows.get(slot)
         # the places of the input that are still there, and those of them that this layer reads
-        there = (
-            self.plan.live[own.units] if own is not None and own.axis == given["axis"] else np.ones(len(site.cols), dtype=bool)
-        )
-        x = self.taken(self.node(slot), given["axis"], (np.cumsum(there) - 1)[kept], int(there.sum()))
-        weight, bias = self.node(site.weight), None
-        if site.bias is not None:
-            bias = self.node(site.bias)
-        elif self.plan.biases[k]:
-            value = self.folded(k)[torch.from_numpy(self.plan.live[site.rows])].to(self.flows.values[site.weight])
-            name = self.found.weights.get(site.weight, f"derived.{site.weight}")
-            bias = self.hold(
-                name.removesuffix("weight") + "bias" if name.endswith("weight") else f"{name}_bias", value, "parameter"
-            )
+        there = np.ones(len(site.cols), dtype=bool)
+        if flow is not None and flow.axis == given["axis"]:
+            there = self.plan.live[flow.units]
+        x = self.take(self.node(slot), given["axis"], (np.cumsum(there) - 1)[kept], int(there.sum()))
+        weight, bias = self.node(site.weight), self._bias(k)
         if not given["biased"]:
             self.nodes[step.out.slot] = self.graph.call_method("matmul", (x, weight))
             return
@@ -324,8 +268,19 @@ class _Writer:
         func = F.linear if step.name == "linear" else step.func
         self.nodes[step.out.slot] = self.graph.call_function(func, (x, weight, bias), rest)
 
+    def _bias(self, k: int) -> fx.Node | None:
+        """The bias of a layer: its own, or a new one for the constants that it takes up."""
+        site = self.flows.sites[k]
+        if site.bias is not None:
+            return self.node(site.bias)
+        if not self.plan.biases[k]:
+            return None
+        value = self.folded(k)[torch.from_numpy(self.plan.live[site.rows])].to(self.flows.values[site.weight])
+        name = self.trace.weights.get(site.weight, f"derived.{site.weight}")
+        return self.hold(f"{name.removesuffix('weight')}bias" if name.endswith("weight") else f"{name}_bias", value, "parameter")
+
     def _depthwise(self, step: Step, given: dict[str, Any]) -> None:
-        known = arguments(step, CONVOLUTION)
+        known = step.arguments(*CONVOLUTION)
         rest = {name: self.fill(value) for name, value in known.items() if name not in ("input", "weight", "bias", "groups")}
         groups = self.count(given["input"])
         rest["groups"] = known["groups"] if groups < 0 else groups
@@ -343,7 +298,8 @@ class _Writer:
         self.nodes[step.out.slot] = self.graph.call_function(F.pad, args)
 
 
-def _set(x: Tensor, index: Any, value: Any) -> Tensor:
-    x = x.clone()
-    x[index] = value
-    return x
+def _signature(name: str) -> tuple[str, ...]:
+    """The arguments of a layer, in order."""
+    if name.startswith("conv_transpose"):
+        return TRANSPOSED
+    return CONVOLUTION if name.startswith("conv") else CONVOLUTION[:3]

@@ -19,9 +19,10 @@ from dubito.apps.network import Network, networks, posterior_of
 from dubito.apps.stability.operator import operator_norm
 from dubito.model import Model
 from dubito.posteriors import Posterior
-from dubito.posteriors.predict.streamlined.operations import Ref, Size, Step, Trace, refs, resolve
+from dubito.posteriors.predict.streamlined.operations import Size, Step, Trace, resolve, slot_of
 from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 
 # the steepest slopes of functions of single numbers
 SLOPES = {
@@ -29,6 +30,8 @@ SLOPES = {
     "clamp": 1.0, "abs": 1.0, "sin": 1.0, "cos": 1.0, "erf": 2 / math.sqrt(math.pi), "atan": 1.0, "hardsigmoid": 1 / 6,
     "softshrink": 1.0, "tanhshrink": 1.0, "hardswish": 1.5, "gelu": 1.12905, "silu": 1.09984, "mish": 1.08870, "selu": 1.7581,
 }  # fmt: skip
+FACTORS = {**SLOPES, "celu": 1.0, "softmax": 0.5}
+LEAKY = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0)}  # whose steepest slope is an argument, or 1
 # they move numbers about, or leave some out
 MOVES = {
     "flatten", "reshape", "view", "permute", "transpose", "t", "contiguous", "squeeze", "unsqueeze", "movedim", "swapaxes", "getitem",
@@ -58,7 +61,7 @@ def lipschitz_bound(given: Posterior | Model | nn.Module, x: Tensor, *, draws: i
     Norms of layers are found to seven digits; convolutions are taken as what they do to images of this size, not by their kernels.
     Of a posterior of several networks it bounds their mean output. In the network's own way of predicting: BatchNorm as it is after
     training, dropout off. A product of norms is far above what is ever seen, unless the network was trained to keep it small
-    (`spectrally_normalised`). Operations that have no bound (attention, products of two tensors) are refused.
+    (`spectrally_normalized`). Operations that have no bound (attention, products of two tensors) are refused.
 
     >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sigmoid())
     >>> with torch.no_grad():
@@ -66,18 +69,18 @@ def lipschitz_bound(given: Posterior | Model | nn.Module, x: Tensor, *, draws: i
     >>> lipschitz_bound(net, torch.zeros(1, 2)).value
     1.0
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point() or len(x) < 1:
-        raise ValueError("a bound is for one tensor of real numbers, with an example at least: embed words first")
+    real = isinstance(x, Tensor) and x.is_floating_point() and len(x) > 0
+    require(real, "x must be one tensor of real numbers with at least one example: embed words first")
     with torch.inference_mode(False):  # what is made in that mode has no gradients, by which norms are found
-        found = [(one.weight, _bounded(one, x[:1].clone())) for one in networks(posterior_of(given), draws=draws)]
-    return Bound(sum(share * bound.value for share, bound in found), found[0][1].factors)
+        bounds = [(member.weight, _bound(member, x[:1].clone())) for member in networks(posterior_of(given), draws=draws)]
+    return Bound(sum(share * bound.value for share, bound in bounds), bounds[0][1].factors)
 
 
-def _bounded(network: Network, x: Tensor) -> Bound:
+def _bound(network: Network, x: Tensor) -> Bound:
     params = {name: leaf for name, leaf in network.params.items() if ":" not in name}
     like = next(network.model.network.parameters())
-    found = trace(network.model, params, x.to(like.device, like.dtype), network.buffers)
-    return _Walk(found, {**network.buffers, **params}).walked()
+    made = trace(network.model, params, x.to(like.device, like.dtype), network.buffers)
+    return _Walk(made, {**network.buffers, **params}).bound()
 
 
 class _Walk:
@@ -91,28 +94,24 @@ class _Walk:
         self.waiting: dict[int, tuple[int, list[Step]]] = {}  # slots that are an affine function of another, not yet bounded
         self.factors: dict[str, float] = {}
 
-    def walked(self) -> Bound:
+    def bound(self) -> Bound:
+        """The bound of the output."""
         for step in self.trace.steps:
-            live = list(
-                dict.fromkeys(r.slot for r in refs((step.args, step.kwargs)) if r.slot in self.bounds or r.slot in self.waiting)
-            )
+            live = list(dict.fromkeys(slot for slot in step.inputs if slot in self.bounds or slot in self.waiting))
             if not live:
                 self._compute(step)
-            elif len(live) == 1 and isinstance(step.out, Ref) and _affine(step, live[0]):
+            elif len(live) == 1 and step.result is not None and _affine(step, live[0]):
                 base, before = self.waiting.get(live[0], (live[0], []))
-                self.waiting[step.out.slot] = base, [*before, step]
+                self.waiting[step.result] = base, [*before, step]
             else:
-                bound = self._bound(step, live)
-                self.bounds |= {ref.slot: bound for ref in refs(step.out)}
-        if self.trace.output not in self.bounds and self.trace.output not in self.waiting:
-            return Bound(0.0, self.factors)
-        return Bound(self._of(self.trace.output), self.factors)
+                self.bounds |= dict.fromkeys(step.outputs, self._bound(step, live))
+        known = self.trace.output in self.bounds or self.trace.output in self.waiting
+        return Bound(self._of(self.trace.output) if known else 0.0, self.factors)
 
     def _compute(self, step: Step) -> None:
         with torch.no_grad():
             made = step.func(*self._filled(step.args), **self._filled(step.kwargs))
-        outs, values = list(refs(step.out)), list(tree.leaves(made))
-        self.values |= {ref.slot: value for ref, value in zip(outs, values, strict=True)}
+        self.values |= dict(zip(step.outputs, tree.leaves(made), strict=True))
 
     def _of(self, slot: int) -> float:
         """The bound of a slot; where affine operations are waiting, they are made one."""
@@ -122,23 +121,24 @@ class _Walk:
         return self.bounds[slot]
 
     def _norm(self, base: int, steps: list[Step]) -> float:
-        values = {slot: _double(value) for slot, value in self.values.items()}
+        """The norm of affine operations in a row, as one."""
+        values: dict[int | None, Any] = {slot: _double(value) for slot, value in self.values.items()}
         real = [step for step in steps if not _moves(step)]
         if not real:
             return 1.0
-        matrix = real[0].args[1] if len(real) == 1 and real[0].name == "linear" and len(real[0].args) > 1 else None
-        if isinstance(matrix, Ref) and matrix.slot in values and "getitem" not in {step.name for step in steps}:
-            norm = float(torch.linalg.matrix_norm(values[matrix.slot], 2))
+        matrix = values.get(slot_of(real[0].argument(1, "weight"))) if len(real) == 1 and real[0].name == "linear" else None
+        if matrix is not None and all(step.name != "getitem" for step in steps):
+            norm = float(torch.linalg.matrix_norm(matrix, 2))
         else:
             # the trace has several examples, which an operation treats one by one: its norm is that of any
-            one = torch.zeros(self.trace.shapes[base], dtype=torch.float64, device=self.device)
-            norm = operator_norm(self._composed(base, steps, values), one)
+            start = torch.zeros(self.trace.shapes[base], dtype=torch.float64, device=self.device)
+            norm = operator_norm(self._composed(base, steps, values), start)
         name = " + ".join(f"{step.where or 'network'}: {step.name}" for step in real)
         self.factors[name if name not in self.factors else f"{name} ({len(self.factors)})"] = norm
         return norm
 
-    def _composed(self, base: int, steps: list[Step], values: dict[int, Any]) -> Callable[[Tensor], Tensor]:
-        def call(x: Tensor) -> Tensor:
+    def _composed(self, base: int, steps: list[Step], values: dict[int | None, Any]) -> Callable[[Tensor], Tensor]:
+        def _call(x: Tensor) -> Tensor:
             known = {**values, base: x.clone()}  # which an operation may change in place
             for step in steps:
                 func = torch.clone if step.name == "detach" else step.func  # the norm is found by gradients, which are to pass
@@ -146,24 +146,24 @@ class _Walk:
                 known[step.out.slot] = x
             return x
 
-        return call
+        return _call
 
     def _bound(self, step: Step, live: list[int]) -> float:
-        name, places = step.name, _places(step, live)
+        places = [slot for slot in step.inputs if slot in live]
         bounds = [self._of(slot) for slot in places]  # what comes in twice counts twice
-        if name in JOINS:
+        if step.name in JOINS:
             return math.sqrt(sum(bound**2 for bound in bounds))
-        if name in ADDS:
-            terms = (*step.args[:2], step.kwargs.get("other"))
-            return sum(self._added(step, i, arg.slot) for i, arg in enumerate(terms) if isinstance(arg, Ref) and arg.slot in live)
+        if step.name in ADDS:
+            terms = enumerate(slot_of(term) for term in (*step.args[:2], step.kwargs.get("other")))
+            return sum(self._added(step, place, slot) for place, slot in terms if slot is not None and slot in live)
         factor = 1.0 if _moves(step) else self._factor(step) if len(places) == 1 else None
         if factor is None:
             raise ValueError(
-                f"{step.where or 'the network'} calls {name}, for which there is no bound: local_slopes tells what it does around "
-                "given inputs"
+                f"{step.where or 'the network'} calls {step.name}, for which there is no bound: use local_slopes to see how steep it "
+                "is at given inputs"
             )
         if factor != 1.0:
-            self.factors[f"{step.where or 'network'}: {name} ({len(self.factors)})"] = factor
+            self.factors[f"{step.where or 'network'}: {step.name} ({len(self.factors)})"] = factor
         return factor * bounds[0]
 
     def _added(self, step: Step, place: int, slot: int) -> float:
@@ -174,36 +174,26 @@ class _Walk:
 
     def _factor(self, step: Step) -> float | None:
         """How much a function of single numbers, or a pooling, can stretch a distance; None where that is not known."""
-        name = step.name
-        if name in SLOPES:
-            return SLOPES[name]
-        if name == "leaky_relu":
-            return max(1.0, abs(self._argument(step, 1, "negative_slope", 0.01)))
-        if name in ("elu", "celu"):
-            return max(1.0, abs(self._argument(step, 1, "alpha", 1.0))) if name == "elu" else 1.0
-        if name == "prelu":
-            slope = self._filled(self._argument(step, 1, "weight", None))  # and not the input, whose values nobody knows
+        if step.name in FACTORS:
+            return FACTORS[step.name]
+        if step.name in LEAKY:
+            return max(1.0, abs(step.argument(1, *LEAKY[step.name])))
+        if step.name == "prelu":
+            slope = self._filled(step.argument(1, "weight"))  # and not the input, whose values nobody knows
             return max(1.0, float(slope.abs().max()))
-        if name == "softmax":
-            return 0.5
-        if name == "log_softmax":  # steepest where one class has all the probability
-            axis = self._argument(step, 1, "dim", -1)
+        if step.name == "log_softmax":  # steepest where one class has all the probability
+            axis = step.argument(1, "dim", -1)
             return math.sqrt(self.trace.shapes[step.out.slot][-1 if axis is None else axis])
-        return self._pooled(step) if name.startswith("max_pool") else None
+        return self._pooled(step) if step.name.startswith("max_pool") else None
 
     def _pooled(self, step: Step) -> float:
         """A number that is in k windows can move k of the outputs."""
         axes = int(step.name[8])
-        kernel, stride = self._argument(step, 1, "kernel_size", None), self._argument(step, 2, "stride", None)
-        dilation = self._argument(step, 4, "dilation", 1)
-        kernels, dilations = _each(kernel, axes), _each(dilation, axes)
-        strides = kernels if stride is None or stride == () or stride == [] else _each(stride, axes)
-        if any(d != 1 for d in dilations):
+        kernel, stride, dilation = step.argument(1, "kernel_size"), step.argument(2, "stride"), step.argument(4, "dilation", 1)
+        kernels = _each(kernel, axes)
+        if any(d != 1 for d in _each(dilation, axes)):
             return math.sqrt(math.prod(kernels))
-        return math.sqrt(math.prod(-(-k // s) for k, s in zip(kernels, strides, strict=True)))
-
-    def _argument(self, step: Step, place: int, name: str, default: Any) -> Any:
-        return step.args[place] if len(step.args) > place else step.kwargs.get(name, default)
+        return math.sqrt(math.prod(-(-k // s) for k, s in zip(kernels, _each(stride or kernel, axes), strict=True)))
 
     def _filled(self, value: Any, known: dict[int, Any] | None = None) -> Any:
         """Arguments with tensors in the places of references, for as many examples as the trace was made with."""
@@ -211,28 +201,22 @@ class _Walk:
         return resolve(value, known.__getitem__, lambda size: size.value(self.trace.batch))
 
 
-def _places(step: Step, live: list[int]) -> list[int]:
-    """The slots among these that an operation is given, as often as it is."""
-    return [ref.slot for ref in refs((step.args, step.kwargs)) if ref.slot in live]
-
-
 def _affine(step: Step, live: int) -> bool:
     """Whether an operation is an affine function of the one tensor that depends on the input."""
-    name, first = step.name, step.args[0] if step.args else None
-    if name in ADDS or name in JOINS:
+    if step.name in ADDS or step.name in JOINS:
         return True
-    if name not in AFFINE | MOVES or len(_places(step, [live])) > 1:  # x * x is not
+    if step.name not in AFFINE | MOVES or step.inputs.count(live) > 1:  # x * x is not
         return False
-    if name == "batch_norm":  # by the statistics of the batch it is no function of one example
-        return not (step.args[5] if len(step.args) > 5 else step.kwargs.get("training", False))
-    return name not in ("div", "getitem") or (isinstance(first, Ref) and first.slot == live)
+    if step.name == "batch_norm":  # by the statistics of the batch it is no function of one example
+        return not step.argument(5, "training", False)
+    return step.name not in ("div", "getitem") or step.source == live
 
 
 def _moves(step: Step) -> bool:
     """Whether numbers are moved about or left out, and none is there twice, as in x[:, [0, 0]]."""
     if step.name == "getitem":
         index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
-        return all(one is None or one is ... or isinstance(one, int | slice | Size) for one in index)
+        return all(place is None or place is ... or isinstance(place, int | slice | Size) for place in index)
     return step.name in MOVES
 
 

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.inference.progress import Progress
 from dubito.posteriors import Posterior
+from dubito.tensors.checks import at_least, one_of, positive, require
 from dubito.tensors.randomness import generator
 
 Transform = Callable[[Tensor], Tensor]
@@ -44,18 +45,16 @@ def local_slopes(
     >>> local_slopes(point, torch.zeros(4, 2)).round(decimals=2)
     tensor([3., 3., 3., 3.])
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError("slopes are by one tensor of real numbers: divide bytes by 255, embed words")
-    if of not in ("predictions", "outputs") or steps < 1 or not tolerance > 0 or batch_size < 1:
-        raise ValueError(
-            "of is 'predictions' or 'outputs', steps and batch_size are at least 1 and the tolerance is positive; got "
-            f"{of!r}, {steps}, {batch_size} and {tolerance}"
-        )
-    found = posterior.functions(how, draws=draws, seed=seed)
+    real = isinstance(x, Tensor) and x.is_floating_point()
+    require(real, "x must be one tensor of real numbers: divide bytes by 255, embed words")
+    one_of(("predictions", "outputs"), of=of)
+    at_least(1, steps=steps, batch_size=batch_size)
+    positive(tolerance=tolerance)
+    predict = posterior.functions(how, draws=draws, seed=seed)
     device, dtype = posterior.model.device, next(posterior.model.network.parameters()).dtype
 
-    def prediction(x: Tensor) -> Tensor:
-        p = found(x if transform is None else transform(x))
+    def _prediction(x: Tensor) -> Tensor:
+        p = predict(x if transform is None else transform(x))
         return (p.mean if of == "predictions" else p.f_mean).flatten(1)
 
     parts = x.detach().split(batch_size)
@@ -63,7 +62,7 @@ def local_slopes(
     with torch.inference_mode(False), _twice(posterior.model.network), Progress("slopes", len(parts), show=progress) as bar:
         for i, part in enumerate(parts):
             place = part.clone().to(device, dtype)
-            done.append(_steepest(prediction, place, steps, tolerance, generator("cpu", seed, "slopes", i)).to(x.device))
+            done.append(_steepest(_prediction, place, steps, tolerance, generator("cpu", seed, "slopes", i)).to(x.device))
             bar.update(i + 1, {})
     return torch.cat(done) if done else x.new_zeros(0)
 

@@ -33,7 +33,7 @@ def operator_norm(apply: Callable[[Tensor], Tensor], like: Tensor, *, tolerance:
         u = torch.zeros_like(y).requires_grad_()
         (back,) = torch.autograd.grad(y, x, u, create_graph=True)  # A^T u, of which the gradient by u along v is A v
 
-    def twice(v: Tensor) -> Tensor:
+    def _twice(v: Tensor) -> Tensor:
         (ahead,) = torch.autograd.grad(back, u, v.view(like.shape), retain_graph=True)
         (again,) = torch.autograd.grad(y, x, ahead, retain_graph=True)
         return again.flatten()
@@ -41,7 +41,7 @@ def operator_norm(apply: Callable[[Tensor], Tensor], like: Tensor, *, tolerance:
     most = max(2, min(VECTORS, v.numel(), NUMBERS // v.numel()))
     square = 0.0
     for _ in range(ROUNDS):
-        square, v, rest = _lanczos(twice, v, most)
+        square, v, rest = _lanczos(_twice, v, most)
         if rest <= tolerance * square or most >= like.numel():
             break
     return max(square, 0.0) ** 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from dubito.network.weights import copied, mode
+from dubito.tensors.checks import at_least, positive, require
 from dubito.tensors.randomness import derive, forked
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, *CONVOLUTIONS)
 FIRST = 30  # power iterations before training
 
 
-def spectrally_normalised(
+def spectrally_normalized(
     network: nn.Module, x: Any, *, norm: float = 1.0, iterations: int = 1, at: str = "", seed: int = 0
 ) -> nn.Module:
     r"""A copy of a network whose linear and convolutional layers have the operator norm `norm`, whatever they are trained to.
@@ -34,43 +37,43 @@ def spectrally_normalised(
     give it to a `dubito.Model`, and afterwards `torch.nn.utils.parametrize.remove_parametrizations` makes plain layers of it.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> held = spectrally_normalised(net, torch.zeros(1, 2))
+    >>> held = spectrally_normalized(net, torch.zeros(1, 2))
     >>> round(float(torch.linalg.matrix_norm(held[0].weight.detach(), 2)), 3)
     1.0
     """
-    if not norm > 0 or iterations < 1:
-        raise ValueError(f"norm is positive and iterations at least 1; got {norm} and {iterations}")
+    positive(norm=norm)
+    at_least(1, iterations=iterations)
     made = copied(network)
-    layers = {
-        name: layer
-        for name, layer in made.named_modules()
-        if isinstance(layer, (nn.Linear, *CONVOLUTIONS)) and re.search(at, name) and layer.weight.ndim > 1
-    }
-    if not layers:
-        raise ValueError(f"the network has no linear or convolutional layer that at={at!r} matches, to be held to a norm")
-    uses = Counter(id(p) for module in made.modules() for p in module._parameters.values() if p is not None)
-    tied = [name for name, layer in layers.items() if uses[id(layer.weight)] > 1]
-    if tied:
-        raise ValueError(
-            f"the weights of {tied} are shared with other layers, and would be scaled for one of them: name others by `at`"
-        )
-    zero = [name for name, layer in layers.items() if not bool(layer.weight.detach().any())]
-    if zero:
-        raise ValueError(
-            f"the weights of {zero} are all zero, and no factor gives them a norm: initialise them, or name others by `at`"
-        )
+    layers = _layers(made, at)
     with forked(derive(seed, "spectral")):
         shapes = _shapes(made, layers, x)
         for name, layer in layers.items():
             if isinstance(layer, nn.Linear):
                 spectral_norm(layer, n_power_iterations=iterations)
             else:
-                if name not in shapes:
-                    raise ValueError(f"the layer {name!r} is not called when the network runs on x: leave it out by `at`")
+                require(name in shapes, f"the layer {name!r} is not called when the network runs on x: exclude it by `at`")
                 register_parametrization(layer, "weight", ConvolutionNorm(layer, shapes[name], iterations))
             if norm != 1:
                 register_parametrization(layer, "weight", Scaled(norm))
     return made
+
+
+def _layers(network: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The linear and convolutional layers whose names match, each with a weight of its own that is not zero."""
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, LAYERS) and re.search(pattern, name)}
+    layers = {name: layer for name, layer in layers.items() if layer.weight.ndim > 1}
+    require(layers, f"the network has no linear or convolutional layer whose name matches at={pattern!r}")
+    uses = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
+    tied = [name for name, layer in layers.items() if uses[id(layer.weight)] > 1]
+    require(
+        not tied, f"the weights of {tied} are shared with other layers and would be scaled for one of them: exclude them by `at`"
+    )
+    zero = [name for name, layer in layers.items() if not bool(layer.weight.detach().any())]
+    require(
+        not zero,
+        f"the weights of {zero} are all zero, and no factor gives them a norm: initialize them, or exclude them by `at`",
+    )
+    return dict(layers)
 
 
 class ConvolutionNorm(nn.Module):
@@ -85,12 +88,12 @@ class ConvolutionNorm(nn.Module):
         self.padding: tuple[int, ...] = tuple(layer._reversed_padding_repeated_twice)
         self.fill = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
-        self.register_buffer(
-            "input", F.normalize(torch.randn(1, *shape[1:]).flatten(), dim=0).view(1, *shape[1:]).to(layer.weight)
-        )
+        start = F.normalize(torch.randn(1, *shape[1:]).flatten(), dim=0).view(1, *shape[1:])
+        self.register_buffer("input", start.to(layer.weight))
         self._follow(layer.weight.detach(), FIRST)
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The convolution of the layer with that kernel, without its bias."""
         run = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
         return run(F.pad(x, self.padding, mode=self.fill), weight, None, self.stride, 0, self.dilation, self.groups)
 
@@ -104,6 +107,7 @@ class ConvolutionNorm(nn.Module):
             self.input = back / back.norm().clamp_min(torch.finfo(back.dtype).tiny)
 
     def forward(self, weight: Tensor) -> Tensor:
+        """W / (u^T W v), with the singular vectors u and v as far as they are known."""
         if self.training:
             self._follow(weight.detach(), self.iterations)
         v = self.input.detach().clone()
@@ -114,26 +118,26 @@ class ConvolutionNorm(nn.Module):
 
 
 class Scaled(nn.Module):
+    """A weight times a number."""
+
     def __init__(self, norm: float):
         super().__init__()
         self.norm = norm
 
     def forward(self, weight: Tensor) -> Tensor:
+        """norm * W."""
         return self.norm * weight
 
 
-def _shapes(network: nn.Module, layers: dict[str, Any], x: Any) -> dict[str, torch.Size]:
+def _shapes(network: nn.Module, layers: dict[str, nn.Module], x: Any) -> dict[str, torch.Size]:
     """The shape of what comes into each convolution."""
-    found: dict[str, torch.Size] = {}
+    shapes: dict[str, torch.Size] = {}
 
-    def note(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple) -> None:
-            found[name] = args[0].shape
-
-        return hook
+    def _note(name: str, _: nn.Module, args: tuple) -> None:
+        shapes[name] = args[0].shape
 
     convolutions = {name: layer for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)}
-    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in convolutions.items()]
+    hooks = [layer.register_forward_pre_hook(partial(_note, name)) for name, layer in convolutions.items()]
     try:
         with torch.no_grad(), mode(network, False):
             args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
@@ -141,4 +145,4 @@ def _shapes(network: nn.Module, layers: dict[str, Any], x: Any) -> dict[str, tor
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return shapes

@@ -20,6 +20,7 @@ from dubito.inference.progress import Progress
 from dubito.model.likelihoods import Bernoulli, Categorical
 from dubito.posteriors import Point, Posterior
 from dubito.posteriors.predictive import Predictive, concatenate
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,9 @@ class Stability:
 
     def level(self, size: float) -> Level:
         """The level of that size."""
-        found = [level for level in self.levels if level.size == size]
-        if not found:
-            raise ValueError(
-                f"there is no level of size {size}; there are {', '.join(f'{level.size:g}' for level in self.levels)}"
-            )
-        return found[0]
+        matching = [level for level in self.levels if level.size == size]
+        require(matching, f"there is no level of size {size}; there are {', '.join(f'{level.size:g}' for level in self.levels)}")
+        return matching[0]
 
 
 def stability(
@@ -97,36 +95,35 @@ def stability(
     >>> found.level(0.1).accuracy <= found.level(0.0).accuracy
     True
     """
-    if not posterior.model.likelihood.discrete:
-        raise ValueError("the stability report is of classifiers: of regressions, local_slopes tells how steep they are")
     y = torch.as_tensor(y)
-    if isinstance(posterior.model.likelihood, Bernoulli) and y.ndim > 1 and y.shape[-1] > 1:
-        raise ValueError(f"the stability report is of one label for each input; got targets {list(y.shape)} of several yes or no")
     levels = sorted({0.0, *(float(size) for size in sizes)})
-    check(x, levels[-1], bounds, norm)
-    if levels[0] < 0 or len(levels) < 2:
-        raise ValueError(f"sizes are how far inputs are moved, positive and at least one; got {list(sizes)}")
-    if len(x) != len(y) or not len(x):
-        raise ValueError(f"there are {len(x)} inputs and {len(y)} targets: give one for each")
+    _check(posterior, x, y, levels, bounds, norm)
     options: dict[str, Any] = {"how": how, "draws": draws, "seed": seed, "transform": transform, "batch_size": batch_size}
+    attack: dict[str, Any] = {"bounds": bounds, "norm": norm, "steps": steps, "restarts": restarts, **options}
     bound, why = _bound(posterior, x, transform)
     made: list[Level] = []
     slopes, clean = torch.empty(0), None
     with Progress("stability", len(levels), show=progress) as bar:
         for i, size in enumerate(levels):
-            moved = (
-                x
-                if not size
-                else pgd(posterior, x, y, size=size, bounds=bounds, norm=norm, steps=steps, restarts=restarts, **options)
-            )
+            moved = pgd(posterior, x, y, size=size, **attack) if size else x
             p = _predicted(posterior, moved, how, draws, seed, transform, batch_size)
-            found = local_slopes(posterior, moved, **options, progress=False)
+            steepness = local_slopes(posterior, moved, **options, progress=False)
             if clean is None:
-                clean, slopes = p, found
+                clean, slopes = p, steepness
             sure = _certified(posterior, clean, y, size, norm, bound, transform)
-            made.append(_level(size, p, clean, y, float(found.double().mean()), sure))
+            made.append(_level(size, p, clean, y, float(steepness.double().mean()), sure))
             bar.update(i + 1, {"accuracy": made[-1].accuracy})
     return Stability(norm, tuple(made), slopes, bound, why)
+
+
+def _check(posterior: Posterior, x: Tensor, y: Tensor, levels: list[float], bounds: Bounds, norm: Norm) -> None:
+    likelihood = posterior.model.likelihood
+    require(likelihood.discrete, "the stability report is of classifiers; for a regression use local_slopes")
+    several = isinstance(likelihood, Bernoulli) and y.ndim > 1 and y.shape[-1] > 1
+    require(not several, f"the stability report needs one label for each input; got targets {list(y.shape)}")
+    check(x, levels[-1], bounds, norm)
+    require(levels[0] >= 0 and len(levels) > 1, f"sizes must be positive, and at least one; got {levels}")
+    require(0 < len(x) == len(y), f"x and y must have the same number of rows, and at least one; got {len(x)} and {len(y)}")
 
 
 def _bound(posterior: Posterior, x: Tensor, transform: Transform | None) -> tuple[Bound | None, str]:

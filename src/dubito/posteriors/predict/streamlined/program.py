@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from dubito.posteriors.predict.streamlined import rules as _rules  # noqa: F401 (registers them)
+from dubito.posteriors.predict.streamlined.graph import GraphWriter
 from dubito.posteriors.predict.streamlined.moments import Weight
-from dubito.posteriors.predict.streamlined.operations import Ref, Size, Step, Trace, refs, resolve, slot_of
+from dubito.posteriors.predict.streamlined.operations import Step, Trace, slot_of
 from dubito.posteriors.predict.streamlined.origin import find_origin
 from dubito.posteriors.predict.streamlined.registry import KEYWORDS, RULES
 from dubito.posteriors.predict.streamlined.rules.head import head
@@ -56,75 +56,48 @@ def lower(
     lowering.modes = {"adjoint": adjoint, "rank": rank, "taylor": taylor}
     for step in _fuse_lerp(trace.steps):
         lowering.add(step)
-    lowering.graph.output(lowering.values[trace.output])
+    lowering.graph.output(lowering.nodes[trace.output])
     return fx.GraphModule(lowering.root, lowering.graph)
 
 
-class _Lowering:
-    """The graph while it is written: `values` are its nodes by slot, of which those in `uncertain` are random."""
+class _Lowering(GraphWriter):
+    """The program while it is written; slots in `uncertain` are random."""
 
     modes: Mapping[str, int]  # adjoint, rank, taylor
 
     def __init__(self, trace: Trace, random: set[str], noisy: bool, fallback: int, fixed: Mapping[str, Tensor | Weight] | None):
-        self.trace, self.noisy, self.fallback, self.fixed = trace, noisy, fallback, fixed
-        self.graph, self.root, self.needed = fx.Graph(), nn.Module(), trace.needed
-        self.makers, self.batch = trace.makers, None
-        self.values: dict[int, Any] = {slot: self.graph.placeholder(f"x{i}") for i, slot in enumerate(trace.inputs)}
-        for slot, name in trace.weights.items():
-            self.values[slot] = self.graph.placeholder(f"w_{_identifier(name)}")
+        super().__init__(trace)
+        self.noisy, self.fallback, self.fixed = noisy, fallback, fixed
+        self.root, self.makers = nn.Module(), trace.makers
+        self.nodes |= {slot: self.graph.placeholder(f"x{i}") for i, slot in enumerate(trace.inputs)}
+        self.nodes |= {slot: self.graph.placeholder(f"w_{_identifier(name)}") for slot, name in trace.weights.items()}
         for i, (slot, tensor) in enumerate(trace.constants.items()):
             if slot in self.needed:
-                self.values[slot] = self._buffer(f"constant{i}", tensor)
+                self.nodes[slot] = self._buffer(f"constant{i}", tensor)
         self.uncertain = {slot for slot, name in trace.weights.items() if name in random}
         self.uncertain |= set(trace.inputs[:1]) if noisy else set()
+
+    def examples(self, place: int) -> fx.Node:
+        """The input at that place, as a tensor: its mean, where it is random."""
+        first = super().examples(place)
+        return self.graph.call_function(getattr, (first, "mean")) if self.noisy and place == 0 else first
 
     def add(self, step: Step) -> None:
         """The operation: its rule where something random goes in, itself elsewhere."""
         if self.needed.isdisjoint(step.outputs):
             return
-        args, kwargs = resolve((step.args, step.kwargs), self.values.__getitem__, self._size)
+        args, kwargs = self.fill((step.args, step.kwargs))
         if _makes_noise(step) or self.uncertain.intersection(step.inputs):
             node = self._rule(step, args, kwargs)
             self.uncertain.update(step.outputs)
         else:
-            node = self._plain(step, args, kwargs)
-        self._assign(step.out, node)
-
-    def _assign(self, out: Any, node: fx.Node) -> None:
-        if isinstance(out, Ref):
-            self.values[out.slot] = node
-            return
-        for i, part in enumerate(out):
-            if any(ref.slot in self.needed for ref in refs(part)):
-                self._assign(part, self.graph.call_function(operator.getitem, (node, i)))
+            node = self.call(step, args, kwargs)
+        self.assign(step.out, node)
 
     def _buffer(self, name: str, tensor: Tensor) -> fx.Node:
         if not hasattr(self.root, name):
             self.root.register_buffer(name, tensor, persistent=False)
         return self.graph.get_attr(name)
-
-    def _size(self, size: Size) -> fx.Node:
-        """constant + slope * B."""
-        call = self.graph.call_function
-        if self.batch is None:
-            place = self.trace.batched.index(True)
-            first = self.values[self.trace.inputs[place]]
-            if self.noisy and place == 0:
-                first = call(getattr, (first, "mean"))
-            self.batch = call(operator.getitem, (call(getattr, (first, "shape")), 0))
-        product = self.batch if size.slope == 1 else call(operator.mul, (self.batch, size.slope))
-        return product if size.constant == 0 else call(operator.add, (product, size.constant))
-
-    def _plain(self, step: Step, args: tuple, kwargs: dict) -> fx.Node:
-        """The operation itself, on what is certain."""
-        name = getattr(step.func, "__name__", "")
-        if step.name == "setitem":
-            return self.graph.call_function(_set, args, kwargs)
-        if name == "__get__":
-            return self.graph.call_function(getattr, (args[0], step.name[4:]))
-        if getattr(torch.Tensor, name, None) is step.func and args and isinstance(args[0], fx.Node):
-            return self.graph.call_method(name, args, kwargs)
-        return self.graph.call_function(step.func, args, kwargs)
 
     def _rule(self, step: Step, args: tuple, kwargs: dict) -> fx.Node:
         if self._is_head(step):
@@ -193,7 +166,7 @@ class _Lowering:
 
     def _node(self, value: Any) -> Node:
         slot = slot_of(value)
-        return None if slot is None else self.values[slot]
+        return None if slot is None else self.nodes[slot]
 
     _KEYWORDS: ClassVar[dict[str, Callable[[_Lowering, Step], Any]]] = {
         "axis": _axis, "square": _square, "origin": _origin, "kernel": _kernel,
@@ -202,13 +175,6 @@ class _Lowering:
 
 def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
-
-
-def _set(x: Tensor, index: Any, value: Any) -> Tensor:
-    """x with x[index] = value, as a copy."""
-    x = x.clone()
-    x[index] = value
-    return x
 
 
 def _fuse_lerp(steps: list[Step]) -> list[Step]:

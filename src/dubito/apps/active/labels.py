@@ -1,0 +1,172 @@
+"""The state of a session of active learning: labels, questions, rounds; and the checks of what a caller says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.model import Model
+from dubito.tensors import store, tree
+from dubito.tensors.checks import require
+
+Indices = int | Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class Round:
+    """One fit and what was asked after it.
+
+    `held_out` are figures on held-out data ("accuracy" or "rmse", "nll", and the mean "total", "aleatoric" and "epistemic"
+    uncertainty), `pool` the mean "total" and "epistemic" uncertainty of the candidates. Both are empty where nobody looked.
+    """
+
+    labels: int
+    held_out: dict[str, float] = field(default_factory=dict)
+    pool: dict[str, float] = field(default_factory=dict)
+    asked: tuple[int, ...] = ()
+    scores: tuple[float, ...] = ()  # of what was asked, by the acquisition
+    seconds: dict[str, float] = field(default_factory=dict)  # to "fit" and to "ask"
+    of: str = field(default="", repr=False)  # a digest of the labels that it is a round of
+
+
+@dataclass(frozen=True)
+class Labels:
+    """All labels so far, in the order in which they were given, and all questions. Methods give the state after a change."""
+
+    indices: tuple[int, ...] = ()
+    targets: Tensor | None = None  # [n, ...]
+    pending: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    history: tuple[Round, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Hash of all labels, on which a fit depends; empty before the first."""
+        if self.targets is None:
+            return ""
+        return store.checksum({"indices": torch.tensor(self.indices), "targets": self.targets})
+
+    @property
+    def taken(self) -> list[int]:
+        """Inputs that are not asked: labelled, pending or skipped."""
+        return [*self.indices, *self.pending, *self.skipped]
+
+    def new(self, which: Iterable[int]) -> list[int]:
+        """Positions in `which` of the inputs that have no label yet."""
+        known = set(self.indices)
+        return [i for i, index in enumerate(which) if index not in known]
+
+    def tell(self, which: list[int], y: Tensor, overwrite: bool) -> Labels:
+        """With these labels."""
+        known, new = {index: i for i, index in enumerate(self.indices)}, self.new(which)
+        again = [i for i, index in enumerate(which) if index in known]
+        if again and not overwrite:
+            raise ValueError(f"{[which[i] for i in again][:5]} already have a label: to change it, pass overwrite=True")
+        targets = self.targets
+        if targets is not None and again:
+            targets = targets.clone()
+            targets[[known[which[i]] for i in again]] = y[again]
+        if new:
+            targets = y[new] if targets is None else torch.cat([targets, y[new]])
+        told = set(which)
+        return replace(
+            self,
+            indices=(*self.indices, *(which[i] for i in new)),
+            targets=targets,
+            pending=_without(self.pending, told),
+            skipped=_without(self.skipped, told),
+        )
+
+    def skip(self, which: list[int]) -> Labels:
+        """With these inputs never asked again."""
+        labelled = [index for index in which if index in self.indices]
+        require(not labelled, f"{labelled[:5]} cannot be skipped: they have labels. Use forget(indices) first")
+        skipped = dict.fromkeys([*self.skipped, *which])
+        return replace(self, pending=_without(self.pending, skipped), skipped=tuple(skipped))
+
+    def forget(self, which: list[int]) -> Labels:
+        """Without the labels of these inputs, which are pending again."""
+        unknown = [index for index in which if index not in {*self.indices, *self.skipped}]
+        require(not unknown, f"{unknown[:5]} cannot be forgotten: they have no label and were not skipped")
+        kept = [i for i, index in enumerate(self.indices) if index not in which]
+        return replace(
+            self,
+            indices=tuple(self.indices[i] for i in kept),
+            targets=self.targets[kept] if self.targets is not None and kept else None,
+            pending=(*self.pending, *which),
+            skipped=_without(self.skipped, which),
+        )
+
+    def ask(self, asked: tuple[int, ...]) -> Labels:
+        """With these inputs pending, but for those that were told in the meantime."""
+        return replace(self, pending=(*self.pending, *_without(asked, self.taken)))
+
+    def noted(
+        self, digest: str, asked: tuple[int, ...], scores: tuple[float, ...], seconds: float, pool: dict[str, float]
+    ) -> Labels:
+        """With what was asked written into the last round of the labels with that digest."""
+        place = max(i for i, made in enumerate(self.history) if made.of == digest)
+        last = self.history[place]
+        last = replace(
+            last,
+            asked=(*last.asked, *asked),
+            scores=(*last.scores, *scores),
+            seconds={**last.seconds, "ask": last.seconds.get("ask", 0.0) + seconds},
+            pool=last.pool or pool,
+        )
+        return replace(self, history=(*self.history[:place], last, *self.history[place + 1 :]))
+
+
+def _without(indices: Iterable[int], others: Iterable[int]) -> tuple[int, ...]:
+    gone = set(others)
+    return tuple(index for index in indices if index not in gone)
+
+
+def pool_indices(indices: Indices, size: int) -> list[int]:
+    """The indices as a list; an error if they are not distinct positions in a pool of that size."""
+    given = torch.as_tensor(indices)
+    if not given.numel():  # whose dtype says nothing
+        return []
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise TypeError(f"indices must be whole numbers, positions in the pool; got {given.dtype}")
+    which = given.reshape(-1).tolist()
+    repeated = [index for i, index in enumerate(which) if index in which[:i]] if len(set(which)) < len(which) else []
+    require(not repeated, f"duplicate index {repeated[:1]}: name every input once")
+    if wrong := [index for index in which if not 0 <= index < size]:
+        raise IndexError(f"indices must be from 0 to {size - 1}, positions in the pool; got {wrong[:5]}")
+    return which
+
+
+def check_targets(
+    model: Model, x: Any, which: list[int], labels: Any, before: Tensor | None, fork: AbstractContextManager
+) -> Tensor:
+    """The labels of x as targets of the model, like those of `before`; an error where they cannot be.
+
+    The network runs once, inside of `fork`: what it draws is put back there."""
+    y, likelihood = torch.as_tensor(labels).detach().cpu(), model.likelihood
+    y = y.unsqueeze(0) if y.ndim == 0 else y
+    require(len(y) == len(which), f"{len(which)} inputs need {len(which)} labels; got {len(y)}")
+    if not likelihood.discrete:
+        y = y.to(next(model.network.parameters()).dtype)
+    gaps = getattr(likelihood, "missing", False)  # positions that have no target are NaN
+    finite = not y.is_floating_point() or bool((y.isfinite() | y.isnan() if gaps else y.isfinite()).all())
+    require(finite, "a label is NaN or infinite; no label was taken")
+    if before is not None and before.shape[1:] != y.shape[1:]:
+        raise ValueError(f"labels must have shape {list(before.shape[1:])} for each input, as before; got {list(y.shape[1:])}")
+    with torch.no_grad(), fork:
+        f, _ = model.forward(model.parameters(y), tree.move(x, model.device), model.buffers())
+    likelihood.check(f, y.to(f.device))
+    observed = likelihood.observed(likelihood.target(y.to(f.device), f))
+    if observed is not None:
+        empty = (~observed.flatten(1).any(1) if observed.ndim > 1 else ~observed).nonzero().flatten().tolist()
+        require(
+            not empty,
+            f"the labels of {[which[i] for i in empty][:5]} are empty (ignore_index, or NaN everywhere), but would count as labels: "
+            "use skip(indices) for what nobody can label",
+        )
+    return y if before is None else y.to(before.dtype)
