@@ -14,7 +14,7 @@ from torch import nn
 import dubito
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical
 from dubito.apps import dense
-from dubito.cli.compare.judging import judged
+from dubito.cli.compare.scoring import evaluate
 from dubito.cli.demo import digits
 from dubito.evaluation.judge import Judge, judge, score
 from dubito.evaluation.problems import DIGITS, Part, Problem, perceptron
@@ -92,13 +92,13 @@ def of_compare():
     part = Part(x[:40], y[:40], x, y, None, None, {"dark": 0.1 * x[:30]})
     given = Problem("images", "classification", lambda seed: part, DIGITS, perceptron((4,)), tuple("abcd"))
     asked = {"corruptions": ("contrast", "fog"), "severities": (1, 3), "detectors": ("msp", "energy"), "confidence": ("entropy",)}
-    one = judged(posterior, given, part, seed=0, **asked)
+    one = evaluate(posterior, given, part, seed=0, **asked)
     found["images"] = {"scores": dict(one.scores), "shift": dict(one.shift)}
     posterior, x, y = numbers()
     shift, scale = torch.tensor([1.0, -1.0]), torch.tensor([2.0, 3.0])
     part = Part(x[:40], y[:40], x, shift + scale * y, shift, scale, {"far": 5 * x[:30]})
     given = Problem("table", "regression", lambda seed: part, DIGITS, perceptron((4,)), ("a", "b"))
-    found["table"] = {"scores": dict(judged(posterior, given, part, seed=0).scores)}
+    found["table"] = {"scores": dict(evaluate(posterior, given, part, seed=0).scores)}
     return found
 
 

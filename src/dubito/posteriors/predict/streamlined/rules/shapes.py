@@ -33,12 +33,13 @@ def movement(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 METHODS = (
-    "view", "reshape", "flatten", "transpose", "permute", "movedim", "swapaxes", "t", "squeeze", "unsqueeze", "expand",
+    "reshape", "flatten", "transpose", "permute", "movedim", "swapaxes", "t", "squeeze", "unsqueeze", "expand",
     "expand_as", "view_as", "contiguous", "clone", "chunk", "split", "unbind", "narrow", "select", "flip", "roll", "repeat",
     "repeat_interleave", "index_select", "gather", "detach", "to", "type_as", "float", "double", "half", "bfloat16", "tile", "diagonal",
 )  # fmt: skip
 for _name in METHODS:
     rule(_name)(movement(getattr(torch.Tensor, _name)))
+rule("view")(movement(torch.Tensor.reshape))  # the network's own tensor can be contiguous where its moments are not
 for _name in ("T", "mT", "data"):
     rule(f"get_{_name}")(movement(operator.attrgetter(_name)))
 for _function in (torch.broadcast_to, torch.swapdims, torch.moveaxis, torch.tensor_split, torch.unflatten):
