@@ -13,24 +13,27 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from dubito.model import Model
-from dubito.network.examples import batch_size
+from dubito.network.examples import Batch, Inputs, Targets, batch_size
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import forked, lent, seed_global
+
+Data = Any  # what the user gives: a tuple (x, y), a Dataset, a DataLoader, or a re-iterable of batches
 
 
 @dataclass(frozen=True)
 class Arrays:
     """Tensors held in memory, cut into batches; shuffled by the global generator, which the loop has seeded."""
 
-    x: Any
-    y: Any
+    x: Inputs
+    y: Targets
     size: int
     shuffle: bool = True
 
     def __len__(self) -> int:
         return math.ceil(batch_size(self.y) / self.size)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, Targets]]:
         n = batch_size(self.y)
         order = torch.randperm(n).to(next(iter(tree.leaves(self.y))).device) if self.shuffle else None
         for part in _evenly(n, self.size):
@@ -71,13 +74,13 @@ def _rows(value: Any, rows: slice | Tensor) -> Any:
 class Batches:
     """Re-iterable batches on the model's device, with the number of examples and of batches in one pass."""
 
-    source: Iterable[Any]
+    source: Iterable[Batch]
     n_data: int
     n_batches: int
     device: torch.device
     counted: bool  # whether n_data is our own count, which a pass must then confirm
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         if isinstance(self.source, Arrays):  # on the device already
             yield from self.source
             return
@@ -90,36 +93,54 @@ class Batches:
             yield tree.move(batch, self.device)
 
 
-def batches(model: Model, data: Any, *, n_data: int | None = None, size: int = 128, shuffle: bool = True) -> Batches:
-    """Read `data`: a tuple (x, y) of tensors or arrays, a Dataset, a DataLoader, or any re-iterable of batches."""
+def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 128, shuffle: bool = True) -> Batches:
+    """Read `data`: a tuple (x, y) of tensors or arrays, a Dataset, a DataLoader, or any re-iterable of batches.
+
+    `n_data` is the number of examples that the posterior is conditioned on, where it cannot be counted; `size` that of a batch where
+    the data are cut into batches here.
+    """
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray | dict):
-        kind = next(model.network.parameters()).dtype
-        x, y = tree.tensors(data[0], kind), tree.tensors(data[1], kind)
-        counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
-        if len(counts) != 1 or counts == {0}:
-            raise ValueError(f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
-        source = Arrays(tree.move(x, model.device), tree.move(y, model.device), size, shuffle)
-        return Batches(source, n_data or counts.pop(), len(source), model.device, n_data is None)
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        order = RandomSampler(data) if shuffle and len(data) else SequentialSampler(data)  # pyright: ignore[reportArgumentType]
-        data = DataLoader(data, batch_sampler=Evenly(order, size))
+        return _held(model, *data, n_data=n_data, size=size, shuffle=shuffle)
+    if isinstance(data, Dataset):
+        data = _loader(data, size, shuffle)
+    _check_iterable(data)
+    count = _count(model, data) if n_data is None else n_data
+    require(count, "there is no data: the loader gives no example (with drop_last, not even one full batch)")
+    return Batches(data, count, _length(model, data, count), model.device, n_data is None)
+
+
+def _held(model: Model, x: Inputs, y: Targets, *, n_data: int | None, size: int, shuffle: bool) -> Batches:
+    """Batches of tensors, which are moved to the model's device once."""
+    dtype = next(model.network.parameters()).dtype
+    x, y = tree.tensors(x, dtype), tree.tensors(y, dtype)
+    counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
+    require(
+        len(counts) == 1 and counts != {0},
+        f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}",
+    )
+    source = Arrays(tree.move(x, model.device), tree.move(y, model.device), size, shuffle)
+    return Batches(source, n_data or counts.pop(), len(source), model.device, n_data is None)
+
+
+def _loader(data: Dataset, size: int, shuffle: bool) -> DataLoader:
+    """A data set in batches of nearly one size."""
     if isinstance(data, IterableDataset):
-        data = DataLoader(data, batch_size=size)
+        return DataLoader(data, batch_size=size)
+    order = RandomSampler(data) if shuffle and len(data) else SequentialSampler(data)  # pyright: ignore[reportArgumentType]
+    return DataLoader(data, batch_sampler=Evenly(order, size))
+
+
+def _check_iterable(data: Data) -> None:
+    """Raise for what cannot be gone through again and again."""
     if not isinstance(data, Iterable):
-        raise TypeError(f"data is a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
+        raise TypeError(f"data must be a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Tensor | np.ndarray):
-        raise TypeError(f"data as a tuple is (x, y), with y a tensor or an array; y is a {type(data[1]).__name__}")
+        raise TypeError(f"data as a tuple must be (x, y), with y a tensor or an array; y is a {type(data[1]).__name__}")
     if isinstance(data, Iterator):
         raise TypeError("data is an iterator that can be gone through only once: give a list of batches or a DataLoader")
-    counted = n_data is None
-    if counted:
-        n_data = _count(model, data)
-        if not n_data:
-            raise ValueError("there is no data: the loader gives no example (with drop_last, not even one full batch)")
-    return Batches(data, n_data, _length(model, data, n_data), model.device, counted)
 
 
-def _length(model: Model, data: Iterable[Any], n_data: int) -> int:
+def _length(model: Model, data: Iterable[Batch], n_data: int) -> int:
     """Batches in one pass, which without a length to be trusted are counted; a stream without an end ends after n_data examples."""
     # of shards, each has a last batch that is not full: torch's length, a quotient, knows of one
     sharded = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.num_workers > 1
@@ -139,11 +160,11 @@ def _length(model: Model, data: Iterable[Any], n_data: int) -> int:
     return count
 
 
-def _size(model: Model, batch: Any) -> int:
+def _size(model: Model, batch: Batch) -> int:
     return batch_size(model.split(batch)[1])
 
 
-def _count(model: Model, data: Iterable[Any]) -> int:
+def _count(model: Model, data: Iterable[Batch]) -> int:
     """Examples in one pass; what cannot be counted is refused, since the target would be scaled wrongly."""
     if isinstance(data, DataLoader):
         refused = "the number of examples in a pass cannot be counted for this loader: give n_data=..."

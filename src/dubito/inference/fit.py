@@ -13,12 +13,13 @@ import torch
 from dubito.inference.batches import Arrays, batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
 from dubito.inference.loop import Loop
-from dubito.inference.method import Event, Method, departures, traits_of
+from dubito.inference.method import Event, Method, Start, departures, traits_of
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.inference.start import make_start
 from dubito.model import Model, Target
 from dubito.model.inspect import warn_if_padding_is_random, warn_if_random, warn_if_targets_are_far
+from dubito.network.examples import Batch
 from dubito.network.weights import copied
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store
@@ -88,8 +89,7 @@ def fit_with(model: Model, method: Method, data: Any, options: FitOptions) -> Po
         options.start is None or not traits.starts_anew,
         f"{type(method).__name__} initializes its members itself and would ignore `start`: leave it out",
     )
-    if options.device is not None and torch.device(options.device) != model.device:
-        model = dataclasses.replace(model, network=copied(model.network).to(options.device))
+    model = _on_device(model, options.device)
     size, validation = options.batch_size, options.validation
     source = batches(model, data, n_data=options.n_data, size=size, shuffle=method.data == "batches")
     held_out = None if validation is None else batches(model, validation, size=max(size, 256), n_data=1, shuffle=False)
@@ -100,12 +100,7 @@ def fit_with(model: Model, method: Method, data: Any, options: FitOptions) -> Po
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
         begin = make_start(model, options.start, model.split(first)[1], many=traits.many_starts)
-        inspection = model.check(begin.params, first, begin.buffers)
-        if method.data == "batches" and not traits.keeps_dropout:
-            warn_if_random(model, begin.params, begin.buffers, first, inspection, rows=isinstance(source.source, Arrays))
-        if traits.draws_weights:
-            warn_if_padding_is_random(model)
-        warn_if_targets_are_far(model, begin.params, first, inspection)
+        _inspect(model, method, begin, first, rows=isinstance(source.source, Arrays))
         steps = method.steps(math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1)
         generator = randomness.generator(model.device, options.seed, "method")
         run = Run(method.init(target, begin, first, generator, steps=steps), generator)
@@ -119,7 +114,7 @@ def fit_with(model: Model, method: Method, data: Any, options: FitOptions) -> Po
             buffers=begin.buffers,
             about=None if checkpoint.folder is None else about(target, method),
         )
-        del first, begin, inspection  # not to be held during the fit
+        del first, begin  # not to be held during the fit
         with store.locked(checkpoint.folder), draws:
             run = checkpoint.open(run, draws, resume=options.resume, device=model.device, steps=steps)
             loop = Loop(target, method, source, held_out, options, generators, checkpoint, draws, steps)
@@ -132,6 +127,24 @@ def fit_with(model: Model, method: Method, data: Any, options: FitOptions) -> Po
             except store.TooLarge:  # all draws at once, as a method asks for them, may not be in memory
                 posterior = Stored.of(model, draws)
             return posterior.departing(*departures(target, method))
+
+
+def _on_device(model: Model, device: torch.device | str | None) -> Model:
+    """The model, or one with a copy of its network if that is elsewhere."""
+    if device is None or torch.device(device) == model.device:
+        return model
+    return dataclasses.replace(model, network=copied(model.network).to(device))
+
+
+def _inspect(model: Model, method: Method, begin: Start, batch: Batch, *, rows: bool) -> None:
+    """Raise for networks that cannot be fitted, and warn of what is probably a mistake."""
+    traits = traits_of(method)
+    inspection = model.check(begin.params, batch, begin.buffers)
+    if method.data == "batches" and not traits.keeps_dropout:
+        warn_if_random(model, begin.params, begin.buffers, batch, inspection, rows=rows)
+    if traits.draws_weights:
+        warn_if_padding_is_random(model)
+    warn_if_targets_are_far(model, begin.params, batch, inspection)
 
 
 def _check_parts(model: Any, method: Any) -> None:

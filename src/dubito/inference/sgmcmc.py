@@ -30,6 +30,7 @@ from dubito.inference.chains import BUFFER, TRACE, check_precision, own_buffers,
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Model, Target
 from dubito.model.likelihoods import own as learned
+from dubito.network.examples import Batch
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require
@@ -193,7 +194,7 @@ class Langevin(ABC):
         """`epochs` passes over the data."""
         return self.epochs * n_batches
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LangevinState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> LangevinState:
         """Chains at their starts, with velocities and a metric where the sampler has them."""
         require(target.members is None, f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
         check_precision(start.params)
@@ -221,17 +222,11 @@ class Langevin(ABC):
         )
 
     def step(
-        self, target: Target, state: LangevinState, data: Iterable[Any], generator: torch.Generator
+        self, target: Target, state: LangevinState, data: Iterable[Batch], generator: torch.Generator
     ) -> tuple[LangevinState, Info]:
         """A step of every chain on the same batches."""
-        h = self.learning_rate_at(state.step, state.period) * target.temperature / target.n_data
-        if isinstance(noise := self._noise(target.model, state.params), Tensor):
-            for name, leaf in state.root.items():
-                if ":" not in name:
-                    leaf.copy_(noise.view(-1, *[1] * (leaf.ndim - 1)).expand_as(leaf))
-        else:
-            h *= noise**2
-        noisy = not self.explores(state.step, state.period)
+        h = self._step_length(target, state)
+        noise = None if self.explores(state.step, state.period) else generator
         adapts = self.preconditioner != "none" and self._place(state.step, state.period) < self.burn_in * state.period
         state.adapted += adapts
         data = list(data)
@@ -239,26 +234,50 @@ class Langevin(ABC):
         if state.step % state.period == 0:
             state.scores.zero_()
             state.seen, state.whole = 0, state.seen
-        scores = []
-        for own, part in self._parts(self._shared(target, state, size), state):
-            evaluation = own.gradient(part.params, data, part.buffers, train=True, factor=self.factor(h))
-            if adapts:
-                self._adapt(target, part, evaluation.gradient, target.temperature / target.n_data / self.factor(h))
-            trees = (part.params, evaluation.gradient, part.velocity, part.root)
-            weights, slopes, velocity, root = (list(leaves.values()) for leaves in trees)
-            if root:
-                torch._foreach_mul_(slopes, root)
-            self.move(Move(weights, slopes, velocity, root, generator if noisy else None), h)
-            for name, leaf in evaluation.buffers.items():
-                if leaf.data_ptr() != part.buffers[name].data_ptr():  # mostly they were changed in place
-                    part.buffers[name].copy_(leaf)
-            scores.append(evaluation.log_likelihood)
+        parts = self._parts(self._shared(target, state, size), state)
+        scores = [self._step_part(seen, part, data, noise, h, adapts=adapts, n_data=target.n_data) for seen, part in parts]
         score = scores[0].reshape(-1) if len(scores) == 1 else torch.stack(scores)  # [chains]
         state.scores += score * size
         state.seen, state.step = state.seen + size, state.step + 1
         if self._due(state):
             self._note(target, state, h)
         return state, {"log_likelihood": score}
+
+    def _step_length(self, target: Target, state: LangevinState) -> float:
+        """h of this step; where the default rate follows a learned noise, the metric is set to it."""
+        h = self.learning_rate_at(state.step, state.period) * target.temperature / target.n_data
+        noise = self._noise(target.model, state.params)
+        if not isinstance(noise, Tensor):
+            return h * noise**2
+        for name, leaf in state.root.items():
+            if ":" not in name:
+                leaf.copy_(noise.view(-1, *[1] * (leaf.ndim - 1)).expand_as(leaf))
+        return h
+
+    def _step_part(
+        self,
+        target: Target,
+        part: LangevinState,
+        data: list[Batch],
+        noise: torch.Generator | None,
+        h: float,
+        *,
+        adapts: bool,
+        n_data: int,
+    ) -> Tensor:
+        """A step of one chain or of all, in place; the mean log likelihood of the examples."""
+        evaluation = target.gradient(part.params, data, part.buffers, train=True, factor=self.factor(h))
+        if adapts:
+            self._adapt(n_data, part, evaluation.gradient, target.temperature / n_data / self.factor(h))
+        trees = (part.params, evaluation.gradient, part.velocity, part.root)
+        weights, slopes, velocity, root = (list(leaves.values()) for leaves in trees)
+        if root:
+            torch._foreach_mul_(slopes, root)
+        self.move(Move(weights, slopes, velocity, root, noise), h)
+        for name, leaf in evaluation.buffers.items():
+            if leaf.data_ptr() != part.buffers[name].data_ptr():  # mostly they were changed in place
+                part.buffers[name].copy_(leaf)
+        return evaluation.log_likelihood
 
     def draw(self, state: LangevinState) -> Params | None:
         """The weights of all chains, and what is noted of them, at the end of every `thin` epochs after the burn-in."""
@@ -324,7 +343,7 @@ class Langevin(ABC):
 
     # ---- chains
 
-    def _together(self, target: Target, params: Params, buffers: Buffers, batch: Any) -> bool:
+    def _together(self, target: Target, params: Params, buffers: Buffers, batch: Batch) -> bool:
         """Whether to run all chains in one batched pass: where launching many small operations costs more than doing them, and
         the network can run so: not if it asks for values, or writes into tensors of its own."""
         if self.vectorize is False or self.chains == 1 or not (self.vectorize or _pays(target.model)):
@@ -355,7 +374,7 @@ class Langevin(ABC):
                 ),
             )
 
-    def _adapt(self, target: Target, part: LangevinState, gradient: Params, unit: float) -> None:
+    def _adapt(self, n_data: int, part: LangevinState, gradient: Params, unit: float) -> None:
         """Follow the mean square of the gradient of the loss per example, which is `unit` times `gradient`.
 
         To its root 1 / N is added, the pull of a standard normal prior: the data may say nothing of a weight for a while.
@@ -366,7 +385,7 @@ class Langevin(ABC):
         torch._foreach_copy_(root, squares)
         torch._foreach_div_(root, 1 - MEMORY**part.adapted)  # they began at zero
         torch._foreach_sqrt_(root)
-        torch._foreach_add_(root, 1 / target.n_data)
+        torch._foreach_add_(root, 1 / n_data)
         torch._foreach_sqrt_(root)
         torch._foreach_reciprocal_(root)
 

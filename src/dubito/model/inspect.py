@@ -39,13 +39,13 @@ def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, i
         warnings.warn(
             "The network is random in eval mode: two calls on the same input differ. Look for dropout or noise that ignores "
             "self.training, such as F.dropout(x) without training=self.training.",
-            stacklevel=4,  # the call of fit
+            stacklevel=5,  # the call of fit
         )
     elif mixed:
         warnings.warn(
             "Reversing the rows of x does not reverse the outputs, so examples also lie along another axis (an [N, N] adjacency "
             "matrix, for instance) and cannot be cut into mini-batches. Pass everything as one batch: [(x, y)].",
-            stacklevel=4,  # the call of fit
+            stacklevel=5,  # the call of fit
         )
 
 
@@ -58,7 +58,7 @@ def warn_if_padding_is_random(model: Model) -> None:
             f"The padding row of {padded[0]} is drawn like any other weight and enters the network wherever there is padding, because "
             "torch only sets its gradient to zero. Multiply the embeddings by (x != padding).unsqueeze(-1) in forward, or leave them "
             "out by only=....",
-            stacklevel=4,  # the call of fit
+            stacklevel=5,  # the call of fit
         )
 
 
@@ -75,5 +75,5 @@ def warn_if_targets_are_far(model: Model, params: Params, batch: Any, inspection
         warnings.warn(
             f"The targets are about {size:.2g} in size and the network's outputs about {reached:.2g}, too far apart for the usual "
             "steps and priors. Standardize the targets, fit (y - mean) / std, and go back by posterior.predict(x).rescaled(mean, std).",
-            stacklevel=4,  # the call of fit
+            stacklevel=5,  # the call of fit
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from dubito.inference.method import Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import own
 from dubito.model.priors import Normal
+from dubito.network.examples import Batch
 from dubito.posteriors import Drawn, Gaussian, Posterior
 from dubito.posteriors.families import FAMILIES, Family, LowRank, MeanField
 from dubito.posteriors.families.family import kind
 from dubito.posteriors.families.mean_field import pieces
-from dubito.posteriors.families.reparametrized import Estimator, layers
+from dubito.posteriors.families.reparametrized import Estimator, Reparametrized, layers
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require
 from dubito.tensors.tree import Params
@@ -121,26 +122,17 @@ class Variational(Descent):
         """The family as an object."""
         return FAMILIES[self.family]() if isinstance(self.family, str) else self.family
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> VariationalState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> VariationalState:
         """q around the start, and which layers draw their outputs."""
         prior, q = target.model.prior, self.q
-        if self.learn_prior and not (isinstance(prior, Normal) and prior.scale is None and isinstance(q, MeanField)):
-            raise ValueError(
-                "learn_prior finds the scales of independent Gaussians: use the prior Normal() and family='mean_field'"
-            )
-        weights = {name: leaf for name, leaf in start.params.items() if ":" not in name}
-        points = {name: leaf for name, leaf in start.params.items() if ":" in name}
+        require(
+            not self.learn_prior or (isinstance(prior, Normal) and prior.scale is None and isinstance(q, MeanField)),
+            "learn_prior finds the scales of independent Gaussians: use the prior Normal() and family='mean_field'",
+        )
+        weights, points = _split(start.params)
         check_precision(weights)
-        if self.moped is not None:
-            scale = {name: (self.moped * leaf.abs()).clamp_min(1e-4 * self.moped) for name, leaf in weights.items()}
-        else:
-            scale = {name: torch.full_like(leaf, self.init_scale) for name, leaf in weights.items()}
-        drawn: dict[str, str | None] = {}
-        if self.estimator != "weights" and q.local and not self.path_only:
-            drawn = layers(target.model, start.params, target.model.split(batch)[0], start.buffers)
-            if isinstance(q, LowRank) and {name for pair in drawn.items() for name in pair if name} != set(weights):
-                drawn = {}  # the directions are of all weights, and these would be drawn in two ways
-        leaves = q.leaves(weights, scale)
+        leaves = q.leaves(weights, {name: self._first_scale(leaf) for name, leaf in weights.items()})
+        drawn = self._drawn_layers(target, start, batch)
         trained = super().init(target, Start({**leaves, **points}, start.buffers), batch, generator, steps=steps)
         return VariationalState(
             **vars(trained),
@@ -149,9 +141,24 @@ class Variational(Descent):
             joint=not (drawn or self.path_only or self.learn_prior) and self._joint(target, trained.params, generator),
         )
 
+    def _first_scale(self, leaf: Tensor) -> Tensor:
+        """Standard deviations at the start."""
+        if self.moped is None:
+            return torch.full_like(leaf, self.init_scale)
+        return (self.moped * leaf.abs()).clamp_min(1e-4 * self.moped)
+
+    def _drawn_layers(self, target: Target, start: Start, batch: Batch) -> dict[str, str | None]:
+        """The layers that draw their outputs instead of their weights: weight to bias."""
+        q = self.q
+        if self.estimator == "weights" or self.path_only or not q.local:
+            return {}
+        drawn = layers(target.model, start.params, target.model.split(batch)[0], start.buffers)
+        # the directions of a low-rank family are of all weights, and these would be drawn in two ways
+        return {} if isinstance(q, LowRank) and _names(drawn) != set(_split(start.params)[0]) else drawn
+
     def _joint(self, target: Target, params: Params, generator: torch.Generator) -> bool:
         """Whether the expected log prior has no closed form, and is all of the divergence that has none."""
-        q, leaves = self.q, {name: leaf for name, leaf in params.items() if ":" not in name}
+        q, (leaves, _) = self.q, _split(params)
         hyper = {name: leaf for name, leaf in params.items() if name.startswith("prior:")}
         state, noise = generator.get_state(), q.noise(leaves, generator)
         generator.set_state(state)
@@ -165,11 +172,10 @@ class Variational(Descent):
         assert isinstance(state, VariationalState)
         return None if self.kl_batches == "blundell" else (self._weight(state), state.step % REPORTED == 0)
 
-    def update(self, target: Target, state: DescentState, data: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+    def update(self, target: Target, state: DescentState, data: list[Batch], generator: torch.Generator) -> dict[str, Tensor]:
         """A gradient of minus the evidence bound, estimated by `samples` draws, and a step of the optimizer."""
         assert isinstance(state, VariationalState)
-        q, points = self.q, {name: leaf for name, leaf in state.params.items() if ":" in name}
-        leaves = {name: leaf for name, leaf in state.params.items() if ":" not in name}
+        q, (leaves, points) = self.q, _split(state.params)
         live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.opened(leaves), **points}.items()}
         scores, buffers = [], state.buffers
         for _ in range(self.samples):
@@ -192,36 +198,24 @@ class Variational(Descent):
         target: Target,
         state: VariationalState,
         live: Params,
-        data: list[Any],
+        data: list[Batch],
         buffers: Params,
         generator: torch.Generator,
     ) -> tuple[Tensor, Params]:
         """Add the gradient of minus the expected log likelihood of an example, by one draw; its value, and the buffers after it."""
-        q, points = self.q, {name: leaf for name, leaf in live.items() if ":" in name}
-        apart = {name for pair in state.layers.items() for name in pair if name is not None}  # drawn by their outputs
-        leaves = {key: leaf for key, leaf in live.items() if key not in points}
+        q, (leaves, points), apart = self.q, _split(live), _names(state.layers)
         whole = {key: leaf for key, leaf in leaves.items() if key.split("/", 1)[1] not in apart}
         with torch.enable_grad():
             noise = q.noise(whole, generator) if whole else {}
             drawn = q.draw(whole, noise) if whole else {}
         weights = {name: leaf.detach().requires_grad_() for name, leaf in drawn.items()}
-        inputs = [*(leaf for key, leaf in live.items() if key in points or key not in whole), *weights.values()]
-        total, seen, sizes = None, 0, [target._size(batch) for batch in data]
-        for i, batch in enumerate(data):
-            with torch.enable_grad():
-                if apart:
-                    means, drawing = q.outputs(leaves, state.layers, self.estimator, generator)
-                    seeing = replace(target, around=lambda _, drawing=drawing: drawing)
-                else:
-                    means, drawing, seeing = {}, None, target
-                value, buffers = seeing._summed({**means, **weights, **points}, i, batch, buffers, train=True)
-            factor = torch.full_like(value, -1 / sum(sizes) / self.samples)
-            torch.autograd.backward(value, factor, inputs=[*inputs, *(drawing.leaves if drawing else ())])
-            if drawing:
-                drawing.pull()
-            total, seen = value.detach() if total is None else total + value.detach(), seen + sizes[i]
-        if total is None:
-            raise ValueError("there is no data: the loader gave no batch")
+        inputs = [*(leaf for key, leaf in live.items() if key not in whole), *weights.values()]
+
+        def outputs() -> tuple[Params, Reparametrized | None]:
+            """The means of layers that draw their outputs, and what draws them, anew for every batch."""
+            return q.outputs(leaves, state.layers, self.estimator, generator) if apart else ({}, None)
+
+        score, buffers = self._score(target, {**weights, **points}, inputs, outputs, data, buffers)
         if drawn:
             slopes = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in weights.items()}
             if state.joint or self.path_only:
@@ -229,7 +223,32 @@ class Variational(Descent):
             if self.path_only:
                 self._score_density(target, state, whole, weights, slopes)
             q.pull(whole, noise, drawn, slopes)
-        return total / seen, buffers
+        return score, buffers
+
+    def _score(
+        self,
+        target: Target,
+        params: Params,
+        inputs: list[Tensor],
+        outputs: Callable[[], tuple[Params, Reparametrized | None]],
+        data: list[Batch],
+        buffers: Params,
+    ) -> tuple[Tensor, Params]:
+        """The mean log likelihood of the batches; minus its gradient, over the number of draws, is added to the `inputs`."""
+        require(data, "there is no data: the loader gave no batch")
+        total, n = None, sum(target._size(batch) for batch in data)
+        for i, batch in enumerate(data):
+            with torch.enable_grad():
+                means, drawing = outputs()
+                seen = target if drawing is None else replace(target, around=lambda _, drawing=drawing: drawing)
+                value, buffers = seen._summed({**means, **params}, i, batch, buffers, train=True)
+            factor = torch.full_like(value, -1 / n / self.samples)
+            torch.autograd.backward(value, factor, inputs=[*inputs, *(drawing.leaves if drawing else ())])
+            if drawing:
+                drawing.pull()
+            total = value.detach() if total is None else total + value.detach()
+        assert total is not None
+        return total / n, buffers
 
     def _score_prior(self, target: Target, state: VariationalState, weights: Params, points: Params, slopes: Params) -> None:
         """Add the gradient of minus the log prior at a draw, by its formula."""
@@ -266,7 +285,7 @@ class Variational(Descent):
     def _complexity(self, target: Target, state: VariationalState, live: Params, generator: torch.Generator) -> Tensor | None:
         """Add the gradient of the divergence, and of the prior of what the likelihood learns; its value in nats, now and then."""
         weight, n = self._weight(state), target.n_data
-        points = {name: leaf for name, leaf in live.items() if ":" in name}
+        leaves, points = _split(live)
         with torch.enable_grad():
             prior = target.model.likelihood.log_prior(own(points))
             if prior.requires_grad:
@@ -277,7 +296,7 @@ class Variational(Descent):
             return self._closed(target, live, weight / n, report=state.step % REPORTED == 0)
         with torch.enable_grad():
             if state.joint:
-                entropy = self.q.entropy({name: leaf for name, leaf in live.items() if ":" not in name})
+                entropy = self.q.entropy(leaves)
                 assert entropy is not None
                 value = -target.temperature * entropy
             else:
@@ -308,30 +327,32 @@ class Variational(Descent):
 
     def _divergence(self, target: Target, live: Params, generator: torch.Generator) -> Tensor:
         """T E[log q] - E[log p] in nats, exact or by one draw."""
-        q, prior = self.q, target.model.prior
-        hyper = {name: leaf for name, leaf in live.items() if name.startswith("prior:")}
-        leaves = {name: leaf for name, leaf in live.items() if ":" not in name}
+        q, prior, (leaves, points) = self.q, target.model.prior, _split(live)
+        hyper = {name: leaf for name, leaf in points.items() if name.startswith("prior:")}
         noise = q.noise(leaves, generator)
-        if (given := q.divergence(leaves, noise, prior, hyper)) is not None:
-            if target.temperature != 1:
-                raise ValueError(
-                    f"the divergence of {type(q).__name__} from its prior is a whole, of which a temperature could not divide a part: "
-                    "fit at temperature=1, or with another family"
-                )
-            return given
+        whole = q.divergence(leaves, noise, prior, hyper)
+        if whole is not None:
+            require(
+                target.temperature == 1,
+                f"the divergence of {type(q).__name__} from its prior is a whole, of which a temperature cannot divide a part: "
+                "fit at temperature=1, or with another family",
+            )
+            return whole
         moments, entropy = q.moments(leaves), q.entropy(leaves)
         if self.learn_prior and moments is not None and entropy is not None:
             return -target.temperature * entropy - _profiled(*moments)
         expected = self._expected(target, leaves, hyper)
         drawn = q.draw(leaves, noise) if expected is None or entropy is None else {}
-        if entropy is None:
-            density = q.log_prob(leaves, drawn)
-            if density is None:
-                raise ValueError(f"{type(q).__name__} gives neither an entropy nor a density: one of them is needed")
-            entropy = -density
-        if expected is None:
-            expected = prior.log_prob({**drawn, **hyper})
+        entropy = self._estimated_entropy(leaves, drawn) if entropy is None else entropy
+        expected = prior.log_prob({**drawn, **hyper}) if expected is None else expected
         return -target.temperature * entropy - expected
+
+    def _estimated_entropy(self, leaves: Params, drawn: Params) -> Tensor:
+        """-log q at a draw."""
+        density = self.q.log_prob(leaves, drawn)
+        if density is None:
+            raise ValueError(f"{type(self.q).__name__} gives neither an entropy nor a density: one of them is needed")
+        return -density
 
     def _expected(self, target: Target, leaves: Params, hyper: Params) -> Tensor | None:
         """E[log p] under q, where it has a closed form."""
@@ -343,9 +364,7 @@ class Variational(Descent):
 
     def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
         """q, as a Gaussian where it is one."""
-        q, model = self.q, target.model
-        points = {name: leaf for name, leaf in state.params.items() if ":" in name}
-        leaves = {name: leaf for name, leaf in state.params.items() if ":" not in name}
+        q, model, (leaves, points) = self.q, target.model, _split(state.params)
         if self.learn_prior:
             mean, variance = q.moments(leaves) or ({}, {})
             scales = {f"^{re.escape(name)}$": _spread(leaf, variance[name]) for name, leaf in mean.items()}
@@ -355,6 +374,17 @@ class Variational(Descent):
             return Drawn(model, q, leaves, points, state.buffers, self.draws)
         mean = (q.moments(leaves) or ({}, {}))[0]
         return Gaussian(model, {**mean, **points}, state.buffers, covariance, how="sampled", draws=self.draws)
+
+
+def _split(params: Params) -> tuple[Params, Params]:
+    """The leaves that belong to weights, and the quantities that are learned as points."""
+    weights = {name: leaf for name, leaf in params.items() if ":" not in name}
+    return weights, {name: leaf for name, leaf in params.items() if ":" in name}
+
+
+def _names(layers: dict[str, str | None]) -> set[str]:
+    """The weights and biases of layers that draw their outputs."""
+    return {name for pair in layers.items() for name in pair if name is not None}
 
 
 def _spread(mean: Tensor, variance: Tensor) -> Tensor:
