@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_refused():
     y = torch.zeros(1, 6, 8, dtype=torch.long)
     with pytest.raises(ValueError, match="of the same images"):
         panels(torch.rand(2, 3, 6, 8), y, found)
-    with pytest.raises(ValueError, match="2 colours"):
+    with pytest.raises(ValueError, match="got 2 for 3 classes"):
         panels(torch.rand(1, 3, 6, 8), y, found, colours=COLOURS[:2])
-    with pytest.raises(ValueError, match="one for each, or none"):
+    with pytest.raises(ValueError, match="labels must be one per image"):
         panels(torch.rand(1, 3, 6, 8), y, found, labels=["a", "b"])

@@ -76,7 +76,7 @@ def test_the_best_of_a_column_is_found_with_its_ties_as_shown():
 
 
 def test_a_row_of_the_wrong_length_is_refused():
-    with pytest.raises(ValueError, match="'t' has 2 columns, but a row with 1"):
+    with pytest.raises(ValueError, match="'t': rows must have 2 values"):
         Table("t", (Column("a"), Column("b")), (("x",),))
 
 
@@ -251,7 +251,7 @@ def test_standard_errors_and_what_is_like_the_best_are_shown():
     made.print(Console(file=out, width=100))
     assert "0.300 ± 0.020~" in out.getvalue()
     assert "0.100 ± 0.010*" in out.getvalue()
-    with pytest.raises(ValueError, match="not one for every cell"):
+    with pytest.raises(ValueError, match="errors must have the shape of rows"):
         replace(table, errors=((None,),))
 
 

@@ -1,4 +1,13 @@
-"""Reports: tables and figures, to a terminal, to one self-contained HTML file and to JSON."""
+"""Reports: tables and figures for a terminal, for one self-contained HTML file, and as JSON.
+
+- `report`: what a report holds: `Report`, `Section`, `Table`, `Figure`, `Picture`; read it first
+- `html` with `templates` and the folder `assets`, and `terminal`: how it is shown
+- `canvas`: drawing with matplotlib; one module per kind of picture draws on it: `calibration`, `quantiles`, `histogram`, `decisions`,
+  `comparison`, `regression`, `functions`, `images`, `dense`, `influence`, `chains`, `shift`, `stability`
+- `diagnosis`: the report on the chains of a sampler
+
+May import `apps` and the rooms below it.
+"""
 
 from dubito.report.report import Column as Column
 from dubito.report.report import Figure as Figure

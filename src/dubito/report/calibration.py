@@ -1,20 +1,20 @@
-"""How far probabilities can be believed: reliability diagrams, and accuracy against coverage."""
+"""Calibration of class probabilities: reliability diagrams, and accuracy against coverage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from dubito.evaluation import metrics
 from dubito.evaluation.metrics import Reliability
-from dubito.report.canvas import BLUE, CYCLE, SOFT, VERMILION, grid, picture
+from dubito.report.canvas import BLUE, CYCLE, SOFT, STYLES, VERMILION, Drawing, grid, picture
 from dubito.report.report import Picture
 
 FEW = 5  # predictions in a bin
-LEAST = 0.05  # coverage from which accuracy is shown: of fewer inputs it is mostly chance
+LEAST = 0.05  # smallest coverage for which accuracy is shown: below it is mostly chance
 
 
 class Bins(NamedTuple):
@@ -44,24 +44,24 @@ def reliability(label: str, probs: Tensor, y: Tensor, *, n: int = 15) -> Picture
 
 
 def diagram(label: str, found: Reliability) -> Picture:
-    """The same of bins that are there already, as `metrics.reliability` and `judge` give them, of equal width or equal mass."""
+    """A reliability diagram of given bins, from `metrics.reliability` or `judge`, of equal width or equal mass."""
     total, ece = int(found.count.sum()), float(found.ece)
     found = Reliability(
         *(t.cpu() for t in (found.edges, found.count, found.confidence, found.accuracy, found.lower, found.upper))
     )
     some = found.count > 0
     if not total:
-        raise ValueError(f"the reliability diagram of {label} has no predictions to show")
+        raise ValueError(f"no predictions for the reliability diagram of {label}")
     left, widths = found.edges[:-1][some].numpy(), found.edges.diff()[some].numpy()
     parts = (found.count, found.confidence, found.accuracy, found.lower, found.upper)
     count, confidence, accuracy, low, high = (t[some].numpy() for t in parts)
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
         top.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
         for few in (True, False):
             some = (count < FEW) == few
-            if not some.any():  # empty lines that are not clipped have no extent, and spoil the layout
+            if not some.any():  # empty lines that are not clipped break the layout
                 continue
             x, y, strength = confidence[some], accuracy[some], 0.3 if few else 1.0
             top.vlines(x, low[some], high[some], color=BLUE, linewidth=1.1, alpha=0.6 * strength)
@@ -73,36 +73,36 @@ def diagram(label: str, found: Reliability) -> Picture:
         bottom.set_yscale("log")
         top_tick = max(1, math.ceil(math.log10(count.max())))
         bottom.set(xlabel="confidence", ylabel="count", ylim=(0.7, 10**top_tick * 1.5))
-        ticks = range(0, top_tick + 1, 1 + top_tick // 4)  # a label a decade, or fewer where they would meet
+        ticks = range(0, top_tick + 1, 1 + top_tick // 4)  # a label per decade, or fewer if there are many
         bottom.set_yticks([10**k for k in ticks], [f"{10**k}" if k < 6 else f"$10^{k}$" for k in ticks])
         bottom.minorticks_off()
         grid(bottom, "y")
 
     alt = f"Reliability diagram of {label}: expected calibration error {ece:.3f} on {total} predictions."
-    return picture(draw, (3.6, 3.7), alt=alt)
+    return picture(_draw, (3.6, 3.7), alt=alt)
 
 
 def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture:
-    """Accuracy on the share of inputs of which a method is most sure. `scores`: by label, (uncertainty [N], is wrong [N])."""
+    """Accuracy on the most confident share of the inputs. `scores`: by label, (uncertainty [N], is wrong [N])."""
     curves = {label: metrics.risk_coverage(doubt, wrong.float()) for label, (doubt, wrong) in scores.items()}
 
     shown = {label: (share[share >= LEAST], 1 - risk[share >= LEAST]) for label, (share, risk) in curves.items()}
     floor = min(float(accuracy.min()) for _, accuracy in shown.values())
-    # up to where every method is always right there is nothing to see
+    # leave out the coverages at which every method is always right
     perfect = min(float(share[accuracy < 1].min()) if (accuracy < 1).any() else 1.0 for share, accuracy in shown.values())
     left = max(0.0, math.floor(10 * perfect) / 10 - 0.1)
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, (share, accuracy)) in enumerate(shown.items()):
-            style = [(0, ()), (0, (6, 2)), (0, (2, 1.5))][i % 3]
+            style = STYLES[i % 3]
             axes.plot(share, accuracy, color=CYCLE[i % len(CYCLE)], linestyle=style, label=label)
         axes.set(xlim=(left, 1), ylim=(floor - 0.08 * (1 - floor) - 1e-3, 1 + 0.04 * (1 - floor) + 1e-3))
         axes.set(title=title, xlabel="coverage: share of inputs answered", ylabel="accuracy on these")
         grid(axes)
         axes.legend(loc="lower left", handlelength=2.6)
 
-    return picture(draw, (4.6, 3.3), alt=f"{title}: accuracy against coverage for {', '.join(curves)}.")
+    return picture(_draw, (4.6, 3.3), alt=f"{title}: accuracy against coverage for {', '.join(curves)}.")
 
 
 def _found(probs: Tensor, y: Tensor, n: int) -> Reliability:

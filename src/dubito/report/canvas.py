@@ -1,4 +1,4 @@
-"""Drawing with matplotlib, without a trace: its figures are made by hand, and the user's settings are neither used nor changed."""
+"""Drawing with matplotlib: figures are made without pyplot, and the user's settings are neither used nor changed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from torch import Tensor
+
 from dubito.report.report import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito (2008): told apart by readers with any kind of colour vision.
+    Drawing = Figure  # what a drawing function draws on
+else:
+    Drawing = Axes = Any  # matplotlib is loaded only when something is drawn
+
+# Okabe & Ito (2008): distinguishable with any kind of colour vision.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+STYLES = ((0, ()), (0, (6, 2)), (0, (2, 1.5)))  # solid, dashed, dotted
 INK, SOFT, LINE = "#1c2430", "#5a6675", "#d9dfe6"
 
 STYLE: dict[str, Any] = {
@@ -43,7 +51,7 @@ STYLE: dict[str, Any] = {
 
 
 def picture(draw: Callable[[Figure], None], size: tuple[float, float], *, alt: str, kind: str = "svg") -> Picture:
-    """Have `draw` draw on a figure of that size (inches, shown as 96 pixels each) and keep it as SVG, or PNG where that is lighter.
+    """Draw on a figure of this size (inches, 96 pixels each) by `draw`, and keep it as SVG, or as PNG where that is smaller.
 
     >>> p = picture(lambda figure: figure.subplots().plot([0, 1], [0, 1]) and None, (3, 2), alt="a line")
     >>> p.image[:4], p.width
@@ -68,6 +76,13 @@ def render(draw: Callable[[Figure], None], size: tuple[float, float], *, kind: s
     return file.getvalue()
 
 
+def pixels(image: Tensor) -> np.ndarray:
+    """An image as matplotlib takes it: grey [H, W] from [H, W] or [1, H, W], or colours [H, W, 3] from [3, H, W]."""
+    image = image.detach().cpu()
+    colours = image.ndim == 3 and len(image) == 3
+    return (image.movedim(0, -1).clamp(0, 1) if colours else image.reshape(image.shape[-2:])).numpy()
+
+
 def grid(axes: Axes, axis: str = "both") -> None:
     """Faint lines behind the data."""
     axes.grid(True, axis=axis, color=LINE, linewidth=0.6)  # pyright: ignore[reportArgumentType]
@@ -75,7 +90,7 @@ def grid(axes: Axes, axis: str = "both") -> None:
 
 
 def _clean(svg: str) -> str:
-    """The <svg> element alone, sized by the page it is in."""
+    """The <svg> element alone, without a size, so that the page can scale it."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.report.canvas import BLUE, CYCLE, INK, ORANGE, SOFT, VERMILION, grid, picture
+from dubito.report.canvas import BLUE, CYCLE, INK, ORANGE, SOFT, VERMILION, Drawing, grid, picture
 from dubito.report.report import Picture
 
-POINTS = 500  # of a line, at most: more cannot be told apart
-MANY = 8  # chains that get a colour each
+POINTS = 500  # points of a line, at most
+MANY = 8  # largest number of chains that get a colour each
 
 
 def trace(values: Tensor, *, title: str = "", label: str = "") -> Picture:
-    """The draws of one quantity in the order they were made, [chains, n], and how often it has which value."""
+    """The draws of one quantity [chains, n] in their order, and a histogram of their values."""
     values = values.detach().double().cpu()
     n = values.shape[1]
     at = np.unique(np.linspace(0, n - 1, min(n, POINTS)).round().astype(int))
@@ -26,7 +26,7 @@ def trace(values: Tensor, *, title: str = "", label: str = "") -> Picture:
     finite = values[values.isfinite()]
     edges = np.histogram_bin_edges(finite.numpy(), bins=16) if len(finite) else None
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[4, 1])
         for chain, colour in zip(values, colours, strict=True):
             line = {"color": colour, "linewidth": 0.8, "alpha": 0.8}
@@ -41,30 +41,30 @@ def trace(values: Tensor, *, title: str = "", label: str = "") -> Picture:
         grid(left, "y")
 
     means = ", ".join(f"{float(mean):.4g}" for mean in values.mean(1)[:MANY])
-    return picture(draw, (4.6, 2.1), alt=f"{title or label}: trace of {len(values)} chains of {n} draws; means {means}.")
+    return picture(_draw, (4.6, 2.1), alt=f"{title or label}: trace of {len(values)} chains of {n} draws; means {means}.")
 
 
 def chain_colours(chains: int) -> tuple[str, ...]:
-    """One for each, or one for all where they are too many to be told apart."""
+    """A colour for each chain, or one for all if there are too many."""
     return tuple(CYCLE[i % len(CYCLE)] for i in range(chains)) if chains <= MANY else (BLUE,) * chains
 
 
 def rhats(values: Tensor, *, title: str, good: float) -> Picture:
-    """How many quantities have which R-hat; the numbers on a logarithmic scale, so that a single bad one is seen."""
+    """A histogram of R-hat, with counts on a logarithmic scale, so that a single bad one is visible."""
     known = values[~values.isnan()].double().cpu()
     finite = known[known.isfinite()]
     low = min(0.999, float(finite.min())) if len(finite) else 0.999
     high = max(1.02, float(finite.max())) if len(finite) else 1.02
     high = 2 * high if len(finite) < len(known) else high
     wide = high > 1.5
-    # of equal width, and one edge is where the good ones end
+    # bins of equal width, one of whose edges is the limit of good values
     step = math.log(high / low) / 40 if wide else (high - low) / 40
     way = [math.log(end / good) if wide else end - good for end in (low, high)]
     at = step * np.arange(math.floor(way[0] / step), math.floor(way[1] / step) + 2)
     edges = good * np.exp(at) if wide else good + at
     count, _ = np.histogram(known.clamp(max=high).numpy(), edges)
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         fine = 0.5 * (edges[1:] + edges[:-1]) <= good
         for part, colour in ((fine, BLUE), (~fine, VERMILION)):
@@ -89,11 +89,11 @@ def rhats(values: Tensor, *, title: str, good: float) -> Picture:
     share = float((known <= good).double().mean()) if len(known) else math.nan
     worst = float(known.max()) if len(known) else math.nan
     alt = f"Histogram of R-hat, {title}: {100 * share:.0f} % of {len(known)} are at most {good}, the largest is {worst:.3g}."
-    return picture(draw, (4.6, 2.8), alt=alt)
+    return picture(_draw, (4.6, 2.8), alt=alt)
 
 
 def energies(energy: Tensor) -> Picture:
-    """The energies [chains, n] around their mean, and their changes from draw to draw: alike in width where the chain gets around."""
+    """The energies [chains, n] around their mean, and their changes from draw to draw: equally wide if the chain mixes well."""
     energy = energy.detach().double().cpu()
     around = (energy - energy.mean(1, keepdim=True)).flatten()
     change = energy.diff(dim=1).flatten()
@@ -101,7 +101,7 @@ def energies(energy: Tensor) -> Picture:
     half = max([float(part.abs().quantile(0.999)) for part, _, _ in parts if len(part)] or [1.0]) or 1.0
     edges = np.linspace(-half, half, 41)
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for part, colour, name in parts:
             height, _ = np.histogram(part.clamp(-half, half).numpy(), edges, density=len(part) > 0)
@@ -112,23 +112,23 @@ def energies(energy: Tensor) -> Picture:
         axes.set_ylim(top=1.3 * axes.get_ylim()[1])
 
     widths = ", ".join(f"{name} {float(part.std()):.3g}" for part, _, name in parts if len(part) > 1)
-    return picture(draw, (4.6, 2.8), alt=f"Distributions of energy; standard deviations: {widths}.")
+    return picture(_draw, (4.6, 2.8), alt=f"Distributions of energy; standard deviations: {widths}.")
 
 
 def running_scores(together: Tensor, each: Sequence[Tensor], *, label: str) -> Picture:
-    """The log score of the first k draws of all chains together, [n], and of each chain alone."""
+    """The log score of the first k draws of all chains together [n], and of each chain alone."""
     n = len(together)
     at = np.unique(np.geomspace(1, n, min(n, POINTS)).round().astype(int)) - 1
     colours = chain_colours(len(each))
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         if len(each) > 1:
             for line, colour in zip(each, colours, strict=True):
                 axes.plot(at + 1, line.cpu()[at], color=colour, linewidth=0.9, alpha=0.75)
         axes.plot(at + 1, together.cpu()[at], color=INK, linewidth=2)
         axes.set(xlabel="draws of each chain", ylabel=label)
-        # the first draws say little and would squeeze the rest
+        # the first draws would compress the scale
         lines = torch.stack([together, *each]).cpu()[:, n // 10 :]
         low, high = float(lines.min()), float(lines.max())
         margin = 0.08 * (high - low) or 0.01
@@ -142,7 +142,7 @@ def running_scores(together: Tensor, each: Sequence[Tensor], *, label: str) -> P
         grid(axes)
 
     return picture(
-        draw, (4.6, 2.8), alt=f"Log score against the number of draws: {float(together[0]):.4g} to {float(together[-1]):.4g}."
+        _draw, (4.6, 2.8), alt=f"Log score against the number of draws: {float(together[0]):.4g} to {float(together[-1]):.4g}."
     )
 
 

@@ -1,17 +1,16 @@
-"""Methods side by side in one panel: how a score moves with something, and its standard error over seeds."""
+"""A score of several methods against another quantity, with standard errors over seeds."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from dubito.report.canvas import CYCLE, grid, picture
+from dubito.report.canvas import CYCLE, STYLES, Drawing, grid, picture
 from dubito.report.report import Picture
 
-STYLES = ((0, ()), (0, (6, 2)), (0, (2, 1.5)))
 MARKS = "osD^v"
 FEW = 4  # names that fit below a panel in one column
 NAME = 34  # letters of a name in a legend
@@ -26,14 +25,14 @@ class Line(NamedTuple):
 
 
 def lines(title: str, drawn: Mapping[str, Line], *, xlabel: str, ylabel: str, ticks: tuple[float, ...] = ()) -> Picture:
-    """A line for every method, told apart by colour, dash and mark, in a band of its standard error.
+    """A line for every method, with its own colour, dashes and marker, in a band of one standard error.
 
     >>> import torch
     >>> lines("Shift", {"MAP": Line(torch.tensor([1.0, 5.0]), torch.tensor([0.9, 0.5]))}, xlabel="severity", ylabel="accuracy").width
     442
     """
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, line) in enumerate(drawn.items()):
             colour, round_ = CYCLE[i % len(CYCLE)], i // len(CYCLE)
@@ -50,4 +49,4 @@ def lines(title: str, drawn: Mapping[str, Line], *, xlabel: str, ylabel: str, ti
         figure.legend(loc="outside lower left", ncols=1 if len(drawn) <= FEW // 2 else 2, handlelength=2.6, fontsize=8.5)
 
     rows = (len(drawn) + 1) // 2 if len(drawn) > FEW // 2 else len(drawn)
-    return picture(draw, (4.6, 3.0 + 0.2 * rows), alt=f"{title}: {ylabel} against {xlabel} for {', '.join(drawn)}.")
+    return picture(_draw, (4.6, 3.0 + 0.2 * rows), alt=f"{title}: {ylabel} against {xlabel} for {', '.join(drawn)}.")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dubito.apps.dense import Detector, Maps
-from dubito.report.canvas import CYCLE, INK, grid, picture
+from dubito.report.canvas import CYCLE, INK, STYLES, Drawing, grid, picture, pixels
 from dubito.report.report import Picture
+from dubito.tensors.checks import require
 
 COLUMNS = ("input", "truth", "prediction", "aleatoric", "epistemic")
 POINTS = 400  # of a curve that are drawn
@@ -39,62 +39,72 @@ def panels(
     >>> panels(torch.rand(1, 3, 4, 6), torch.zeros(1, 4, 6).long(), maps_of(p)).alt
     'Dense prediction, 1 image: input, truth, prediction, aleatoric and epistemic uncertainty. The mean is 0... and 0...'
     """
-    count = len(images)
-    if not (count and count == len(y) == len(found.total)) or images.shape[-2:] != y.shape[-2:]:
-        raise ValueError(
-            f"images {list(images.shape)}, targets {list(y.shape)} and maps {list(found.total.shape)} must be of the same images"
-        )
-    if labels and len(labels) != count:
-        raise ValueError(f"there are {count} images and {len(labels)} labels: give one for each, or none")
+    _check_panels(images, y, found, labels)
     uncertain = [found.aleatoric, found.epistemic] if found.discrete else [found.aleatoric.sqrt(), found.epistemic.sqrt()]
     uncertain = [values.float().cpu() for values in uncertain]
-    ends = [max(float(torch.quantile(values.flatten()[:: 1 + values.numel() // 2**22], 0.995)), 1e-9) for values in uncertain]
     classes = found.mean.shape[-1]
     palette = _palette(colours if found.discrete else None, classes)
     if found.discrete:
-        said, truth = palette[found.prediction.cpu()], palette[_known(y.cpu(), classes)]
-        shown = sorted({int(c) for part in (found.prediction, y) for c in part.unique() if 0 <= int(c) < classes})
+        predicted, truth = palette[found.prediction.cpu()], palette[_known(y.cpu(), classes)]
+        limits: dict[str, float | str] = {}
+        present = sorted({int(c) for part in (found.prediction, y) for c in part.unique() if 0 <= int(c) < classes})
     else:
-        said, truth = found.mean[..., 0].cpu(), y.reshape(count, *y.shape[-2:]).cpu()
-        shown = []
-    known = truth[truth.isfinite()] if not found.discrete else truth
-    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 1.0)
+        predicted, truth = found.mean[..., 0].cpu(), y.reshape(len(y), *y.shape[-2:]).cpu()
+        limits, present = _limits(truth), []
+    legend = {} if names is None else {names[c]: "#{:02x}{:02x}{:02x}".format(*palette[c].tolist()) for c in present}
+    unit = "nats" if found.discrete else "as a standard deviation"
+    ends = [max(float(torch.quantile(values.flatten()[:: 1 + values.numel() // 2**22], 0.995)), 1e-9) for values in uncertain]
 
-    def draw(figure: Any) -> None:
-        from matplotlib.patches import Patch
-
-        every = figure.subplots(count, 5, squeeze=False)
-        for i in range(count):
-            _image(every[i][0], images[i])
-            for axes, what in zip(every[i][1:3], (truth[i], said[i]), strict=True):
-                limits: dict[str, Any] = {} if found.discrete else {"vmin": low, "vmax": high, "cmap": "viridis"}
-                axes.imshow(what.numpy(), interpolation="nearest", **limits)
-            for axes, what, end in zip(every[i][3:], uncertain, ends, strict=True):
-                axes.imshow(what[i].numpy(), interpolation="nearest", cmap="magma_r", vmin=0, vmax=end)
-            for axes, name in zip(every[i], COLUMNS, strict=True):
+    def _draw(figure: Drawing) -> None:
+        every = figure.subplots(len(images), 5, squeeze=False)
+        for i, row in enumerate(every):
+            row[0].imshow(pixels(images[i]), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1)
+            row[1].imshow(truth[i].numpy(), interpolation="nearest", **limits)
+            row[2].imshow(predicted[i].numpy(), interpolation="nearest", **limits)
+            for axes, values, end in zip(row[3:], uncertain, ends, strict=True):
+                axes.imshow(values[i].numpy(), interpolation="nearest", cmap="magma_r", vmin=0, vmax=end)
+            for axes in row:
                 axes.set(xticks=[], yticks=[])
                 axes.spines[:].set_visible(True)
-                if i == 0:
-                    axes.set_title(name, loc="center", fontsize=9)
-            if labels:
-                every[i][0].set_ylabel(labels[i], fontsize=8)
+            row[0].set_ylabel(labels[i] if labels else "", fontsize=8)
+        for axes, name in zip(every[0], COLUMNS, strict=True):
+            axes.set_title(name, loc="center", fontsize=9)
         for axes, end in zip(every[-1][3:], ends, strict=True):
-            unit = "nats" if found.discrete else "as a standard deviation"
             axes.set_xlabel(f"0 to {end:.2g} {unit}", fontsize=7.5)
         if title:
             figure.suptitle(title, fontsize=10, fontweight="bold", color=INK)
-        if names is not None and shown:
-            patches = [Patch(facecolor=tuple(palette[c].div(255).tolist()), label=names[c]) for c in shown]
-            figure.legend(handles=patches, loc="outside lower center", ncols=min(11, len(shown)), fontsize=7.5, handlelength=1.2)
+        _add_legend(figure, legend)
 
     means = [float(values.mean()) for values in uncertain]
     alt = (
-        f"{title or 'Dense prediction'}, {count} image{'s' if count > 1 else ''}: input, truth, prediction, aleatoric and epistemic "
-        f"uncertainty. The mean is {means[0]:.3f} and {means[1]:.3f}."
+        f"{title or 'Dense prediction'}, {len(images)} image{'s' if len(images) > 1 else ''}: input, truth, prediction, aleatoric and "
+        f"epistemic uncertainty. The mean is {means[0]:.3f} and {means[1]:.3f}."
     )
     height = 1.7 * images.shape[-2] / images.shape[-1] + 0.08
-    below = 0.35 + (0.3 if names is not None and shown else 0.0) + (0.3 if title else 0.0)
-    return picture(draw, (8.9, count * height + 0.25 + below), alt=alt, kind=kind)
+    below = 0.35 + (0.3 if legend else 0.0) + (0.3 if title else 0.0)
+    return picture(_draw, (8.9, len(images) * height + 0.25 + below), alt=alt, kind=kind)
+
+
+def _check_panels(images: Tensor, y: Tensor, found: Maps, labels: Sequence[str]) -> None:
+    same = 0 < len(images) == len(y) == len(found.total) and images.shape[-2:] == y.shape[-2:]
+    shapes = [list(tensor.shape) for tensor in (images, y, found.total)]
+    require(same, f"images, targets and maps must be of the same images; got the shapes {shapes[0]}, {shapes[1]} and {shapes[2]}")
+    require(not labels or len(labels) == len(images), f"labels must be one per image; got {len(labels)} for {len(images)} images")
+
+
+def _limits(truth: Tensor) -> dict[str, float | str]:
+    """The colour scale of numbers: from the smallest to the largest target."""
+    known = truth[truth.isfinite()]
+    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 1.0)
+    return {"vmin": low, "vmax": high, "cmap": "viridis"}
+
+
+def _add_legend(figure: Drawing, colours: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    if colours:
+        patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+        figure.legend(handles=patches, loc="outside lower center", ncols=min(11, len(patches)), fontsize=7.5, handlelength=1.2)
 
 
 def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -> Picture:
@@ -106,15 +116,15 @@ def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -
     'A few pixels: average precision of errors by total 0.83, where chance has 0.50.'
     """
     if not found:
-        raise ValueError(f"the figure {title!r} has no curve to show")
+        raise ValueError(f"no curves for the figure {title!r}")
     pairs = {label: (one.precision_recall(), one.kept()) for label, one in found.items()}
     areas = {label: one.average_precision for label, one in found.items()}
     chance = float(next(iter(pairs.values()))[1][1][-1])
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         left, right = figure.subplots(1, 2)
         for i, (label, ((precision, recall), (coverage, risk))) in enumerate(pairs.items()):
-            colour, style = CYCLE[i % len(CYCLE)], [(0, ()), (0, (6, 2)), (0, (2, 1.5))][i % 3]
+            colour, style = CYCLE[i % len(CYCLE)], STYLES[i % 3]
             some = _spaced(recall)
             some = some[recall[some] > 0.005]  # of the very first pixels the share is chance
             left.plot(recall[some], precision[some], color=colour, linestyle=style, label=f"{label} · {areas[label]:.3f}")
@@ -132,7 +142,7 @@ def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -
 
     words = ", ".join(f"{label} {area:.2f}" for label, area in areas.items())
     return picture(
-        draw, (7.6, 3.1), alt=f"{title}: average precision of errors by {words}, where chance has {chance:.2f}.", kind=kind
+        _draw, (7.6, 3.1), alt=f"{title}: average precision of errors by {words}, where chance has {chance:.2f}.", kind=kind
     )
 
 
@@ -145,18 +155,12 @@ def _palette(colours: Sequence[tuple[int, int, int]] | None, classes: int) -> Te
     else:
         given = torch.tensor(list(colours))[:classes]
     if len(given) < classes:
-        raise ValueError(f"there are {classes} classes and {len(given)} colours: give one for each")
+        raise ValueError(f"colours must be one per class; got {len(given)} for {classes} classes")
     return torch.cat([given.to(torch.uint8), torch.zeros(1, 3, dtype=torch.uint8)])
 
 
 def _known(y: Tensor, classes: int) -> Tensor:
     return torch.where((y >= 0) & (y < classes), y, classes).long()
-
-
-def _image(axes: Any, image: Tensor) -> None:
-    image = image.detach().cpu()
-    shown = image.movedim(0, -1).clamp(0, 1) if image.ndim == 3 and len(image) == 3 else image.reshape(image.shape[-2:])
-    axes.imshow(shown.numpy(), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1)
 
 
 def _spaced(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The report on a sampler's chains: the verdict, the table, and the pictures behind it."""
+"""The report on the chains of a sampler: verdict, table and pictures."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ def diagnosis(
     label: str = "",
     facts: Mapping[str, str] | None = None,
 ) -> Report:
-    """What `summary` says of a posterior, in pictures too.
+    """A report on the chains of a posterior.
 
-    `predictions` [S, B, C] are what it was given; `scores` [S, B] log scores by draw, if the targets are known; `names` [C] are what
-    the outputs are called, and `label` what the predictions are.
+    Args:
+        summary: their diagnostics, from `posterior.summary`.
+        predictions: the predictions [S, B, C] that the summary was made of.
+        scores: log scores [S, B] of every draw, if the targets are known.
+        names: names [C] of the outputs.
+        label: what the predictions are, for an axis.
     """
     chains = posterior.chains
     sections = [Section("Summary", " ".join(summary.remarks), tables=(_table(summary),))]
@@ -42,8 +46,8 @@ def diagnosis(
     extra = []
     if "energy" in posterior.trace:
         text = (
-            "Every new momentum changes the energy. Where these changes are as wide as the energies themselves, the chain reaches all "
-            "of them; where they are much narrower, with a BFMI below 0.3, it creeps."
+            "Every new momentum changes the energy. If these changes are as wide as the energies themselves, the chain explores all "
+            "energies; if they are much narrower (a BFMI below 0.3), it explores them slowly."
         )
         extra.append(Figure("Energy", (energies(posterior.trace["energy"].view(chains, -1)),), caption=text))
     if scores is not None:
@@ -69,13 +73,13 @@ def _convergence(summary: Summary, predictions: bool) -> Section:
     )
     text = (
         "R-hat compares the spread between the chains with the spread inside them, for one quantity at a time. It is 1 where they "
-        f"agree, up to {RHAT_GOOD} is good, and above {RHAT_BAD} it is not chance. "
+        f"agree; values up to {RHAT_GOOD} are good, and values above {RHAT_BAD} are not chance. "
     )
     text += (
-        "Predictions count. Weights are symmetric: hidden units may change places and signs, so that chains differ in weights and "
-        "agree in all they predict."
+        "Look at the predictions. Weights have symmetries: hidden units can be permuted and change sign, so chains may differ in their "
+        "weights and agree in their predictions."
         if predictions
-        else "Weights are symmetric, so that these may be large although all chains predict the same: give data to see predictions."
+        else "Weights have symmetries, so R-hat may be large although all chains predict the same: give data to see predictions."
     )
     return Section("Do the chains agree?", text, figures=(Figure("R-hat", pictures),))
 
@@ -89,31 +93,33 @@ def _traces(posterior: Samples, summary: Summary, predictions: Tensor | None, na
     if predictions is not None and summary.predictions is not None:
         flat = predictions.flatten(1)
 
-        def named(i: int) -> str:
+        def _named(i: int) -> str:
             row, column = divmod(i, predictions.shape[-1])
             return f"row {row + 1}" + (f", {names[column]}" if len(names) == predictions.shape[-1] > 1 else "")
 
         pictures = [
-            _one(flat[:, i], chains, f"{named(i)}: R-hat {rhat:.3f}", label) for i, rhat in _picked(summary.predictions.rhat)
+            _one(flat[:, i], chains, f"{_named(i)}: R-hat {rhat:.3f}", label) for i, rhat in _picked(summary.predictions.rhat)
         ]
-        figures.append(Figure("Predictions: the one with the largest R-hat, and one in the middle", tuple(pictures)))
-    leaves = list(posterior.params.items())
-    sizes = [leaf[0].numel() for _, leaf in leaves]
-    pictures = []
-    for i, rhat in _picked(summary.weights.rhat):
-        which = 0
-        while i >= sizes[which]:
-            i, which = i - sizes[which], which + 1
-        name, leaf = leaves[which]
-        place = ", ".join(str(int(k)) for k in torch.unravel_index(torch.tensor(i), leaf.shape[1:])) if leaf.ndim > 1 else ""
-        pictures.append(_one(leaf.flatten(1)[:, i] if leaf.ndim > 1 else leaf, chains, f"{name}[{place}]: R-hat {rhat:.3f}"))
-    figures.append(Figure("Weights: the one with the largest R-hat, and one in the middle", tuple(pictures)))
+        figures.append(Figure("Predictions: the one with the largest R-hat, and the median one", tuple(pictures)))
+    pictures = [_weight_trace(posterior, i, rhat) for i, rhat in _picked(summary.weights.rhat)]
+    figures.append(Figure("Weights: the one with the largest R-hat, and the median one", tuple(pictures)))
     text = (
-        "Draws in the order they were made, and how often each value was drawn. Chains that agree lie on top of each other, and none "
-        "of them drifts."
+        "Draws in the order in which they were made, with histograms of their values. Chains that agree lie on top of each other and "
+        "do not drift."
     )
     figures[0] = replace(figures[0], legend=_legend(chains))
     return Section("Traces", text, figures=tuple(figures))
+
+
+def _weight_trace(posterior: Samples, index: int, rhat: float) -> Picture:
+    """The trace of one weight, given by its index among all weights."""
+    leaves = iter(posterior.params.items())
+    name, leaf = next(leaves)
+    while index >= leaf[0].numel():
+        index -= leaf[0].numel()
+        name, leaf = next(leaves)
+    place = ", ".join(str(int(k)) for k in torch.unravel_index(torch.tensor(index), leaf.shape[1:])) if leaf.ndim > 1 else ""
+    return _one(leaf.reshape(len(leaf), -1)[:, index], posterior.chains, f"{name}[{place}]: R-hat {rhat:.3f}")
 
 
 def _legend(chains: int) -> tuple[tuple[str, str], ...]:
@@ -125,7 +131,7 @@ def _one(values: Tensor, chains: int, title: str, label: str = "") -> Picture:
 
 
 def _picked(rhat: Tensor) -> list[tuple[int, float]]:
-    """Places and values of the largest R-hat and of the one in the middle."""
+    """Indices and values of the largest and of the median R-hat."""
     order = torch.where(rhat.isnan(), -1.0, rhat).argsort(descending=True)
     known = int((~rhat.isnan()).sum())
     places = dict.fromkeys(int(order[k]) for k in ((0, known // 2) if known else (0,))[:SHOWN])
@@ -136,8 +142,8 @@ def _scores(scores: Tensor, chains: int) -> Figure:
     each = [running_score(part) for part in scores.view(chains, -1, *scores.shape[1:])]
     legend = ((INK, "all chains together"), *_legend(chains))
     text = (
-        "The mean log probability of the targets under the average of the first draws. Where it still rises at the end, more draws "
-        "would predict better; where chains end at different heights, they have found different solutions."
+        "The mean log probability of the targets under the average of the first draws. If it still rises at the end, more draws would "
+        "predict better; if chains end at different heights, they have found different solutions."
     )
     shown = running_scores(running_score(scores, chains), each, label="log score, nats")
     return Figure("Log score", (shown,), caption=text, legend=legend)

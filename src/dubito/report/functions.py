@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from dubito.posteriors.predictive import LatentMixture
-from dubito.report.canvas import BLUE, CYCLE, INK, grid, picture
+from dubito.report.canvas import BLUE, CYCLE, INK, Drawing, grid, picture
 from dubito.report.regression import EPISTEMIC
 from dubito.report.report import Picture
 
@@ -21,11 +19,11 @@ def functions(x: Tensor, p: LatentMixture, *, title: str, count: int = 8, ylim: 
     '<svg'
     """
     if p.means.ndim != 3 or p.means.shape[1] != len(x):
-        raise ValueError(f"functions of one input are drawn at x [G] with a predictive of G inputs; got {list(p.means.shape)}")
+        raise ValueError(f"p must be a predictive of the {len(x)} inputs x; its means have the shape {list(p.means.shape)}")
     drawn = p.means[..., 0].cpu()  # [S, G]
     mean, half = drawn.mean(0), 2 * drawn.std(0, correction=0)
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         axes.fill_between(x.cpu(), mean - half, mean + half, color=EPISTEMIC, alpha=0.35, linewidth=0)
         for i, f in enumerate(drawn[:count]):
@@ -37,4 +35,4 @@ def functions(x: Tensor, p: LatentMixture, *, title: str, count: int = 8, ylim: 
         grid(axes)
 
     shown = min(count, len(drawn))
-    return picture(draw, (4.6, 3.0), alt=f"{title}: {shown} functions, their mean and ±2 standard deviations.")
+    return picture(_draw, (4.6, 3.0), alt=f"{title}: {shown} functions, their mean and ±2 standard deviations.")

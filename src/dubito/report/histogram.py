@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dubito.report.canvas import CYCLE, grid, picture
+from dubito.report.canvas import CYCLE, Drawing, grid, picture
 from dubito.report.report import Picture
 
 
 def histograms(panels: Mapping[str, Mapping[str, Tensor]], *, xlabel: str, upper: float, n: int = 24) -> tuple[Picture, ...]:
-    """Where a measure of uncertainty lies, from 0 to `upper`: title -> group -> values [N]. Every group adds up to 100 %."""
+    """Histograms of a measure of uncertainty from 0 to `upper`: title -> group -> values [N]. Each group adds up to 100 %."""
     edges = [upper * i / n for i in range(n + 1)]
     shares = {
         title: {
@@ -22,10 +21,12 @@ def histograms(panels: Mapping[str, Mapping[str, Tensor]], *, xlabel: str, upper
         }
         for title, groups in panels.items()
     }
-    top = 1.05 * max(float(share.max()) for groups in shares.values() for share in groups.values())  # panels can be compared
+    top = 1.05 * max(
+        float(share.max()) for groups in shares.values() for share in groups.values()
+    )  # the same scale for all panels
 
-    def panel(title: str) -> Picture:
-        def draw(figure: Any) -> None:
+    def _panel(title: str) -> Picture:
+        def _draw(figure: Drawing) -> None:
             axes = figure.subplots()
             for i, share in enumerate(shares[title].values()):
                 axes.stairs(share.numpy(), edges, fill=True, color=CYCLE[i % len(CYCLE)], alpha=0.35, linewidth=0)
@@ -34,6 +35,6 @@ def histograms(panels: Mapping[str, Mapping[str, Tensor]], *, xlabel: str, upper
             grid(axes, "y")
 
         means = ", ".join(f"{name} {float(values.mean()):.2f}" for name, values in panels[title].items())
-        return picture(draw, (3.6, 2.8), alt=f"Histogram of {xlabel}, {title}; means: {means}.")
+        return picture(_draw, (3.6, 2.8), alt=f"Histogram of {xlabel}, {title}; means: {means}.")
 
-    return tuple(panel(title) for title in panels)
+    return tuple(_panel(title) for title in panels)

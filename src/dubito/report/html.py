@@ -1,4 +1,4 @@
-"""A report as one HTML file: no fonts, no resource that would have to be loaded, and no script unless something can be sorted."""
+"""A report as one HTML file. It loads nothing, and has a script only if it has tables to sort or text to copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST = {"higher": "descending", None: "ascending", "lower": "ascending"}  # the
 
 
 def page(report: Report) -> str:
-    """The whole file."""
+    """The HTML of a report."""
     links = "".join(f'<li><a href="#{_anchor(s)}">{_text(s.title)}</a></li>' for s in report.sections)
     facts = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>\n" for name, value in report.facts.items())
     numbers = count()  # a prefix for the ids inside the drawings of each figure
@@ -47,7 +47,7 @@ def _asset(name: str) -> str:
 
 
 def _text(words: str) -> str:
-    """Escaped, and no line begins with a percent sign."""
+    """Escaped text, in which no line begins with a percent sign."""
     return re.sub(r"(?<=\d) %", "&nbsp;%", quote(words))
 
 
@@ -99,13 +99,13 @@ def _table(table: Table) -> str:
 
 
 def _cell(words: str) -> str:
-    """A number's standard error is set smaller than the number."""
+    """The text of a value, with its standard error in smaller type."""
     value, sign, error = words.partition(" ± ")
     return f'{_text(value)}<span class="error">± {_text(error)}</span>' if sign else _text(words)
 
 
 def _sorted_by(table: Table, row: int, column: int) -> str:
-    """The value in full, for sorting: what is shown is rounded."""
+    """The value with all digits, for sorting: what is shown is rounded."""
     value = table.rows[row][column]
     known = table.sortable and isinstance(value, int | float) and math.isfinite(value)
     return f' data-value="{value!r}"' if known else ""

@@ -1,31 +1,31 @@
-"""Images and what was said about them: bars of class probabilities, and the scatter of many draws."""
+"""Images and the predictions for them: class probabilities as bars, and many draws as a scatter plot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, grid, picture
+from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, Axes, Drawing, grid, picture, pixels
 from dubito.report.report import Picture
 
 NAME = 14  # letters of a class that fit under a small image
 
 
 class Guess(NamedTuple):
-    """An image [H, W], [1, H, W] or [3, H, W] in [0, 1], and what is said of it."""
+    """An image [H, W], [1, H, W] or [3, H, W] in [0, 1], and the prediction for it."""
 
     image: Tensor
-    said: str  # the class it is taken for
+    said: str  # the predicted class
     truth: str
     confidence: float
 
 
 def strip(guesses: Sequence[Guess], *, title: str) -> Picture:
-    """Images side by side, each over what it is taken for, with which confidence, and, where that is wrong, what it is.
+    """Images side by side, each with the predicted class, its confidence and, where it is wrong, the true class.
 
     >>> strip([Guess(torch.rand(8, 8), "seven", "one", 0.9)], title="a mistake").alt
     'a mistake: seven (0.90), truly one.'
@@ -33,7 +33,7 @@ def strip(guesses: Sequence[Guess], *, title: str) -> Picture:
 
     places = max(4, len(guesses))
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         # one pair of axes for all images: as many as there are images would take ten times as long to lay out
         axes = figure.subplots()
         axes.axis("off")
@@ -48,7 +48,7 @@ def strip(guesses: Sequence[Guess], *, title: str) -> Picture:
         axes.set(xlim=(-0.02, 1.12 * places - 0.1), ylim=(-0.42, 1.02), aspect="equal")
 
     told = [f"{g.said} ({g.confidence:.2f})" + (f", truly {g.truth}" if g.said != g.truth else "") for g in guesses]
-    return picture(draw, (1.12 * places, 1.85), alt=f"{title}: {'; '.join(told) or 'none'}.")
+    return picture(_draw, (1.12 * places, 1.85), alt=f"{title}: {'; '.join(told) or 'none'}.")
 
 
 def _short(name: str) -> str:
@@ -60,7 +60,7 @@ def card(image: Tensor, mean: Tensor, probs: Tensor, *, title: str, subtitle: st
     classes = range(len(mean))
     low, high = torch.quantile(probs.double(), torch.tensor([0.1, 0.9], dtype=torch.float64), dim=0).numpy()
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         top, bottom = figure.subplots(2, 1, height_ratios=[1.15, 1])
         _image(top, image)
         top.set_title(title, loc="center", fontsize=9, pad=13)
@@ -74,16 +74,16 @@ def card(image: Tensor, mean: Tensor, probs: Tensor, *, title: str, subtitle: st
         bottom.set_yticklabels(["0", "", "1"])
 
     alt = f"{title}, {subtitle}. The most probable class is {int(mean.argmax())}, with {float(mean.max()):.2f}."
-    return picture(draw, (1.75, 2.5), alt=alt)
+    return picture(_draw, (1.75, 2.5), alt=alt)
 
 
 def scatter(image: Tensor, f: Tensor, probs: Tensor, *, title: str, subtitle: str) -> Picture:
     """What every draw says about one image [H, W]: its softmax inputs f [S, C] and its softmax outputs [S, C]."""
-    # Sideways at random so that equal dots do not hide each other, the same way each time.
+    # random horizontal shifts, the same each time, so that equal dots do not hide each other
     aside = np.random.default_rng(0).uniform(-0.28, 0.28, tuple(f.shape))
     place = np.arange(f.shape[1]) + aside
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplot_mosaic(
             [["image", "name"], ["f", "f"], ["p", "p"]], height_ratios=[0.8, 1.45, 1.45], width_ratios=[1, 2.6]
         )
@@ -105,12 +105,11 @@ def scatter(image: Tensor, f: Tensor, probs: Tensor, *, title: str, subtitle: st
 
     spread = float(probs.std(0).max()) if len(f) > 1 else 0.0
     alt = f"{title}, {subtitle}: the largest standard deviation of a class probability over {len(f)} draws is {spread:.2f}."
-    return picture(draw, (3.6, 4.4), alt=alt)
+    return picture(_draw, (3.6, 4.4), alt=alt)
 
 
-def _image(axes: Any, image: Tensor, extent: tuple[float, float, float, float] | None = None) -> None:
+def _image(axes: Axes, image: Tensor, extent: tuple[float, float, float, float] | None = None) -> None:
     """Grey [H, W] or [1, H, W], dark on light, or in colour [3, H, W]."""
-    colours = image.movedim(0, -1).clamp(0, 1) if image.ndim == 3 and len(image) == 3 else image.reshape(image.shape[-2:])
-    axes.imshow(colours.numpy(), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1, extent=extent)
+    axes.imshow(pixels(image), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1, extent=extent)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(True)

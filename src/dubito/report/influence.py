@@ -1,14 +1,13 @@
-"""The training images that did most for a prediction, and those that did most against it."""
+"""The most helpful and the most harmful training images for a prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, picture
+from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, Axes, Drawing, picture, pixels
 from dubito.report.report import Picture
 
 
@@ -21,7 +20,7 @@ def influential(values: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:
     (tensor([1, 3]), tensor([2, 0]))
     """
     if values.ndim != 1 or count < 1:
-        raise ValueError(f"influences [N] on one loss and a positive count are needed; got {list(values.shape)} and {count}")
+        raise ValueError(f"values must have the shape [N] and count must be positive; got {list(values.shape)} and {count}")
     order = values.argsort()
     helpful, harmful = order[:count], order.flip(0)[:count]
     return helpful[values[helpful] < 0], harmful[values[harmful] > 0]
@@ -38,19 +37,19 @@ def sheet(
     title: str = "",
     kind: str = "svg",
 ) -> Picture:
-    """A test image, and beside it the training images that helped and that harmed most, with their labels and influences on its loss.
+    """A test image beside the training images that helped and harmed most, with their labels and influences on its loss.
 
-    `images` [N, H, W] or [N, C, H, W] are all training images, in [0, 1], `labels` and `values` [N] theirs; `said` stands under the
-    test image.
+    `images` [N, H, W] or [N, C, H, W] are all training images, in [0, 1], `labels` and `values` [N] theirs; `said` is the
+    caption of the test image.
     """
     if not len(images) == len(labels) == len(values):
         raise ValueError(
-            f"{len(images)} images, {len(labels)} labels and {len(values)} influences: there must be as many of each"
+            f"images, labels and values must have the same length; got {len(images)}, {len(labels)} and {len(values)}"
         )
     chosen = influential(values, count)
     places = max(1, *(len(one) for one in chosen))
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()  # one pair for all images: as many as there are images would take ten times as long to lay out
         axes.axis("off")
         if title:
@@ -75,13 +74,11 @@ def sheet(
         if len(which)
     ]
     alt = f"{title or 'Influential training images'}: for {said}, the {'; '.join(told) or 'examples have no influence'}."
-    return picture(draw, (1.5 + 1.12 * places, 2.9), alt=alt, kind=kind)
+    return picture(_draw, (1.5 + 1.12 * places, 2.9), alt=alt, kind=kind)
 
 
-def _put(axes: Any, image: Tensor, left: float, bottom: float, colour: str) -> None:
+def _put(axes: Axes, image: Tensor, left: float, bottom: float, colour: str) -> None:
     """Grey [H, W] or [1, H, W], dark on light, or in colour [3, H, W], in a frame."""
-    image = image.detach().cpu()
-    shown = image.movedim(0, -1).clamp(0, 1) if image.ndim == 3 and len(image) == 3 else image.reshape(image.shape[-2:])
     box = (left, left + 1, bottom, bottom + 1)
-    axes.imshow(shown.numpy(), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1, extent=box)
+    axes.imshow(pixels(image), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1, extent=box)
     axes.plot([left, left + 1, left + 1, left, left], torch.tensor([0, 0, 1, 1, 0]) + bottom, color=colour, linewidth=1.0)

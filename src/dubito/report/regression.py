@@ -1,16 +1,16 @@
-"""One-dimensional regression, with the uncertainty split into its two parts."""
+"""One-dimensional regression, with aleatoric and epistemic uncertainty as bands."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from dubito.posteriors.predictive import Predictive
-from dubito.report.canvas import INK, SOFT, grid, picture, render
+from dubito.report.canvas import INK, SOFT, Axes, Drawing, grid, picture, render
 from dubito.report.report import Picture
 
 EPISTEMIC, ALEATORIC = "#5b9bd0", "#f5c776"  # lighter than the lines' blue and orange, as areas should be
@@ -23,7 +23,7 @@ LEGEND = (
 
 
 class Curve(NamedTuple):
-    """A prediction on a line, and what it came from."""
+    """A prediction at points of a line, with the training data and the truth."""
 
     x: Tensor  # [G]
     p: Predictive  # of G inputs with one output
@@ -32,9 +32,9 @@ class Curve(NamedTuple):
 
 
 def band(curve: Curve, *, title: str, ylim: tuple[float, float]) -> Picture:
-    """One panel."""
+    """One panel: the mean, and bands of the epistemic and the total uncertainty."""
     alt = f"{title}: mean and ±2 standard deviations, inner band epistemic, outer band with the noise."
-    return picture(lambda figure: _draw(figure.subplots(), curve, title, ylim), (4.6, 3.0), alt=alt)
+    return picture(lambda figure: _panel(figure.subplots(), curve, title, ylim), (4.6, 3.0), alt=alt)
 
 
 def poster(curves: Mapping[str, Mapping[str, Curve]], path: str | Path, *, ylim: tuple[float, float], width: int = 1200) -> Path:
@@ -42,14 +42,14 @@ def poster(curves: Mapping[str, Mapping[str, Curve]], path: str | Path, *, ylim:
     rows, names = list(curves), list(next(iter(curves.values())))
     size = (9.0, 0.75 + 2.35 * len(rows))
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         panels = figure.subplots(len(rows), len(names), sharex=True, sharey=True, squeeze=False)
         for i, row in enumerate(rows):
             for j, name in enumerate(names):
-                _draw(panels[i][j], curves[row][name], f"{row}, {name}", ylim, labels=(i == len(rows) - 1, j == 0))
+                _panel(panels[i][j], curves[row][name], f"{row}, {name}", ylim, labels=(i == len(rows) - 1, j == 0))
         handles = [
             Line2D([], [], color=INK, label="mean prediction"),
             Patch(color=EPISTEMIC, label="epistemic, ±2 sd"),
@@ -63,12 +63,12 @@ def poster(curves: Mapping[str, Mapping[str, Curve]], path: str | Path, *, ylim:
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = Image.open(io.BytesIO(render(draw, size, kind="png", dpi=width / size[0])))
+    drawn = Image.open(io.BytesIO(render(_draw, size, kind="png", dpi=width / size[0])))
     drawn.convert("RGB").quantize(64).save(path, optimize=True)  # few colours, so a third of the bytes
     return path
 
 
-def _draw(axes: Any, curve: Curve, title: str, ylim: tuple[float, float], *, labels: Sequence[bool] = (True, True)) -> None:
+def _panel(axes: Axes, curve: Curve, title: str, ylim: tuple[float, float], *, labels: Sequence[bool] = (True, True)) -> None:
     mean, parts = curve.p.mean[:, 0], curve.p.uncertainty
     for variance, colour in ((parts.total, ALEATORIC), (parts.epistemic, EPISTEMIC)):
         half = 2 * variance[:, 0].sqrt()

@@ -1,4 +1,4 @@
-"""What a report holds, whatever it will be shown on: sections of tables and figures, and facts about the run."""
+"""The content of a report: sections with tables, figures and text to copy, and facts about the run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dubito.tensors.checks import require
 from dubito.tensors.store import replacing
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ Value = str | float | None
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: `better` says which value is the best one, `meaning` how to read it."""
+    """A column of a table: `better` says whether higher or lower values are better, `meaning` how to read them."""
 
     name: str
     digits: int = field(default=3, kw_only=True)
@@ -31,7 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text and numbers; a number that is not finite (an AUROC without errors, say) is shown as a dash.
+    """Rows of text and numbers. Numbers that are not finite, such as an AUROC without errors, are shown as a dash.
 
     >>> table = Table("scores", (Column("method"), Column("NLL", better="lower")), (("a", 0.2), ("b", 0.1), ("c", math.nan)))
     >>> [[table.text(row, column) for column in range(2)] for row in range(3)]
@@ -44,23 +45,22 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Value, ...], ...]
     caption: str = field(default="", kw_only=True)
-    errors: tuple[tuple[float | None, ...], ...] = field(
-        default=(), kw_only=True
-    )  # the standard error of every cell that has one
-    alike: frozenset[tuple[int, int]] = field(default=frozenset(), kw_only=True)  # (row, column): not told apart from the best
-    sortable: bool = field(default=False, kw_only=True)  # by a click on a header; and a box to type in filters the rows
+    errors: tuple[tuple[float | None, ...], ...] = field(default=(), kw_only=True)  # standard errors; None where there is none
+    alike: frozenset[tuple[int, int]] = field(
+        default=frozenset(), kw_only=True
+    )  # (row, column): not significantly different from the best
+    sortable: bool = field(default=False, kw_only=True)  # by a click on a header, with a box that filters the rows
 
     def __post_init__(self):
-        wrong = [row for row in self.rows if len(row) != len(self.columns)]
-        if wrong:
-            raise ValueError(f"the table {self.title!r} has {len(self.columns)} columns, but a row with {len(wrong[0])} cells")
-        if self.errors and [len(row) for row in self.errors] != [len(row) for row in self.rows]:
-            raise ValueError(
-                f"the table {self.title!r} has standard errors, but not one for every cell: give None where there is none"
-            )
+        widths = {len(row) for row in self.rows} - {len(self.columns)}
+        require(
+            not widths, f"table {self.title!r}: rows must have {len(self.columns)} values, one per column; got {sorted(widths)}"
+        )
+        same = not self.errors or [len(row) for row in self.errors] == [len(row) for row in self.rows]
+        require(same, f"table {self.title!r}: errors must have the shape of rows: give None where there is no standard error")
 
     def text(self, row: int, column: int) -> str:
-        """A cell as it is shown, with its standard error where it has one."""
+        """A value as it is printed, with its standard error if it has one."""
         value = self.rows[row][column]
         if isinstance(value, str):
             return value
@@ -72,7 +72,7 @@ class Table:
 
     @property
     def best(self) -> set[tuple[int, int]]:
-        """The cells (row, column) that are the best of their column, with all that are shown as the same number."""
+        """(row, column) of the best value of each column, and of all values that round to the same number."""
         marked = set()
         for j, column in enumerate(self.columns):
             numbers = {i: float(row[j]) for i, row in enumerate(self.rows) if isinstance(row[j], int | float)}  # pyright: ignore
@@ -86,17 +86,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """One image, ready to be put into a page: an `<svg>` element, or PNG bytes. `width` is its natural width in CSS pixels."""
+    """An image for a page: an `<svg>` element, or PNG bytes. `width` is its natural width in CSS pixels."""
 
     image: str | bytes = field(repr=False)
     alt: str
     width: int
-    label: str = field(default="", kw_only=True)  # the row of a sortable table it belongs to: hidden when the row is
+    label: str = field(default="", kw_only=True)  # row of a sortable table: hidden when the row is
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Pictures that belong together. `caption` says how to read them, `legend` what a colour means."""
+    """Pictures with a caption, which says how to read them, and a legend of colours."""
 
     title: str
     pictures: tuple[Picture, ...]
@@ -106,16 +106,18 @@ class Figure:
 
 @dataclass(frozen=True)
 class Snippet:
-    """Text to be copied, such as a command; `folded` shows its title only, until it is asked for."""
+    """Text to copy, such as a command; if `folded`, only its title is shown until it is clicked."""
 
     title: str
     text: str
     folded: bool = field(default=False, kw_only=True)
-    label: str = field(default="", kw_only=True)  # as of a picture
+    label: str = field(default="", kw_only=True)  # as in `Picture`
 
 
 @dataclass(frozen=True)
 class Section:
+    """A heading, a paragraph, and what follows it."""
+
     title: str
     text: str = ""
     tables: tuple[Table, ...] = field(default=(), kw_only=True)
@@ -125,7 +127,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """A report, to be shown on a terminal (`print`), as one HTML file that needs nothing else (`html`), or as `json`.
+    """A report, to be printed on a terminal (`print`), or written as one self-contained HTML file (`html`) and as `json`.
 
     >>> report = Report("Scores", (Section("Digits", tables=(Table("t", (Column("method"),), (("MAP",),)),)),))
     >>> report.data["sections"][0]["tables"][0]["rows"]
@@ -139,11 +141,12 @@ class Report:
 
     @property
     def tables(self) -> Iterator[Table]:
+        """The tables of all sections."""
         return (table for section in self.sections for table in section.tables)
 
     @property
     def data(self) -> dict[str, Any]:
-        """Everything but the images, in plain types; numbers that are not finite are None, since JSON has no others."""
+        """Everything but the images, in plain types; numbers that are not finite are None."""
         return {
             "title": self.title,
             "summary": self.summary,
@@ -161,21 +164,23 @@ class Report:
         }
 
     def json(self) -> str:
+        """The report without its images, as JSON."""
         return json.dumps(self.data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def html(self) -> str:
+        """The report as one HTML page that loads nothing."""
         from dubito.report.html import page
 
         return page(self)
 
     def print(self, console: Console | None = None) -> None:
-        """Show the tables on a terminal."""
+        """Print the tables on a terminal."""
         from dubito.report.terminal import show
 
         show(self, console)
 
     def write(self, path: str | os.PathLike) -> Path:
-        """Write the HTML file and, beside it, the same name with `.json`; folders are made. Returns the path of the HTML."""
+        """Write the HTML file, and beside it the same name with `.json`. Creates folders. Returns the path of the HTML file."""
         path = check_writable(path)
         write_text(path, self.html())
         write_text(path.with_suffix(".json"), self.json())
@@ -183,7 +188,7 @@ class Report:
 
 
 def check_writable(path: str | os.PathLike) -> Path:
-    """Raise an OSError now, in words, rather than after all the work; folders are made."""
+    """Raise an OSError if a report cannot be written there; call it before a long computation. Creates folders."""
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
         raise OSError(22, "a report is an HTML file: give a name that ends in .html", str(path))
@@ -199,7 +204,7 @@ def check_writable(path: str | os.PathLike) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     try:
         with replacing(path) as scratch:
             scratch.write_text(text, encoding="utf-8", newline="\n")
@@ -214,11 +219,11 @@ def _refused(path: Path, error: OSError) -> OSError:
 def _table(table: Table) -> dict[str, Any]:
     names = [column.name for column in table.columns]
 
-    def named(rows: tuple[tuple[Value, ...], ...]) -> list[dict[str, Value]]:
+    def _named(rows: tuple[tuple[Value, ...], ...]) -> list[dict[str, Value]]:
         finite = [[None if isinstance(v, float) and not math.isfinite(v) else v for v in row] for row in rows]
         return [dict(zip(names, row, strict=True)) for row in finite]
 
-    more: dict[str, Any] = {"standard_errors": named(table.errors)} if table.errors else {}
+    more: dict[str, Any] = {"standard_errors": _named(table.errors)} if table.errors else {}
     if table.alike:
         more["not_told_from_the_best"] = [[names[j] for k, j in sorted(table.alike) if k == i] for i in range(len(table.rows))]
-    return {"title": table.title, "caption": table.caption, "rows": named(table.rows), **more}
+    return {"title": table.title, "caption": table.caption, "rows": _named(table.rows), **more}

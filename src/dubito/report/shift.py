@@ -1,18 +1,18 @@
-"""How methods bear up under shift: tables, lines over the levels with the spread over kinds, and boxes as in the literature."""
+"""Methods under distribution shift: tables, lines over the levels of shift, and box plots over its kinds."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from dubito.evaluation.shift import Sweep
-from dubito.report.canvas import CYCLE, SOFT, grid, picture
+from dubito.report.canvas import CYCLE, SOFT, STYLES, Drawing, grid, picture
 from dubito.report.report import Column, Figure, Picture, Section, Table
 
 
 class Reading(NamedTuple):
-    """A metric in words."""
+    """The name of a metric, whether higher or lower is better, and what it means."""
 
     name: str
     better: Literal["higher", "lower"] | None = None
@@ -32,7 +32,7 @@ READINGS = {
 
 
 def table(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Table:
-    """One row a method: every metric on clean inputs, and its mean over all kinds and levels of the shift."""
+    """A row per method: every metric on clean inputs, and its mean over all kinds and levels of the shift."""
     first = checked(sweeps)
     columns, rows = [Column("method")], [[label] for label in sweeps]
     for metric in first.metrics:
@@ -55,13 +55,13 @@ def details(label: str, found: Sweep, metric: str) -> Table:
 
 
 def lines(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
-    """The mean over kinds at every level, one line a method, and a band from the first to the third quartile of the kinds."""
+    """The mean over kinds at every level, a line per method, and a band from the first to the third quartile of the kinds."""
     first, name = checked(sweeps), READINGS.get(metric, Reading(metric)).name
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, one) in enumerate(sweeps.items()):
-            colour, style = CYCLE[i % len(CYCLE)], [(0, ()), (0, (6, 2)), (0, (2, 1.5))][i // len(CYCLE) % 3]
+            colour, style = CYCLE[i % len(CYCLE)], STYLES[i // len(CYCLE) % 3]
             axes.plot(
                 one.levels, [one.mean(metric, level) for level in one.levels], "o", linestyle=style, color=colour, label=label
             )
@@ -73,15 +73,15 @@ def lines(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
         if len(sweeps) > 1:
             axes.legend(handlelength=2.6)
 
-    return picture(draw, (4.2, 3.1), alt=_alt(sweeps, metric))
+    return picture(_draw, (4.2, 3.1), alt=_alt(sweeps, metric))
 
 
 def boxes(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
-    """At every level a box for each method: the quartiles of the kinds, their median, and whiskers to the least and the most."""
+    """At every level a box per method: quartiles and median over the kinds, with whiskers to the smallest and the largest."""
     first, name = checked(sweeps), READINGS.get(metric, Reading(metric)).name
     width = 0.8 / len(sweeps)
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, one) in enumerate(sweeps.items()):
             colour = CYCLE[i % len(CYCLE)]
@@ -101,7 +101,7 @@ def boxes(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
             axes.legend(handlelength=1.2)
 
     size = (max(4.2, 0.6 + 0.32 * len(sweeps) * len(first.levels)), 3.1)
-    return picture(draw, size, alt=_alt(sweeps, metric))
+    return picture(_draw, size, alt=_alt(sweeps, metric))
 
 
 def section(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Section:
@@ -110,7 +110,7 @@ def section(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Secti
     several = len(first.kinds) > 3
     pictures = tuple((boxes if several else lines)(sweeps, metric) for metric in first.metrics)
     caption = (
-        f"Each box is over {len(first.kinds)} kinds of shift: quartiles, median, least and most."
+        f"Each box is over {len(first.kinds)} kinds of shift: quartiles, median, smallest and largest."
         if several
         else f"The mean over {', '.join(first.kinds)}."
     )
@@ -118,9 +118,9 @@ def section(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Secti
 
 
 def checked(sweeps: Mapping[str, Sweep]) -> Sweep:
-    """The first of them; all must be of the same shift."""
+    """The first sweep, after a check that all are of the same shift."""
     if not sweeps:
-        raise ValueError("there is nothing to show: give at least one sweep, by the name of its method")
+        raise ValueError("sweeps is empty: give at least one, by the name of its method")
     first = next(iter(sweeps.values()))
     for label, one in sweeps.items():
         if (one.kinds, one.levels, one.metrics) != (first.kinds, first.levels, first.metrics):
@@ -131,7 +131,7 @@ def checked(sweeps: Mapping[str, Sweep]) -> Sweep:
 
 
 def ticks(levels: tuple[float, ...], most: int = 8) -> list[float]:
-    """Some of the levels, evenly, for an axis that has no room for all."""
+    """At most `most` evenly spaced levels, for the ticks of an axis."""
     return list(levels[:: -(-len(levels) // most)])
 
 

@@ -1,15 +1,14 @@
-"""How methods bear small changes of their inputs: tables, lines over the size of an attack, and how steep predictions are."""
+"""Methods under small changes of their inputs: tables, lines over the size of an attack, and local slopes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from dubito.apps.stability import Stability
-from dubito.report.canvas import CYCLE, SOFT, grid, picture
+from dubito.report.canvas import CYCLE, SOFT, Drawing, grid, picture
 from dubito.report.report import Column, Figure, Picture, Section, Table
 
 LINES = {
@@ -26,7 +25,7 @@ LINES = {
 
 
 def table(found: Mapping[str, Stability], size: float | None = None, *, title: str = "Stability") -> Table:
-    """One row a method: accuracy on inputs as they are and under attacks of a size (None: the largest), and how steep it is."""
+    """A row per method: accuracy on clean inputs and under attacks of a size (None: the largest), and local slopes."""
     first = checked(found)
     at = first.levels[-1].size if size is None else size
     columns = (
@@ -36,11 +35,11 @@ def table(found: Mapping[str, Stability], size: float | None = None, *, title: s
             "accuracy, attacked", better="higher", meaning=f"inputs moved by at most {at:g} in {first.norm}, against the model"
         ),
         Column("confidence, attacked", meaning="mean probability of the most probable class; it should fall as accuracy does"),
-        Column("noticed", better="higher", meaning="AUROC of the uncertainty at telling attacked inputs from others"),
+        Column("noticed", better="higher", meaning="AUROC of the uncertainty at separating attacked from clean inputs"),
         Column("slope, median", better="lower", meaning="norm of the Jacobian of the class probabilities"),
         Column("slope, 99 %", better="lower"),
-        Column("bound", better="lower", meaning="on the Lipschitz constant of the outputs, wherever"),
-        Column("certified", better="higher", meaning="share that is right and that no such attack can turn, by the bound"),
+        Column("bound", better="lower", meaning="upper bound on the Lipschitz constant of the outputs"),
+        Column("certified", better="higher", meaning="share that is right and that no such attack can change, by the bound"),
     )
     rows = []
     for label, one in found.items():
@@ -55,12 +54,12 @@ def table(found: Mapping[str, Stability], size: float | None = None, *, title: s
 
 
 def lines(found: Mapping[str, Stability], what: str = "accuracy") -> Picture:
-    """A quantity of `Level` over the size of the attack, one line a method; what is certified is dashed, beside the accuracy."""
+    """A quantity of `Level` over the size of the attack, a line per method; beside the accuracy, dashed, what is certified."""
     first = checked(found)
     if what not in LINES:
-        raise ValueError(f"there is no quantity {what!r}: use some of {', '.join(LINES)}")
+        raise ValueError(f"what must be one of {', '.join(LINES)}; got {what!r}")
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, one) in enumerate(found.items()):
             colour = CYCLE[i % len(CYCLE)]
@@ -77,14 +76,14 @@ def lines(found: Mapping[str, Stability], what: str = "accuracy") -> Picture:
     told = ", ".join(
         f"{label} {getattr(one.levels[0], what):.3g} to {getattr(one.levels[-1], what):.3g}" for label, one in found.items()
     )
-    return picture(draw, (4.2, 3.1), alt=f"{LINES[what]} from no attack to one of size {first.levels[-1].size:g}: {told}.")
+    return picture(_draw, (4.2, 3.1), alt=f"{LINES[what]} from no attack to one of size {first.levels[-1].size:g}: {told}.")
 
 
 def slopes(found: Mapping[str, Stability]) -> Picture:
-    """Share of inputs at which the prediction is steeper than this, one line a method."""
+    """Share of inputs at which the prediction is steeper than a value, a line per method."""
     checked(found)
 
-    def draw(figure: Any) -> None:
+    def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, one) in enumerate(found.items()):
             values = one.slopes.double().sort().values.cpu()
@@ -98,20 +97,20 @@ def slopes(found: Mapping[str, Stability]) -> Picture:
         axes.legend()
 
     told = ", ".join(f"{label} {float(one.slopes.double().median()):.3g}" for label, one in found.items())
-    return picture(draw, (4.2, 3.1), alt=f"Local slopes of the predicted probabilities; medians: {told}.")
+    return picture(_draw, (4.2, 3.1), alt=f"Local slopes of the predicted probabilities; medians: {told}.")
 
 
 def section(found: Mapping[str, Stability], *, title: str = "Stability") -> Section:
     """The table, lines of accuracy and uncertainty under attack, and slopes."""
     pictures = (*(lines(found, what) for what in ("accuracy", "total", "noticed")), slopes(found))
-    caption = "Dashed: the share that is right and that no attack of this size can turn, by the bound on the network."
+    caption = "Dashed: the share that is right and that no attack of this size can change, by the bound on the network."
     return Section(title, tables=(table(found, title=title),), figures=(Figure("Under attack", pictures, caption=caption),))
 
 
 def checked(found: Mapping[str, Stability]) -> Stability:
-    """The first of them; all must be of the same attacks."""
+    """The first, after a check that all have the same attacks."""
     if not found:
-        raise ValueError("there is nothing to show: give at least one stability, by the name of its method")
+        raise ValueError("found is empty: give at least one stability report, by the name of its method")
     first = next(iter(found.values()))
     sizes = [level.size for level in first.levels]
     for label, one in found.items():

@@ -1,4 +1,4 @@
-"""A report on a terminal: its tables."""
+"""The tables of a report on a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dubito.report.report import Report, Table
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the tables; the best of a column is bold and green, or has a star where there are no colours (in a file, a pipe).
+    """Print the tables. The best value of a column is bold and green, or has a star where there are no colours (in a file or pipe).
 
-    What is not told apart from the best is green but not bold, or has a tilde.
+    A value that does not differ significantly from the best is green but not bold, or has a tilde.
     """
     console = console or Console()
     for table in report.tables:
@@ -27,20 +27,20 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _fitting(table: Table, width: int) -> list[tuple[int, ...]]:
-    """The columns; where numbers do not fit side by side, in parts that each begin with the first. Words are wrapped instead."""
+    """The columns, in several parts that each begin with the first column if the numbers do not fit; text is wrapped instead."""
     if len(table.columns) < 3 or any(_words(table, j) for j in range(1, len(table.columns))):
         return [tuple(range(len(table.columns)))]
 
-    def size(j: int) -> int:  # three spaces between columns, and a mark
+    def _size(j: int) -> int:  # three spaces between columns, and a mark
         return 4 + _width(table, j)
 
-    parts, room = [[0]], width - size(0)
+    parts, room = [[0]], width - _size(0)
     for j in range(1, len(table.columns)):
-        if size(j) > room and len(parts[-1]) > 1:
+        if _size(j) > room and len(parts[-1]) > 1:
             parts.append([0])
-            room = width - size(0)
+            room = width - _size(0)
         parts[-1].append(j)
-        room -= size(j)
+        room -= _size(j)
     return [tuple(part) for part in parts]
 
 
@@ -49,7 +49,7 @@ def _words(table: Table, j: int) -> bool:
 
 
 def _width(table: Table, j: int) -> int:
-    """Of the longest cell, and of the longest word in the header, which is wrapped between words."""
+    """The length of the longest value, or of the longest word of the header, which is wrapped."""
     return max([1, *map(len, table.columns[j].name.split()), *(len(table.text(i, j)) for i in range(len(table.rows)))])
 
 
@@ -58,7 +58,7 @@ def _rich(table: Table, columns: tuple[int, ...], *, plain: bool) -> RichTable:
     shown = RichTable(title=Text(table.title) if columns[-1] == len(columns) - 1 else None, **look)
     words = [_words(table, j) for j in columns]
     for j, word in zip(columns, words, strict=True):
-        # numbers and names are never cut; headers are broken here, since what is not wrapped is not wrapped in the header either
+        # numbers and names are never cut; headers are wrapped here, since rich does not wrap them in such a column
         long = word and j > 0 and j == max(columns)
         header = textwrap.fill(table.columns[j].name, _width(table, j), break_long_words=False)
         shown.add_column(Text(header), justify="left" if word else "right", no_wrap=not long, overflow="fold")
