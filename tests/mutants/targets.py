@@ -85,6 +85,8 @@ LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why the contr
     r"HeteroscedasticCategorical\._noisy: logits \+ .* -> logits - ": "the nodes come in pairs, z and -z",
     r"Categorical\.linked: 100 \* ": "a bound for rounding errors",
     r"(Metropolis|ULA)\.move: \w+\.log_likelihood \+ .* -> \w+\.log_likelihood - ": "it is asked only whether both are finite",
+    r"SWAG\._parts: held - 1 -> ": "with 500 columns the factor 1 / (K - 1) hardly changes: test_swag.py has few",
+    r"IVON\._update: (1 - self\.momentum|rate \*|self\.initial_hessian|len\()": "changes the path and not its end: test_ivon.py",
     r"HMC\.judge: potential\(": "an energy that is noted in the trace, for diagnostics: test_samplers.py",
     r"HMC\.move: .* \* \(state\.scale > 0\) -> ": "concerns a learned noise: test_sampled_noise.py",
     r"HMC\.move: self\.units == ": "changes the speed, not the law: test_samplers.py",
