@@ -337,9 +337,9 @@ def test_edges():
         )
     with pytest.raises(ValueError, match="whole numbers"):
         edges(torch.zeros(1, 2, 2))
-    with pytest.raises(ValueError, match="cap=0"):
+    with pytest.raises(ValueError, match="cap must be at least 1; got 0"):
         edge_distance(y, cap=0)
-    with pytest.raises(ValueError, match="at least one pixel"):
+    with pytest.raises(ValueError, match="width must be at least 1; got 0"):
         edges(y, width=0)
 
 

@@ -24,6 +24,7 @@ from dubito.posteriors import Point, Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import forked, lent
 from dubito.tensors.tree import Buffers, Params
 
@@ -59,8 +60,7 @@ class Network:
             f = self(x)
         finally:
             hook.remove()
-        if not seen:
-            raise ValueError(f"the layer {layer!r} is not called when the network runs: name another one")
+        require(seen, f"the layer {layer!r} is not called when the network runs: name another one")
         phi = seen[-1].movedim(1, -1) if isinstance(module, CONVOLUTIONS) else seen[-1]
         phi = phi.float() if phi.dtype.itemsize < 4 else phi  # distances and heads need more than half precision
         if phi.shape[:-1] == f.shape[:-1]:
@@ -217,6 +217,5 @@ def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *
             known = getattr(score, "model", None)
             x = inputs_of(known, batch)[0] if isinstance(known, Model) else batch[0] if isinstance(batch, list | tuple) else batch
             parts.append(score(x).cpu())
-    if not parts:
-        raise ValueError("there is no data: the loader gave no batch")
+    require(parts, "there is no data: the loader gave no batch")
     return torch.cat(parts)

@@ -127,8 +127,7 @@ def problem(name: str, *, unfamiliar: tuple[str, ...] = ()) -> Problem:
                 f"{name} is a table, and {unfamiliar[0]} is none with its inputs: give an NPZ file of such inputs, or none"
             )
         return _uci(name)
-    if name not in KNOWN:
-        raise ValueError(f"no data set is called {name!r}; there are {', '.join(KNOWN)}, and CSV and NPZ files of your own")
+    require(name in KNOWN, f"no data set is called {name!r}; there are {', '.join(KNOWN)}, and CSV and NPZ files of your own")
     if name == "digits":
         return _digits(unfamiliar)
     return _images(name, unfamiliar)

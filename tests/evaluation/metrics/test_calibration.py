@@ -130,9 +130,9 @@ def test_without_examples_and_with_nonsense():
     assert brier_decomposition(none, y[:0]).score.isnan()
     with pytest.raises(ValueError, match="'width' or by 'mass'; got by='size'"):
         ece(p, y, by="size")
-    with pytest.raises(ValueError, match="at least one bin"):
+    with pytest.raises(ValueError, match="bins must be at least 1; got 0"):
         ece(p, y, bins=0)
-    with pytest.raises(ValueError, match="lies between 0 and 1; got 90"):
+    with pytest.raises(ValueError, match="level must be above 0 and below 1; got 90"):
         reliability(p, y, level=90)
 
 

@@ -69,7 +69,7 @@ def test_one_kind_only_is_nan_and_nonsense_is_refused(metric):
         metric(torch.tensor([0.0, math.nan]), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="3 scores for 2"):
         metric(torch.rand(3), torch.ones(2))
-    with pytest.raises(ValueError, match="got tpr=95"):
+    with pytest.raises(ValueError, match="tpr must be above 0 and at most 1; got 95"):
         fpr_at_tpr(torch.rand(2), torch.tensor([0, 1]), tpr=95)
 
 
@@ -136,7 +136,7 @@ def test_thresholds_refuse_nonsense():
         threshold(scores, errors * 0.5, risk=0.1, confidence=0.9)
     with pytest.raises(ValueError, match="got risk=5"):
         threshold(scores, errors, risk=5, confidence=0.9)
-    with pytest.raises(ValueError, match="confidence lies between 0 and 1; got 95"):
+    with pytest.raises(ValueError, match="confidence must be above 0 and below 1; got 95"):
         threshold(scores, errors, risk=0.1, confidence=95)
     with pytest.raises(ValueError, match="300 scores for 2 errors"):
         threshold(scores, errors[:2], risk=0.1)

@@ -93,7 +93,7 @@ def test_sharpness_is_the_spread_of_draws():
 def test_the_level_of_an_interval_is_checked():
     p, y = mixture(), torch.zeros(40, 2)
     for metric in (coverage, width, interval_score):
-        with pytest.raises(ValueError, match="an interval lies between 0 and 1; got 90"):
+        with pytest.raises(ValueError, match="level must be above 0 and below 1; got 90"):
             metric(p, y, level=90)
 
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_done_is_said():
         VectorScaling(penalty=0.1).fit(p, y)(LatentMixture(Categorical(), torch.zeros(1, 1, 3)))
     with pytest.raises(ValueError, match="a penalty is 0 or more"):
         VectorScaling(penalty=-1.0)
-    with pytest.raises(ValueError, match="'odir' or 'l2'"):
+    with pytest.raises(ValueError, match="regularizer must be one of 'odir', 'l2'"):
         MatrixScaling(regularizer="l1")
 
 

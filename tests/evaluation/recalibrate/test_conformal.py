@@ -210,11 +210,11 @@ def test_errors_in_words():
         ValueError, match="ConformalIntervals is for regression, and Categorical predicts classes: .* ConformalSets"
     ):
         ConformalIntervals().fit(p, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="between 0 and 1, as in 0.9; got 90"):
+    with pytest.raises(ValueError, match="level must be above 0 and below 1; got 90"):
         ConformalSets().fit(p, torch.tensor([0, 1]), level=90)
-    with pytest.raises(ValueError, match="one of lac, aps, raps; got 'naps'"):
+    with pytest.raises(ValueError, match="score must be one of 'lac', 'aps', 'raps'; got 'naps'"):
         ConformalSets("naps")
-    with pytest.raises(ValueError, match="one of absolute, scaled, quantile"):
+    with pytest.raises(ValueError, match="score must be one of 'absolute', 'scaled', 'quantile'; got 'cqr'"):
         ConformalIntervals("cqr")
     rule = ConformalSets("lac", by_class=True).fit(p, torch.tensor([0, 1]), level=0.5)
     with pytest.raises(ValueError, match="fitted to 2 outputs; this predictive has 3"):

@@ -231,7 +231,7 @@ def test_errors_in_words():
         Variance(by="mad")
     with pytest.raises(ValueError, match="one piece or more"):
         Quantiles(pieces=0)
-    with pytest.raises(ValueError, match="level lies between 0 and 1"):
+    with pytest.raises(ValueError, match="level must be above 0 and below 1"):
         warped(p).quantile(1.0)
 
 

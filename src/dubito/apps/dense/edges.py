@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dubito.tensors.checks import at_least
+
 
 def edges(labels: Tensor, *, width: int = 1, ignore_index: int = -100) -> Tensor:
     """1 where another label lies within `width` pixels (up, down, aside or across), 0 elsewhere; [B, H, W] as the labels are.
@@ -17,8 +19,7 @@ def edges(labels: Tensor, *, width: int = 1, ignore_index: int = -100) -> Tensor
     """
     if labels.ndim != 3 or labels.is_floating_point():
         raise ValueError(f"label maps are whole numbers [B, H, W]; got {list(labels.shape)} of {labels.dtype}")
-    if width < 1:
-        raise ValueError(f"an edge is looked for within at least one pixel; got width={width}")
+    at_least(1, width=width)
     void = labels == ignore_index
     if not labels.numel() or bool(void.all()):
         return labels.clone()
@@ -41,8 +42,7 @@ def edge_distance(labels: Tensor, *, cap: int = 8, ignore_index: int = -100) -> 
     >>> edge_distance(torch.tensor([[[0, 0, 0, 2, 2]]]), cap=4)
     tensor([[[2., 1., 0., 0., 1.]]])
     """
-    if cap < 1:
-        raise ValueError(f"distances are counted up to at least one pixel; got cap={cap}")
+    at_least(1, cap=cap)
     near = torch.stack([edges(labels, width=k, ignore_index=ignore_index) == 1 for k in range(1, cap + 1)])
     distance = (cap - near.sum(0)).to(torch.float32)
     return distance.masked_fill(labels == ignore_index, torch.nan)

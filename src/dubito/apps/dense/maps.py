@@ -59,8 +59,7 @@ class Maps:
     @property
     def confidence(self) -> Tensor:
         """The probability of the most probable class, [B, *D]."""
-        if not self.discrete:
-            raise ValueError("numbers have no confidence: use total, a variance")
+        require(self.discrete, "numbers have no confidence: use total, a variance")
         return self.mean.amax(-1)
 
     def to(self, device: torch.device | str) -> Maps:

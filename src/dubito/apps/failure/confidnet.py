@@ -30,6 +30,7 @@ from dubito.posteriors import Posterior
 from dubito.posteriors.predict.dropout import Dropout, Masks
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import store, tree
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import derive, forked, generator
 from dubito.tensors.tree import Buffers, Params
 
@@ -81,8 +82,7 @@ class ConfidNet:
             )
         if not (self.learning_rate > 0 and self.tune_rate > 0 and 0 < self.held_out < 1):
             raise ValueError("learning_rate and tune_rate are positive, and held_out is a share between 0 and 1")
-        if self.target not in ("tcp", "ratio"):
-            raise ValueError(f"target is 'tcp' or 'ratio'; got {self.target!r}")
+        require(self.target in ("tcp", "ratio"), f"target is 'tcp' or 'ratio'; got {self.target!r}")
 
     def fit(
         self,
@@ -130,8 +130,7 @@ class ConfidNet:
         x, y = tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
         n = len(y)
         kept = math.ceil(self.held_out * n)
-        if not 0 < kept < n:
-            raise ValueError(f"{n} examples are too few to hold some of them out: give validation=...")
+        require(0 < kept < n, f"{n} examples are too few to hold some of them out: give validation=...")
         order = torch.randperm(n, generator=generator("cpu", seed, "held out"))
         return (_rows(x, order[kept:]), y[order[kept:]]), (_rows(x, order[:kept]), y[order[:kept]])
 
@@ -194,8 +193,7 @@ class ConfidNet:
                 network.model.likelihood.check(f, y)
                 target, _, kept = _truth(network, f, y, self.target)
                 some.add(phi[kept], target[kept])
-        if not some.count:
-            raise ValueError("there is nothing to learn from: the loader gave no batch, or none with a label")
+        require(some.count, "there is nothing to learn from: the loader gave no batch, or none with a label")
         phi, target = some.rows()
         return phi, target, random
 
@@ -264,8 +262,7 @@ class _Held:
                     network.model.likelihood.check(f, y)
                     target, wrong, kept = _truth(network, f, y, settings.target)
                 some.add(phi[kept], target[kept], wrong[kept])
-        if not some.count:
-            raise ValueError("no target of the validation data is a label: give some that are, or leave out `validation`")
+        require(some.count, "no target of the validation data is a label: give some that are, or leave out `validation`")
         return _Held(data, *some.rows())
 
     def judge(self, head: nn.Module) -> dict[str, float]:

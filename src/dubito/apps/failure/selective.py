@@ -16,6 +16,7 @@ from dubito.evaluation import metrics
 from dubito.evaluation.metrics.reading import Array, tensor
 from dubito.model import Model
 from dubito.posteriors import Posterior
+from dubito.tensors.checks import require
 
 Score = str | Callable[[Any], Array]
 
@@ -75,8 +76,7 @@ class Selective:
                 probs, target, kept = read(p, y, "Selective")
                 found.append(_score(self.score, p, x)[kept].cpu())
                 is_error.append(wrong(probs, target, kept)[kept].cpu())
-        if not found:
-            raise ValueError("there is no data: the loader gave no batch")
+        require(found, "there is no data: the loader gave no batch")
         return self.choose(posterior, torch.cat(found), torch.cat(is_error))
 
     def choose(self, posterior: Posterior, scores: Array, is_error: Array) -> Selector:

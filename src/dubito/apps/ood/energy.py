@@ -13,6 +13,7 @@ from dubito.apps.ood.detector import Given
 from dubito.apps.ood.max_logit import with_logits
 from dubito.model import Model
 from dubito.posteriors import Posterior
+from dubito.tensors.checks import positive
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class Energy:
     draws: int | None = None
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"a temperature is positive; got {self.temperature}")
+        positive(temperature=self.temperature)
 
     def fit(self, posterior: Given, data: Any = None) -> EnergyScore:
         """The score; no data are needed."""

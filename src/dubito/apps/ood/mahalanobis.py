@@ -13,6 +13,7 @@ from dubito.apps.network import Network, average_over, examples, last_linear, ne
 from dubito.apps.ood.detector import Given, required
 from dubito.model import Model
 from dubito.model.likelihoods import Classes
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Mahalanobis:
     draws: int = 10  # networks at most, where the posterior is draws
 
     def __post_init__(self):
-        if self.shrinkage is not None and not 0 <= self.shrinkage <= 1:
-            raise ValueError(f"shrinkage is a share from 0 to 1; got {self.shrinkage}")
+        require(self.shrinkage is None or 0 <= self.shrinkage <= 1, f"shrinkage is a share from 0 to 1; got {self.shrinkage}")
 
     def fit(self, posterior: Given, data: Any = None) -> MahalanobisScore:
         """Means and covariances of the features of familiar data (x, y)."""
@@ -126,10 +126,8 @@ def _whitening(covariance: Tensor, n: Tensor, shrinkage: float | None) -> Tensor
     """W with W^T W the inverse of the shrunk covariance."""
     d = len(covariance)
     scale = covariance.trace() / d
-    if not bool(scale.isfinite()):
-        raise ValueError("the features are not finite for all of the data: look for inputs or weights that are not")
-    if not float(scale) > 0:
-        raise ValueError("the features do not vary at all: name another layer")
+    require(bool(scale.isfinite()), "the features are not finite for all of the data: look for inputs or weights that are not")
+    require(float(scale) > 0, "the features do not vary at all: name another layer")
     if shrinkage is None:
         # Oracle approximating shrinkage: least expected squared error of the covariance of Gaussian data
         square, level = covariance.square().mean(), scale.square()

@@ -12,6 +12,7 @@ from dubito.apps.ood.detector import Given
 from dubito.evaluation.measures import MEASURES
 from dubito.model import Model
 from dubito.posteriors import Posterior
+from dubito.tensors.checks import one_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Measured:
     seed: int = 0
 
     def __post_init__(self):
-        if self.measure not in MEASURES:
-            raise ValueError(f"there is no measure {self.measure!r}; there are {', '.join(MEASURES)}")
+        one_of(MEASURES, measure=self.measure)
 
     def fit(self, posterior: Given, data: Any = None) -> MeasuredScore:
         """The score; no data are needed."""

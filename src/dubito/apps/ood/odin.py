@@ -14,6 +14,7 @@ from dubito.apps.network import Network, examples, networks, posterior_of
 from dubito.apps.ood.detector import Given, required
 from dubito.apps.ood.max_logit import with_logits
 from dubito.model import Model
+from dubito.tensors.checks import positive, require
 
 EPSILONS = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.12)
 
@@ -47,12 +48,10 @@ class ODIN:
     draws: int = 10  # networks at most, where the posterior is draws
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"a temperature is positive; got {self.temperature}")
+        positive(temperature=self.temperature)
         if any(not e >= 0 for e in ((*self.epsilons,) if self.epsilon is None else (self.epsilon,))) or not self.epsilons:
             raise ValueError("the size of a step, epsilon, is not negative")
-        if any(not s > 0 for s in self.std):
-            raise ValueError(f"std are positive standard deviations; got {self.std}")
+        require(not any(not s > 0 for s in self.std), f"std are positive standard deviations; got {self.std}")
 
     def fit(self, posterior: Given, data: Any = None) -> ODINScore:
         """The score; data choose `epsilon` if it is None."""
@@ -68,8 +67,7 @@ class ODIN:
                 with torch.no_grad():
                     each = torch.stack([score.log_maximum(x + e * direction).exp().flatten() for e in self.epsilons])
                 sums, count = sums + each.sum(1).cpu(), count + each.shape[1]
-        if not count:
-            raise ValueError("there is no data to choose the step by: the loader gave no batch")
+        require(count, "there is no data to choose the step by: the loader gave no batch")
         criterion = dict(zip(self.epsilons, (sums / count).tolist(), strict=True))
         return ODINScore(posterior.model, score.networks, self, max(criterion, key=criterion.__getitem__), criterion)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dubito.evaluation.data.examples import Examples
 from dubito.evaluation.data.root import locate
+from dubito.tensors.checks import require
 
 CLASSES = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "cyclist")
 VOID = 11  # the label of pixels that are none of these: `Categorical(dim=1, ignore_index=VOID)` leaves them out
@@ -37,10 +38,8 @@ def camvid(part: Part = "train", *, size: tuple[int, int] | None = None, root: s
     >>> x.shape, y.shape  # doctest: +SKIP
     (torch.Size([101, 3, 60, 80]), torch.Size([101, 60, 80]))
     """
-    if part not in ("train", "val", "test"):
-        raise ValueError(f'part is "train", "val" or "test", not {part!r}')
-    if size is not None and (len(size) != 2 or min(size) < 1):
-        raise ValueError(f"size is a height and a width, both positive; got {size}")
+    require(part in ("train", "val", "test"), f'part is "train", "val" or "test", not {part!r}')
+    require(size is None or (len(size) == 2 and min(size) >= 1), f"size is a height and a width, both positive; got {size}")
     folder = locate("camvid", part, root=root)
     names = {suffix: sorted(path.stem for path in folder.glob(f"*.{suffix}")) for suffix in ("webp", "png")}
     if not names["webp"]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dubito.evaluation.data.examples import Examples, Part, check_part
 from dubito.evaluation.data.root import locate
+from dubito.tensors.checks import require
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -28,8 +29,7 @@ def cifar10(part: Part = "train", *, root: str | Path | None = None) -> Examples
     labels = torch.from_numpy(np.load(locate("cifar10", f"{part}_labels.npy", root=root), allow_pickle=False)).long()
     first = locate("cifar10", f"{part}_00.webp", root=root)
     images = torch.cat([_tiles(path) for path in sorted(first.parent.glob(f"{part}_[0-9][0-9].webp"))])
-    if len(images) != len(labels):
-        raise ValueError(f"{first.parent}: {len(images)} {part} images do not go with {len(labels)} labels")
+    require(len(images) == len(labels), f"{first.parent}: {len(images)} {part} images do not go with {len(labels)} labels")
     return Examples(images.float().div_(255), labels)
 
 

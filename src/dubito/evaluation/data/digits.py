@@ -7,6 +7,7 @@ Repository. Licence: CC BY 4.0; scikit-learn, which carries the file, is BSD-3-C
 import torch
 
 from dubito.evaluation.data.examples import Split
+from dubito.tensors.checks import require
 
 
 def digits(*, seed: int = 0, test: float = 0.25) -> Split:
@@ -16,8 +17,7 @@ def digits(*, seed: int = 0, test: float = 0.25) -> Split:
     >>> split.x_train.shape, split.y_test.shape
     (torch.Size([1348, 1, 8, 8]), torch.Size([449]))
     """
-    if not 0 < test < 1:
-        raise ValueError(f"test is the share of the examples kept for testing, between 0 and 1, not {test}")
+    require(0 < test < 1, f"test is the share of the examples kept for testing, between 0 and 1, not {test}")
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)

@@ -4,6 +4,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from dubito.tensors.checks import require
+
 Part = Literal["train", "test"]
 
 
@@ -25,5 +27,4 @@ class Split(NamedTuple):
 
 def check_part(part: str) -> None:
     """Raise a ValueError unless `part` is "train" or "test"."""
-    if part not in ("train", "test"):
-        raise ValueError(f'part is "train" or "test", not {part!r}')
+    require(part in ("train", "test"), f'part is "train" or "test", not {part!r}')

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dubito.evaluation.data.examples import Examples, Part, check_part
 from dubito.evaluation.data.root import locate
+from dubito.tensors.checks import require
 
 
 def mnist(part: Part = "train", *, root: str | Path | None = None) -> Examples:
@@ -53,8 +54,7 @@ def read_idx(path: str | Path) -> Tensor:
     except (EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is not a whole gzip file: {error}") from error
     # The header is 0, 0, 8 (for uint8), the number of axes, then the length of each as a big-endian int32.
-    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{path} is not an idx file of bytes")
+    require(len(content) >= 4 and content[:3] == b"\x00\x00\x08", f"{path} is not an idx file of bytes")
     start = 4 + 4 * content[3]
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
     if len(content) != start + math.prod(shape):
@@ -71,6 +71,5 @@ def _idx(folder: str, part: str, root: str | Path | None) -> Examples:
 
 
 def _examples(images: Tensor, labels: Tensor) -> Examples:
-    if len(images) != len(labels):
-        raise ValueError(f"{len(images)} images do not go with {len(labels)} labels")
+    require(len(images) == len(labels), f"{len(images)} images do not go with {len(labels)} labels")
     return Examples(images.unsqueeze(1).float().div_(255), labels.long())

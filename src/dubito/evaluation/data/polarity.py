@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dubito.evaluation.data.root import locate
 from dubito.evaluation.data.sentences import Vocabulary
+from dubito.tensors.checks import require
 
 CLASSES = ("negative", "positive")
 
@@ -78,6 +79,5 @@ def _read(path: Path) -> tuple[list[str], list[int]]:
             raise ValueError(f"{path}, line {number}: a line begins with its label, 0 or 1, and a space; got {line[:20]!r}")
         sentences.append(sentence.strip())
         labels.append(int(label))
-    if len(set(labels)) < 2:
-        raise ValueError(f"{path}: sentences of both labels, 0 and 1, are expected")
+    require(len(set(labels)) >= 2, f"{path}: sentences of both labels, 0 and 1, are expected")
     return sentences, labels

@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dubito.tensors.checks import require
+
 PADDING, UNKNOWN = 0, 1  # ids that no word has
 SPECIAL = ("<padding>", "<unknown>")
 _WORD = re.compile(r"\w+(?=n't\b)|n't\b|'\w+|\w+|[^\w\s]")
@@ -48,10 +50,7 @@ class Vocabulary:
         _check_many(sentences)
         counts = Counter(word for sentence in sentences for word in words(sentence))
         kept = sorted((word for word, count in counts.items() if count >= least), key=lambda word: (-counts[word], word))
-        if not kept:
-            raise ValueError(
-                f"no word occurs {least} times or oftener in these sentences: give more of them, or a smaller `least`"
-            )
+        require(kept, f"no word occurs {least} times or oftener in these sentences: give more of them, or a smaller `least`")
         return Vocabulary((*SPECIAL, *kept[:most]))
 
     def __len__(self) -> int:
@@ -66,8 +65,7 @@ class Vocabulary:
 
         A sentence without a word becomes one unknown word, since networks want something to read.
         """
-        if length < 1:
-            raise ValueError(f"length is the largest number of words that is kept of a sentence, at least 1, not {length}")
+        require(length >= 1, f"length is the largest number of words that is kept of a sentence, at least 1, not {length}")
         _check_many(sentences)
         rows = [[self._ids.get(word, UNKNOWN) for word in words(one)[:length]] or [UNKNOWN] for one in sentences]
         longest = max(map(len, rows), default=1)

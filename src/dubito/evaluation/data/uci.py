@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dubito.evaluation.data.examples import Split
 from dubito.evaluation.data.root import locate
+from dubito.tensors.checks import require
 
 FOLDERS = {
     "boston": "bostonHousing",
@@ -46,12 +47,10 @@ def uci(name: str, split: int, *, root: str | Path | None = None) -> Split:
     >>> x_train.shape, y_test.shape  # doctest: +SKIP
     (torch.Size([277, 6]), torch.Size([31, 1]))
     """
-    if name not in FOLDERS:
-        raise ValueError(f"no UCI set is called {name!r}; there are {', '.join(FOLDERS)}")
+    require(name in FOLDERS, f"no UCI set is called {name!r}; there are {', '.join(FOLDERS)}")
     folder = locate("uci", FOLDERS[name], "data", root=root)
     n_splits = len(list(folder.glob("index_train_*.txt")))
-    if not 0 <= split < n_splits:
-        raise ValueError(f"{name} has the splits 0 to {n_splits - 1}, not {split}")
+    require(0 <= split < n_splits, f"{name} has the splits 0 to {n_splits - 1}, not {split}")
 
     def index(which: str) -> Tensor:
         """The row numbers of one file of the published split."""

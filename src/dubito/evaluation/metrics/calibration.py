@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dubito.evaluation.metrics.reading import Array, choices, forecasts, judged
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import at_least, between, require
 
 Binning = Literal["width", "mass"]
 
@@ -249,8 +250,7 @@ def wilson(share: Tensor, count: Tensor, *, level: float = 0.9) -> tuple[Tensor,
     >>> wilson(torch.tensor(1.0), torch.tensor(10.0))
     (tensor(0.7871), tensor(1.))
     """
-    if not 0 < level < 1:
-        raise ValueError(f"the level of an interval lies between 0 and 1; got {level}")
+    between(0, 1, level=level)
     z = NormalDist().inv_cdf((1 + level) / 2)
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count**2)).sqrt()
@@ -259,12 +259,10 @@ def wilson(share: Tensor, count: Tensor, *, level: float = 0.9) -> tuple[Tensor,
 
 def _edges(confidence: Tensor, bins: int, by: Binning) -> Tensor:
     """[bins + 1]; of equal mass, the values at which sorted confidences are cut: fewer bins than asked for may hold any."""
-    if bins < 1:
-        raise ValueError(f"there is at least one bin; got bins={bins}")
+    at_least(1, bins=bins)
     if by == "width":
         return torch.arange(bins + 1, dtype=confidence.dtype, device=confidence.device) / bins
-    if by != "mass":
-        raise ValueError(f"bins are by 'width' or by 'mass'; got by={by!r}")
+    require(by == "mass", f"bins are by 'width' or by 'mass'; got by={by!r}")
     n = confidence.numel()
     ends = confidence.new_tensor([0.0, 1.0])
     if not n:

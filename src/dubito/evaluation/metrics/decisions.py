@@ -16,6 +16,7 @@ from torch import Tensor
 from dubito.evaluation.metrics.reading import Array, suits, tensor
 from dubito.model.likelihoods import Bernoulli
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import between, require
 
 STEPS = 50  # coverages that `threshold` looks at for a guarantee: 2 %, 4 %, ..., and all
 
@@ -102,8 +103,7 @@ def fpr_at_tpr(scores: Array, is_positive: Array, *, tpr: float = 0.95) -> Tenso
     >>> fpr_at_tpr(torch.tensor([0.1, 0.4, 0.6, 9.0]), torch.tensor([False, True, False, True]))
     tensor(0.5000)
     """
-    if not 0 < tpr <= 1:
-        raise ValueError(f"a true positive rate lies above 0 and at most at 1; got tpr={tpr}")
+    between(0, 1, tpr=tpr, include="high")
     return _detection(scores, is_positive, lambda ranking: ranking.fpr_at_tpr(tpr))
 
 
@@ -212,16 +212,14 @@ def threshold(scores: Array, errors: Array, *, risk: float, confidence: float | 
     >>> sure.coverage, sure.bound <= 0.02
     (0.5..., True)
     """
-    if not 0 <= risk <= 1 and confidence is not None:
-        raise ValueError(f"a risk with a guarantee lies between 0 and 1; got risk={risk}")
+    require(0 <= risk <= 1 or confidence is None, f"a risk with a guarantee lies between 0 and 1; got risk={risk}")
     scores, errors = _matching(scores, errors)
     ranking = Ranking.of(scores, errors)
     count, lost = ranking.size.cumsum(0), ranking.losses.cumsum(0)
     if confidence is None:
         fine = (lost / count <= risk).nonzero()
         return _answer(ranking, count, lost, int(fine[-1]) if len(fine) else -1, math.nan)
-    if not 0 < confidence < 1:
-        raise ValueError(f"a confidence lies between 0 and 1; got {confidence}")
+    between(0, 1, confidence=confidence)
     if not bool(((errors == 0) | (errors == 1)).all()):
         raise ValueError("the guarantee is for errors that are 0 or 1: leave out `confidence` for other losses")
     return _guaranteed(ranking, count, lost, risk, (1 - confidence) / (STEPS + 1))

@@ -12,6 +12,7 @@ from torch.distributions import Normal
 
 from dubito.evaluation.metrics.reading import Array, precise, suits, targets
 from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.tensors.checks import between, require
 
 PAIRS = 2**18  # pairs of components that `crps` works on at once: few enough to stay in the cache
 LEVELS = tuple(k / 100 for k in range(1, 100))
@@ -178,16 +179,14 @@ def pit_of(p: Predictive, y: Array, name: str) -> Tensor:
 
 def _quantile_calibration(p: Predictive, y: Array, levels: Sequence[float], name: str) -> QuantileCalibration:
     at = torch.tensor(list(levels), dtype=torch.float64, device=p.mean.device)
-    if not len(at) or not bool(((at > 0) & (at < 1)).all()):
-        raise ValueError(f"the levels of quantiles lie between 0 and 1; got {list(levels)}")
+    require(len(at) and bool(((at > 0) & (at < 1)).all()), f"the levels of quantiles lie between 0 and 1; got {list(levels)}")
     values = pit_of(p, y, name).flatten().double()
     below = torch.searchsorted(values.sort().values, at, right=True)
     return QuantileCalibration(at, below.double() / len(values) if len(values) else torch.full_like(at, math.nan), len(values))
 
 
 def _interval(p: Predictive, level: float) -> tuple[Tensor, Tensor]:
-    if not 0 < level < 1:
-        raise ValueError(f"the level of an interval lies between 0 and 1; got {level}")
+    between(0, 1, level=level)
     return p.interval(level)
 
 

@@ -14,6 +14,7 @@ from dubito.evaluation.recalibrate import convex, forecasts
 from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
 from dubito.evaluation.recalibrate.forecasts import Batches, Held
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import one_of, require
 from dubito.tensors.randomness import generator
 
 Penalties = float | tuple[float, ...]
@@ -75,8 +76,7 @@ class MatrixScaling:
 
     def __post_init__(self):
         _check(self.penalty)
-        if self.regularizer not in ("odir", "l2"):
-            raise ValueError(f"the regularizer is 'odir' or 'l2'; got {self.regularizer!r}")
+        one_of(("odir", "l2"), regularizer=self.regularizer)
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> Affine:
         """The best matrix and offsets for held-out data."""
@@ -156,5 +156,4 @@ def _chosen(found: Held, fitted: Callable[[Held, float], Affine], penalty: Penal
 
 def _check(penalty: Penalties) -> None:
     values = penalty if isinstance(penalty, tuple) else (penalty,)
-    if not values or not all(value >= 0 for value in values):
-        raise ValueError(f"a penalty is 0 or more, or several to choose from; got {penalty}")
+    require(values and all(value >= 0 for value in values), f"a penalty is 0 or more, or several to choose from; got {penalty}")

@@ -12,6 +12,7 @@ from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.rank import check_level, conformal_quantile, tell
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import one_of
 
 SCORES = ("absolute", "scaled", "quantile")
 ROUNDING = 8 * torch.finfo(torch.float64).eps  # relative: a target that lies on the threshold must not fall out by the last bit
@@ -55,8 +56,7 @@ class ConformalIntervals:
     joint: bool = False
 
     def __post_init__(self):
-        if self.score not in SCORES:
-            raise ValueError(f"the score is one of {', '.join(SCORES)}; got {self.score!r}")
+        one_of(SCORES, score=self.score)
 
     def fit(self, predictive: Predictive | Batches, y: Any = None, *, level: float = 0.9) -> IntervalRule:
         """The quantiles of held-out scores, for intervals of that level."""

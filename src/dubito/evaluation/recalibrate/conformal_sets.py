@@ -14,6 +14,7 @@ from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.rank import check_level, conformal_quantile, tell
 from dubito.model.likelihoods import Bernoulli, Classes
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import one_of
 from dubito.tensors.randomness import fresh
 
 SCORES = ("lac", "aps", "raps")
@@ -64,8 +65,7 @@ class ConformalSets:
     free: int = 5
 
     def __post_init__(self):
-        if self.score not in SCORES:
-            raise ValueError(f"the score is one of {', '.join(SCORES)}; got {self.score!r}")
+        one_of(SCORES, score=self.score)
         if self.penalty < 0 or self.free < 0:
             raise ValueError(f"RAPS has a penalty and a number of free classes of 0 or more; got {self.penalty} and {self.free}")
 

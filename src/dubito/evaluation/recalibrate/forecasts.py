@@ -16,6 +16,7 @@ from dubito.evaluation.recalibrate.classes import RecalibratedClasses
 from dubito.evaluation.recalibrate.numbers import RecalibratedNumbers
 from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
 from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import forked
 
 Batches = Iterable[tuple[Predictive, Any]]
@@ -58,8 +59,7 @@ def classes(name: str, predictive: Predictive | Batches, y: Any) -> Held:
         found = log_forecasts(p)
         logits.append(found[keep].reshape(-1, found.shape[-1]))
         truth.append((target[keep].reshape(-1, found.shape[-1]) if labels else target[keep]).long())
-    if not sum(map(len, truth)):
-        raise ValueError(f"there is nothing to fit {name} to: no batch, or none with a labelled target")
+    require(sum(map(len, truth)), f"there is nothing to fit {name} to: no batch, or none with a labelled target")
     found = torch.cat(logits)
     refuse(name, int(found.isnan().any(-1).sum()), len(found))
     return Held(finite(found), torch.cat(truth), labels)
@@ -78,8 +78,7 @@ def numbers(name: str, predictive: Predictive | Batches, y: Any, *, finite: bool
         bad += int(_broken(p).any(-1).sum()) if finite else 0
         if not bad:
             yield p, target
-    if not n:
-        raise ValueError(f"there is nothing to fit {name} to: no batch, or none with a target")
+    require(n, f"there is nothing to fit {name} to: no batch, or none with a target")
     refuse(name, bad, n)
 
 

@@ -14,6 +14,7 @@ from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibra
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.model.likelihoods import Bernoulli
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
@@ -148,5 +149,4 @@ def _histogram(probs: Tensor, hits: Tensor, bins: int, by: str) -> tuple[Tensor,
 
 
 def _check(floor: float | None) -> None:
-    if floor is not None and not 0 <= floor < 0.5:
-        raise ValueError(f"floor is the least frequency that is believed, from 0 to below 1/2; got {floor}")
+    require(floor is None or 0 <= floor < 0.5, f"floor is the least frequency that is believed, from 0 to below 1/2; got {floor}")

@@ -12,6 +12,7 @@ from dubito.evaluation.recalibrate.marginals import Exact, below, cdf, log_densi
 from dubito.model.likelihoods import Likelihood, Uncertainty
 from dubito.posteriors.predictive import Predictive, Units
 from dubito.tensors import tree
+from dubito.tensors.checks import between
 from dubito.tensors.randomness import fresh
 
 FAR = (1e-7, 1e-5, 1e-4, 1e-3, 1e-2)  # levels of the tails at which the integral of the CRPS is cut
@@ -121,8 +122,7 @@ class RecalibratedNumbers(Predictive):
 
     def quantile(self, level: float) -> Tensor:
         """The level-quantile of every output, [B, *D, C]."""
-        if not 0 < level < 1:
-            raise ValueError(f"a quantile's level lies between 0 and 1; got {level}")
+        between(0, 1, level=level)
         return _quantiles(self.before, self._inverse(torch.full_like(self.levels[0], level)))
 
     def _inverse(self, v: Tensor) -> Tensor:

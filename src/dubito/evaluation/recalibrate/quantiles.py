@@ -13,6 +13,7 @@ from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.marginals import exact
 from dubito.evaluation.recalibrate.numbers import RecalibratedNumbers
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import require
 
 LOST = 1e-6  # closer to 0 or 1 than this, a level says little of where the target was
 MIXED = 1e-6  # of the identity, so that no two knots coincide
@@ -46,8 +47,7 @@ class Quantiles:
     per_output: bool = True
 
     def __post_init__(self):
-        if self.pieces is not None and self.pieces < 1:
-            raise ValueError(f"a map has one piece or more; got pieces={self.pieces}")
+        require(self.pieces is None or self.pieces >= 1, f"a map has one piece or more; got pieces={self.pieces}")
 
     def fit(self, predictive: Predictive | Batches, y: Any = None) -> QuantileMap:
         """The map for held-out data."""

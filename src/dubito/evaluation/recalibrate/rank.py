@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.recalibrate.forecasts import refuse
+from dubito.tensors.checks import between
 
 
 def conformal_quantile(scores: Tensor, level: float) -> Tensor:
@@ -32,8 +33,7 @@ def place(n: int, level: float) -> int:
 
 def check_level(level: float) -> None:
     """The level must be a probability."""
-    if not 0 < level < 1:
-        raise ValueError(f"the level is a probability between 0 and 1, as in 0.9; got {level}")
+    between(0, 1, level=level)
 
 
 def tell(groups: list[tuple[int, str]], level: float, instead: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dubito.evaluation.shift.draw import normal, uniform
 from dubito.posteriors import Posterior
 from dubito.posteriors.functions import Functions, Mixed, plain
+from dubito.tensors.checks import at_least, require
 from dubito.tensors.randomness import generator
 
 Norm = Literal["linf", "l2"]
@@ -124,10 +125,8 @@ def check(x: Tensor, size: float, bounds: Bounds, norm: str) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"an attack moves one tensor of real numbers; got {found}: divide bytes by 255, embed words")
-    if not size >= 0:
-        raise ValueError(f"size is how far an input may be moved, at least 0; got {size}")
-    if norm not in ("linf", "l2"):
-        raise ValueError(f"norm is 'linf' (every number by at most size) or 'l2' (all together); got {norm!r}")
+    require(size >= 0, f"size is how far an input may be moved, at least 0; got {size}")
+    require(norm in ("linf", "l2"), f"norm is 'linf' (every number by at most size) or 'l2' (all together); got {norm!r}")
     if bounds is not None:
         low, high = bounds
         outside = (x.detach() < torch.as_tensor(low).to(x)) | (x.detach() > torch.as_tensor(high).to(x))
@@ -148,10 +147,8 @@ def _attacked(
 ) -> Tensor:
     """All examples, some at a time."""
     y = torch.as_tensor(y)
-    if len(x) != len(y):
-        raise ValueError(f"there are {len(x)} inputs for {len(y)} targets: give one for each")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is at least 1; got {batch_size}")
+    require(len(x) == len(y), f"there are {len(x)} inputs for {len(y)} targets: give one for each")
+    at_least(1, batch_size=batch_size)
     device, dtype = posterior.model.device, next(posterior.model.network.parameters()).dtype
     done = []
     with torch.inference_mode(False):
