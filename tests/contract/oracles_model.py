@@ -284,9 +284,9 @@ PRIORS: dict[str, Oracle] = {
         two_values,
         refuses(priors.Bernoulli(0.3)),
     ),
-    "Centred": both(
-        held(priors.Centred({"0.weight": torch.ones(1, 2, dtype=DOUBLE)}, priors.Laplace(0.7))),
-        density(priors.Centred({"w": torch.tensor(0.4)}, priors.Laplace(0.7)), stats.laplace(0.4, 0.7 / math.sqrt(2)).pdf),
+    "Centered": both(
+        held(priors.Centered({"0.weight": torch.ones(1, 2, dtype=DOUBLE)}, priors.Laplace(0.7))),
+        density(priors.Centered({"w": torch.tensor(0.4)}, priors.Laplace(0.7)), stats.laplace(0.4, 0.7 / math.sqrt(2)).pdf),
     ),
     "ByName": held(priors.ByName({"bias": priors.StudentT(0.3), "": priors.Laplace(0.1)})),
     "MatrixNormal": both(

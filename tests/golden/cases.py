@@ -372,7 +372,7 @@ CHECKPOINTS: dict[str, Stopped] = {
         _perceptron_priors(
             priors.MatrixNormal(torch.eye(4) + 0.5, columns=torch.eye(3) * 2),
             priors.Normal(scale=0.5),
-            priors.Centred({"2.weight": lattice(3, 4) / 4}, priors.Laplace(0.5)),
+            priors.Centered({"2.weight": lattice(3, 4) / 4}, priors.Laplace(0.5)),
             priors.SpikeAndSlab(0.25),
             priors.ConvCorrelated(0.5, length=2.0),
             priors.Normal(),

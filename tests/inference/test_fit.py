@@ -25,7 +25,7 @@ from contract.methods import ULA
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
 from dubito.inference.method import Traits
 from dubito.posteriors import Samples, Stored
-from dubito.tensors import store
+from dubito.tensors import files, store
 
 
 def net(outputs: int = 1) -> nn.Module:
@@ -113,7 +113,7 @@ KILLS = textwrap.dedent("""
     from contract.methods import ULA
     from dubito.testing import small_data as data, small_network as network
     torch.set_num_threads(1)
-    dubito.tensors.store.SHARD = 4_000  # 17 draws: shards are closed between checkpoints, too
+    dubito.tensors.draws.SHARD = 4_000  # 17 draws: shards are closed between checkpoints, too
     dice, kills, lengths = random.Random(int(sys.argv[4])), int(sys.argv[3]), []
 
     def fit(folder, every, **options):
@@ -199,7 +199,7 @@ class Crash(BaseException):
 def test_a_crash_at_every_single_operation_on_the_disk(tmp_path, monkeypatch):
     """Renaming, deleting, syncing, writing: the run is cut before each of them in turn, and goes on to the same bits."""
     model, method = Model(nn.Linear(3, 1), Gaussian(scale=0.3)), ULA(step_size=1e-4, n_draws=7, burn_in=1)
-    monkeypatch.setattr(store, "SHARD", 50)  # three draws
+    monkeypatch.setattr("dubito.tensors.draws.SHARD", 50)  # three draws
     whole = dubito.fit(model, method, data())
     calls = limit = 0
 
@@ -217,7 +217,7 @@ def test_a_crash_at_every_single_operation_on_the_disk(tmp_path, monkeypatch):
 
     cut(os, "replace")
     cut(os, "fsync")
-    cut(store, "save_file")
+    cut(files, "save_file")
     cut(Path, "unlink")
 
     def run(folder: Path):
@@ -393,11 +393,11 @@ def test_checkpoints_belong_to_one_run(tmp_path):
         dubito.fit(model, MAP(epochs=2), data(), checkpoint=tmp_path, resume=True)
 
 
-def _centred(value: float) -> dubito.priors.Centred:
+def _centred(value: float) -> dubito.priors.Centered:
     """Priors that differ in one of 2,000 numbers, which the words of a tensor leave out."""
     mean = torch.zeros(2000)
     mean[1000] = value
-    return dubito.priors.Centred({"0.weight": torch.zeros(16, 3), "elsewhere": mean})
+    return dubito.priors.Centered({"0.weight": torch.zeros(16, 3), "elsewhere": mean})
 
 
 def _changed(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

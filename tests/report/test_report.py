@@ -137,7 +137,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dubito.tensors.store.os.replace", fail)
+    monkeypatch.setattr("dubito.tensors.files.os.replace", fail)
     with pytest.raises(OSError, match="cannot be written there: no space left") as caught:
         report().write(path)
     assert caught.value.filename == str(path)

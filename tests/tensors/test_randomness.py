@@ -27,7 +27,7 @@ def test_forked_gives_back_what_it_took_also_on_error():
     inside = []
 
     def fail():
-        with randomness.forked(5):
+        with randomness.fork_rng(5):
             inside.append(draw())
             raise KeyError
 
@@ -49,13 +49,13 @@ def test_seeding_leaves_nothing_behind_for_devices_not_in_use():
     if torch.cuda.is_initialized():
         pytest.skip("CUDA is in use")
     before = len(torch.cuda._queued_calls)
-    with randomness.forked(3):
+    with randomness.fork_rng(3):
         pass
     assert len(torch.cuda._queued_calls) == before
 
 
 def test_seeds_are_derived_apart():
-    seeds = {randomness.derive(a, b) for a in range(30) for b in range(30)}
+    seeds = {randomness.derive_seed(a, b) for a in range(30) for b in range(30)}
     assert len(seeds) == 900
     assert all(0 <= s < 2**63 for s in seeds)
 
@@ -64,11 +64,11 @@ def test_a_loaders_own_generators_are_lent_too():
     g = torch.Generator().manual_seed(4)
     loader = DataLoader(TensorDataset(torch.arange(8)), shuffle=True, generator=g)
     before = g.get_state()
-    with randomness.lent(loader) as generators:
+    with randomness.borrowed_generators(loader) as generators:
         assert generators == [g]
         list(loader)
     assert torch.equal(g.get_state(), before)
-    with randomness.lent([1, 2]) as generators:
+    with randomness.borrowed_generators([1, 2]) as generators:
         assert generators == []
 
 
@@ -135,17 +135,19 @@ def test_our_normals_are_for_many_in_single_precision_on_a_cpu():
 def test_hashes_tell_rows_apart_and_know_them_again():
     images = torch.randint(0, 2, (5000, 1, 8, 8), generator=torch.Generator().manual_seed(0))
     for kind in (torch.float32, torch.uint8, torch.bool):
-        assert len(randomness.hashed([images.to(kind)]).unique()) == len(images.flatten(1).unique(dim=0))
+        assert len(randomness.hash_rows([images.to(kind)]).unique()) == len(images.flatten(1).unique(dim=0))
     words = torch.cartesian_prod(*[torch.arange(-1, 7)] * 5)  # small integers, of which sums over places are soon alike
-    keys = randomness.hashed([words])
+    keys = randomness.hash_rows([words])
     assert len(keys.unique()) == len(words)
-    assert torch.equal(randomness.hashed([words.mT.contiguous().mT.flip(0)]).flip(0), keys)
-    assert len(randomness.hashed([words[:, :2], words[:, 2:]]).unique()) == len(words)
-    assert not torch.equal(randomness.hashed([words[:, :1], words[:, 1:2]]), randomness.hashed([words[:, 1:2], words[:, :1]]))
+    assert torch.equal(randomness.hash_rows([words.mT.contiguous().mT.flip(0)]).flip(0), keys)
+    assert len(randomness.hash_rows([words[:, :2], words[:, 2:]]).unique()) == len(words)
+    assert not torch.equal(
+        randomness.hash_rows([words[:, :1], words[:, 1:2]]), randomness.hash_rows([words[:, 1:2], words[:, :1]])
+    )
 
 
 def test_uniforms_of_hashes():
-    u = randomness.uniforms(torch.arange(-50_000, 50_000)).sort().values
+    u = randomness.uniforms_from(torch.arange(-50_000, 50_000)).sort().values
     assert 0 <= float(u[0]) <= float(u[-1]) < 1
     even = (torch.arange(100_000) + 0.5) / 100_000
     assert float((u - even).abs().max()) < 1.95 / 100_000**0.5  # Kolmogorov and Smirnov, at a thousandth

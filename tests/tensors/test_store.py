@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dubito.tensors import store
+from dubito.tensors import files, store
 from dubito.tensors.store import Archive, Draws, FileError, TooLarge, pack, read, unpack, write
 
 
@@ -105,7 +105,7 @@ def test_foreign_files_run_no_code(tmp_path):
 
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "FORMAT", 99)
+    monkeypatch.setattr("dubito.tensors.files.FORMAT", 99)
     write(tmp_path / "new", {}, {})
     monkeypatch.undo()
     with pytest.raises(FileError, match="newer dubito"):
@@ -118,7 +118,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(store, "save_file", full)
+    monkeypatch.setattr("dubito.tensors.files.save_file", full)
     with pytest.raises(OSError, match="no space"):
         write(path, {"w": torch.zeros(1)}, {})
     assert path.read_bytes() == before
@@ -243,14 +243,14 @@ def test_a_thousand_flushes_do_not_make_a_thousand_files(tmp_path):
             before = set(shards(tmp_path))
             folder.flush()
             most = max(most, len(shards(tmp_path)))
-            written += sum(json.loads(store._open(path)[1])["draws"] for path in set(shards(tmp_path)) - before)
+            written += sum(json.loads(files.open_mapped(path)[1])["draws"] for path in set(shards(tmp_path)) - before)
         assert most <= 10, "at most one for every power of two"
         assert written < 300 * 10, "and every draw is written that often at most"
         assert same(folder.stacked(), draws)
 
 
 def test_memory_holds_what_is_not_on_disk_yet(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "SHARD", 560)  # ten draws of 56 bytes
+    monkeypatch.setattr("dubito.tensors.draws.SHARD", 560)  # ten draws of 56 bytes
     with Draws(tmp_path) as draws:
         for i in range(95):
             draws.append(numbered(i))
@@ -266,9 +266,9 @@ def test_memory_holds_what_is_not_on_disk_yet(tmp_path, monkeypatch):
 
 def test_what_goes_in_the_background_is_not_overtaken_by_the_next_draws(tmp_path, monkeypatch):
     """A sampler that writes into its own tensors, a slow disk, and shards of one draw."""
-    monkeypatch.setattr(store, "SHARD", 1)
-    slowly = store.save_file
-    monkeypatch.setattr(store, "save_file", lambda *args: (time.sleep(0.005), slowly(*args)))
+    monkeypatch.setattr("dubito.tensors.draws.SHARD", 1)
+    slowly = files.save_file
+    monkeypatch.setattr("dubito.tensors.files.save_file", lambda *args: (time.sleep(0.005), slowly(*args)))
     w = torch.zeros(5)
     with Draws(tmp_path) as draws:
         for _ in range(20):
@@ -391,8 +391,8 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for place in ("save_file", "replacing"):
-        monkeypatch.setattr(store, place, full)
+    for place in ("files.save_file", "archive.atomic_write"):
+        monkeypatch.setattr(f"dubito.tensors.{place}", full)
         draws.append(numbered(5))
         with pytest.raises(OSError, match="make room") as error:
             draws.flush()
@@ -410,23 +410,27 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
 
 def test_one_run_at_a_time(tmp_path):
     (tmp_path / "lock.json").write_text('{"pid": 1, "host": "here"}')  # left behind by one that was killed
-    holder = "from dubito import store\nwith store.locked({!r}): print('held', flush=True); input()"
-    with store.locked(tmp_path), pytest.raises(FileExistsError, match="another run in this process"), store.locked(tmp_path):
+    holder = "from dubito import store\nwith store.lock_folder({!r}): print('held', flush=True); input()"
+    with (
+        store.lock_folder(tmp_path),
+        pytest.raises(FileExistsError, match="another run in this process"),
+        store.lock_folder(tmp_path),
+    ):
         pass
     assert not (tmp_path / "lock.json").exists()
     process = subprocess.Popen(
         [sys.executable, "-c", holder.format(str(tmp_path))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "held\n"
-    with pytest.raises(FileExistsError, match=f"in use by process {process.pid} on") as error, store.locked(tmp_path):
+    with pytest.raises(FileExistsError, match=f"in use by process {process.pid} on") as error, store.lock_folder(tmp_path):
         pass
     assert "give another folder" in str(error.value)
     process.kill()
     process.communicate()
     assert (tmp_path / "lock.json").exists()
-    with store.locked(tmp_path):
+    with store.lock_folder(tmp_path):
         pass
-    with store.locked(None):
+    with store.lock_folder(None):
         pass
 
 

@@ -27,7 +27,7 @@ def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, i
     def run(x: Any) -> Tensor:
         return model.forward(params, x, tree.clone(buffers))[0]
 
-    with torch.no_grad(), randomness.forked():
+    with torch.no_grad(), randomness.fork_rng():
         if not rows:
             random, mixed = not close(run(x), f), False
         else:

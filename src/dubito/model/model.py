@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dubito.model.likelihoods import Likelihood, own
+from dubito.model.likelihoods import Likelihood, likelihood_params
 from dubito.model.priors import Normal, Prior
 from dubito.network.examples import batch_size, is_one_example, outputs_last, pick_output, split_batch
 from dubito.network.inspect import check_embeddings, close, run_batch, run_two_examples, warn_of_gradient_hooks
-from dubito.network.weights import alone, mode, swapped
+from dubito.network.weights import exclusive, in_mode, with_weights
 from dubito.tensors import randomness, tree
 from dubito.tensors.tree import Buffers, Params
 
@@ -77,7 +77,7 @@ class Model:
 
     def parameters(self, y: Any = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what likelihood and prior learn at its start."""
-        with alone(self.network):
+        with exclusive(self.network):
             bayesian = self._bayesian()
             weights: Params = {name: p for name, p in self.network.named_parameters() if name in bayesian}
         if not weights:
@@ -92,7 +92,7 @@ class Model:
 
     def buffers(self) -> Buffers:
         """Copies of all that is not Bayesian: the network's buffers, and the parameters that `only` leaves out."""
-        with alone(self.network):
+        with exclusive(self.network):
             bayesian = self._bayesian()
             fixed = {name: p for name, p in self.network.named_parameters() if name not in bayesian}
             return tree.clone({**dict(self.network.named_buffers()), **fixed})
@@ -100,7 +100,7 @@ class Model:
     def padding(self) -> dict[str, int]:
         """Rows of embeddings that stand for padding, by the name of the weight: torch holds their gradients at zero, so data say
         nothing of them, and they are constants rather than weights. Not of one that is tied to a layer which uses the row."""
-        with alone(self.network):
+        with exclusive(self.network):
             every, rows = list(self.network.named_parameters(remove_duplicate=False)), {}
             for module in self.network.modules():
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
@@ -116,14 +116,14 @@ class Model:
 
     def forward(self, params: Params, x: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
         """f with C last, [B, *D, C], and the buffers after the pass. In train mode the buffers given may change in place."""
-        with mode(self.network, train):
+        with in_mode(self.network, train):
             return self.call(params, x, buffers)
 
     def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
         """`forward` in the mode the network is in."""
         weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
-        with swapped(self.network, weights):
+        with with_weights(self.network, weights):
             out = self.output(self.network(*args, **kwargs))
         f = outputs_last(out, self.likelihood.dim)
         if out.ndim == 1 and len(out) > 1 and is_one_example(x, len(out)):
@@ -142,7 +142,7 @@ class Model:
     def score(self, f: Tensor, y: Any, params: Params) -> Tensor:
         """log p(y | f) of every example, [B]."""
         f = f.float() if f.dtype.itemsize < 4 else f  # a sum of log probabilities needs more than half precision
-        score = self.likelihood.log_prob(f, self.likelihood.target(y, f), own(params))  # [B, *D]
+        score = self.likelihood.log_prob(f, self.likelihood.target(y, f), likelihood_params(params))  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score
 
     def check(self, params: Params, batch: Any, buffers: Buffers) -> Inspection:
@@ -153,7 +153,7 @@ class Model:
         def run(params: Params, x: Any) -> Tensor:
             return self.call(params, x, tree.clone(buffers))[0]
 
-        with alone(self.network):  # its own parameters are compared with those that are used
+        with exclusive(self.network):  # its own parameters are compared with those that are used
             before = randomness.positions()
             f = run_batch(self.network, run, params, x)
             drew = before != randomness.positions()

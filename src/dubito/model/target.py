@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.model.model import Model
-from dubito.model.priors import concerned
+from dubito.model.priors import prior_params
 from dubito.network.examples import batch_size
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -57,8 +57,8 @@ class Target:
         """log p(theta), the prior of the weights, of its own hyperparameters and of what the likelihood learns; [S] if stacked."""
 
         def one(params: Params) -> Tensor:
-            noise = self.model.likelihood.log_prior(own(params)).to(self.model.device)
-            return self.model.prior.log_prob(concerned(params)) + noise
+            noise = self.model.likelihood.log_prior(likelihood_params(params)).to(self.model.device)
+            return self.model.prior.log_prob(prior_params(params)) + noise
 
         return one(params) if self.members is None else vmap(one)(params)
 
@@ -103,13 +103,13 @@ class Target:
 
     def _add_prior(self, gradient: Params, params: Params, factor: float) -> None:
         """Add the gradient of `factor` times the log prior: of weights, hyperparameters, and what the likelihood learns."""
-        prior, believed = self.model.prior, concerned(params)
+        prior, believed = self.model.prior, prior_params(params)
         if self.members is None or prior.stacks:
             prior.add_gradient(gradient, believed, factor)
         else:
             for name, slope in vmap(prior.gradient)(believed).items():
                 gradient[name].add_(slope, alpha=factor)
-        learned = {name: leaf.detach().requires_grad_() for name, leaf in own(params).items()}
+        learned = {name: leaf.detach().requires_grad_() for name, leaf in likelihood_params(params).items()}
         if learned:
             with torch.enable_grad():
                 value = self.model.likelihood.log_prior(learned)
@@ -138,7 +138,7 @@ class Target:
             return (scores if weights is None else scores * weights).sum(), after
 
         kind = self.model.device.type
-        with mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
+        with in_mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
             if self.members is None:
                 return one(params, buffers, weights)
             # Parameters that are not Bayesian are the same for all members: they are neither stacked nor returned.

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors import tree
-from dubito.tensors.randomness import forked
+from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
 Run = Callable[[Params, Any], Tensor]  # (weights, inputs) to outputs [B, *D, C], in the mode the network is in
@@ -32,7 +32,7 @@ def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
     x = tree.apply_leaves(torch.clone, x)
     versions = [leaf._version for leaf in tree.leaves(x)]
     try:
-        with torch.no_grad(), mode(network, False):
+        with torch.no_grad(), in_mode(network, False):
             f = run(params, x)
     except RuntimeError as error:
         integers = [leaf.dtype for leaf in tree.leaves(x) if not leaf.is_floating_point()]
@@ -65,7 +65,7 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
         return None
     live = {name: leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
     uses, repeated, output = DirectUses(network, params), set[str](), None
-    with warnings.catch_warnings(), forked(), torch.enable_grad(), mode(network, True), _torch_layers_in_eval_mode(network):
+    with warnings.catch_warnings(), fork_rng(), torch.enable_grad(), in_mode(network, True), _torch_layers_in_eval_mode(network):
         warnings.simplefilter("ignore")
         try:
             with uses:

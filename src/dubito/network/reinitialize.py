@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dubito.network.weights import copied
-from dubito.tensors.randomness import forked
+from dubito.network.weights import copy_network
+from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
 
@@ -16,8 +16,8 @@ def reinitialize(
     network: nn.Module, params: Params, seed: int, initialize: Callable[[nn.Module], object] | None = None
 ) -> Params:
     """`params` as they would be had the network been initialized again, by the `reset_parameters` of its layers or by `initialize`."""
-    network = copied(network)
-    with forked(seed), torch.no_grad():
+    network = copy_network(network)
+    with fork_rng(seed), torch.no_grad():
         if initialize is not None:
             initialize(network)
         else:

@@ -19,7 +19,7 @@ _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyD
 _LOCKING = threading.Lock()
 
 
-def alone(network: nn.Module) -> AbstractContextManager:
+def exclusive(network: nn.Module) -> AbstractContextManager:
     """For one thread at a time: who runs a network with other weights or in another mode must have it for itself."""
     try:
         return _LOCKS[network]
@@ -29,9 +29,9 @@ def alone(network: nn.Module) -> AbstractContextManager:
 
 
 @contextmanager
-def mode(network: nn.Module, train: bool) -> Iterator[None]:
+def in_mode(network: nn.Module, train: bool) -> Iterator[None]:
     """The network in train or eval mode for a while. `network.train` is called, so a module's own idea of it is respected."""
-    with alone(network):
+    with exclusive(network):
         before = [(module, module.training) for module in network.modules()]
         if all(training == train for _, training in before):
             yield
@@ -45,7 +45,7 @@ def mode(network: nn.Module, train: bool) -> Iterator[None]:
 
 
 @contextmanager
-def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
+def with_weights(network: nn.Module, weights: Params) -> Iterator[None]:
     """The network with other tensors in the places of its own, for a while; what it makes of its buffers goes into `weights`.
 
     This is what `torch.func.functional_call` does, in half the time, which for small networks is a tenth of a training step. Tied
@@ -57,7 +57,7 @@ def swapped(network: nn.Module, weights: Params) -> Iterator[None]:
     written: list[
         tuple[dict[str, Any], dict[str, Tensor]]
     ] = []  # what hooks before a pass make of weights: pruned or normed ones
-    with alone(network):
+    with exclusive(network):
         for prefix, module in network.named_modules():
             if isinstance(module, nn.RNNBase):
                 recurrent.append((module, module._flat_weights, module._flat_weight_refs))
@@ -109,10 +109,13 @@ def _made(module: nn.Module) -> dict[str, Tensor]:
     return {key: value for key, value in tensors if not value.is_leaf or f"{key}_orig" in kept or f"{key}_g" in kept}
 
 
-def copied(network: nn.Module) -> nn.Module:
+def copy_network(network: nn.Module) -> nn.Module:
     """A deep copy. What pruning and old norms keep beside their weights is of a graph, which torch does not copy: it is detached."""
     made = {
         id(v): v.detach().clone() for m in network.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf
     }
-    with alone(network):
+    with exclusive(network):
         return copy.deepcopy(network, made)
+
+
+alone, mode, swapped, copied = exclusive, in_mode, with_weights, copy_network

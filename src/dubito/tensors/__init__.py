@@ -6,7 +6,8 @@ Read in this order:
 - `randomness`: seeds and generators
 - `checks`: checks of arguments
 - `text`: tables of text, for everything that is printed
-- `store`: tensors on disk, never a pickle
+- `store`: everything on disk in one namespace, never a pickle, from `files` (safe files), `packing` (states as tensors and JSON),
+  `archive` and `draws` (append-only draws) and `locks` (one run a folder)
 - `covariances`: covariance matrices over named weights, one structure a file
 
 Imports no other room.

@@ -2,7 +2,7 @@
 depend on an example alone.
 
 Our own code draws from explicit `torch.Generator`s. Where torch or a user's data set insists on the global generators (dropout,
-DataLoader, NumPy augmentations), `forked` lends them out: seeded by us inside, exactly as they were afterwards, also on error.
+DataLoader, NumPy augmentations), `fork_rng` lends them out: seeded by us inside, exactly as they were afterwards, also on error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FEW = 20_000  # normals that torch has drawn by the time a generator of ours is 
 UNIT = torch.tensor((1 - 2**-24) / 2**31)  # from 32-bit integers to floats strictly between -1 and 1
 
 
-def derive(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any number of parts, so that (seed, epoch) and (seed, draw) never collide by simple addition.
 
-    >>> derive(0, 1) == derive(0, 1), derive(0, 1) == derive(1, 0)
+    >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
     (True, False)
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
@@ -35,10 +35,10 @@ def derive(*parts: int | str) -> int:
 
 def generator(device: torch.device | str = "cpu", *parts: int | str) -> torch.Generator:
     """A torch generator seeded from parts."""
-    return torch.Generator(device=device).manual_seed(derive(*parts))
+    return torch.Generator(device=device).manual_seed(derive_seed(*parts))
 
 
-def fresh(device: torch.device | str = "cpu") -> torch.Generator:
+def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
     """A generator seeded by the operating system, for those who give none; the global one is left alone."""
     made = torch.Generator(device=device)
     made.seed()
@@ -46,7 +46,7 @@ def fresh(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 def seed_global(seed: int) -> None:
-    """Seed torch (all devices in use), NumPy and Python. Only to be called inside `forked`."""
+    """Seed torch (all devices in use), NumPy and Python. Only to be called inside `fork_rng`."""
     # torch.manual_seed would also leave seeds behind for devices that are not in use yet, where nobody could take them back
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -92,7 +92,7 @@ def set_global_state(state: dict) -> None:
 
 
 @contextmanager
-def forked(seed: int | None = None) -> Iterator[None]:
+def fork_rng(seed: int | None = None) -> Iterator[None]:
     """Give the global generators back exactly as they were; seed them first if a seed is given."""
     cpu, numpy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -108,10 +108,10 @@ def forked(seed: int | None = None) -> Iterator[None]:
             torch.cuda.set_rng_state(state, device)
 
 
-def hashed(leaves: list[Tensor]) -> Tensor:
+def hash_rows(leaves: list[Tensor]) -> Tensor:
     """A 64-bit hash of the values of each row, [B], over all leaves of a batch: an example is known by it wherever it comes.
 
-    >>> keys = hashed([torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])])
+    >>> keys = hash_rows([torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])])
     >>> bool(keys[0] == keys[2]), bool(keys[0] == keys[1])
     (True, False)
     """
@@ -125,10 +125,10 @@ def hashed(leaves: list[Tensor]) -> Tensor:
     return keys
 
 
-def uniforms(keys: Tensor) -> Tensor:
+def uniforms_from(keys: Tensor) -> Tensor:
     """64-bit integers to numbers in [0, 1), in float64, that look independent and uniform.
 
-    >>> abs(float(uniforms(torch.arange(10_000)).mean()) - 0.5) < 0.01
+    >>> abs(float(uniforms_from(torch.arange(10_000)).mean()) - 0.5) < 0.01
     True
     """
     return ((_scrambled(keys) >> 11) & (2**53 - 1)).double() * 2.0**-53
@@ -142,7 +142,7 @@ def _scrambled(keys: Tensor) -> Tensor:
 
 
 @contextmanager
-def lent(data: Any) -> Iterator[list[torch.Generator]]:
+def borrowed_generators(data: Any) -> Iterator[list[torch.Generator]]:
     """The generators of a DataLoader that are its owner's: lent to be seeded, given back as they were."""
     owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
     owners.append(getattr(owners[2], "sampler", None))
@@ -183,10 +183,10 @@ class Normals:
         return self.memory[:n].copy_(bits[:n]).mul_(UNIT).erfinv_().mul_(self.factor)
 
 
-def normals(leaves: list[Tensor], generator: torch.Generator, scale: float = 1.0) -> list[Tensor]:
+def draw_normals(leaves: list[Tensor], generator: torch.Generator, scale: float = 1.0) -> list[Tensor]:
     """Normals in the shapes of some tensors, drawn at once where they are of one type.
 
-    >>> [leaf.shape for leaf in normals([torch.zeros(2, 3), torch.zeros(4)], torch.Generator())]
+    >>> [leaf.shape for leaf in draw_normals([torch.zeros(2, 3), torch.zeros(4)], torch.Generator())]
     [torch.Size([2, 3]), torch.Size([4])]
     """
     if len({leaf.dtype for leaf in leaves}) != 1:
@@ -197,3 +197,7 @@ def normals(leaves: list[Tensor], generator: torch.Generator, scale: float = 1.0
     else:
         flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device).normal_(0.0, scale, generator=generator)
     return [share.view(leaf.shape) for share, leaf in zip(flat.split(sizes), leaves, strict=True)]
+
+
+derive, forked, fresh, lent = derive_seed, fork_rng, fresh_generator, borrowed_generators
+hashed, uniforms, normals = hash_rows, uniforms_from, draw_normals

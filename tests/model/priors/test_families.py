@@ -21,7 +21,7 @@ from dubito.priors import (
     RBF,
     Bernoulli,
     ByName,
-    Centred,
+    Centered,
     ConvCorrelated,
     Gamma,
     HalfCauchy,
@@ -60,12 +60,12 @@ SINGLE = {  # the density of one weight
     "scale mixture": (ScaleMixture(0.25, scales=(1.0, 0.2)), mixture),
     "spike and slab": (SpikeAndSlab(0.25, scale=1.0, spike=0.2), mixture),
     "log-uniform": (LogUniform(bounds=(0.1, 10.0)), lambda w: stats.loguniform(0.1, 10.0).pdf(abs(w)) / 2),
-    "centred": (Centred({"w": torch.tensor(0.4)}, Laplace(0.7)), stats.laplace(0.4, 0.7 / math.sqrt(2)).pdf),
+    "centred": (Centered({"w": torch.tensor(0.4)}, Laplace(0.7)), stats.laplace(0.4, 0.7 / math.sqrt(2)).pdf),
     "relaxed": (Bernoulli(0.3, values=(-1.0, 1.0), temperature=0.7), None),
 }
 GENERAL = {
     **{name: prior for name, (prior, _) in SINGLE.items() if name not in ("log-uniform", "relaxed")},
-    "centred": Centred({"0.weight": WEIGHTS["0.weight"]}, Laplace(0.7)),
+    "centred": Centered({"0.weight": WEIGHTS["0.weight"]}, Laplace(0.7)),
     "share": SpikeAndSlab((2.0, 5.0), spike=0.2),
     "matrix": ByName({"0.weight": MatrixNormal(torch.eye(4) + 0.5, columns=torch.eye(3) + 1.0), "": Normal()}),
     "convolution": ConvCorrelated(0.7, length=1.5),
@@ -85,7 +85,7 @@ def test_the_density_of_one_weight(prior, pdf):
         with np.errstate(divide="ignore"):
             np.testing.assert_allclose(found, np.log(pdf(values)), rtol=1e-6)
     drawn = prior.sample({"w": torch.zeros((), dtype=DOUBLE).expand(10_000).clone()}, torch.Generator().manual_seed(0))["w"]
-    if not isinstance(prior, Centred):
+    if not isinstance(prior, Centered):
         assert drawn.dtype == DOUBLE
     edges = np.quantile(drawn.numpy(), [0.1, 0.5, 0.8])
     for low, high, share in ((edges[0], edges[1], 0.4), (edges[1], edges[2], 0.3)):
@@ -120,7 +120,7 @@ def test_slopes(prior, dtype):
     [
         Normal(scale=0.7),
         Laplace(0.7),
-        Centred(WEIGHTS, Laplace(0.3)),
+        Centered(WEIGHTS, Laplace(0.3)),
         GENERAL["matrix"],
         GENERAL["convolution"],
         MultivariateNormal(WEIGHTS, Diagonal.of({name: leaf.square() + 0.1 for name, leaf in WEIGHTS.items()})),
@@ -250,7 +250,7 @@ def test_methods_refuse_what_has_no_density_in_words(prior, said):
 
 def test_a_prior_around_a_pretrained_network():
     net = nn.Linear(2, 1)
-    prior = Centred(net, Normal(scale=0.1))
+    prior = Centered(net, Normal(scale=0.1))
     with torch.no_grad():
         net.weight.add_(1.0)  # what it was centred on stays
     assert float(prior.gradient({"weight": net.weight})["weight"][0, 0]) == pytest.approx(-100, rel=1e-4)
@@ -258,7 +258,7 @@ def test_a_prior_around_a_pretrained_network():
         prior.log_prob({"weight": torch.zeros(1, 3)})
     with pytest.raises(ValueError, match="of which the network has none"):
         Model(nn.Sequential(net), Gaussian(scale=0.3), prior).parameters()  # "0.weight"
-    headed = Model(nn.Sequential(net, nn.Linear(1, 1)), Gaussian(scale=0.3), Centred(nn.Sequential(net)))
+    headed = Model(nn.Sequential(net, nn.Linear(1, 1)), Gaussian(scale=0.3), Centered(nn.Sequential(net)))
     assert len(headed.parameters()) == 4, "a new head needs no centre"
 
 

@@ -20,7 +20,9 @@ from dubito.model.likelihoods.likelihood import Uncertainty as Uncertainty
 from dubito.model.likelihoods.likelihood import align as align
 from dubito.model.likelihoods.likelihood import average as average
 from dubito.model.likelihoods.likelihood import entropy as entropy
+from dubito.model.likelihoods.likelihood import likelihood_params as likelihood_params
 from dubito.model.likelihoods.likelihood import nodes as nodes
-from dubito.model.likelihoods.likelihood import own as own
 from dubito.model.likelihoods.likelihood import quadrature as quadrature
 from dubito.model.likelihoods.multi_task import MultiTask as MultiTask
+
+own = likelihood_params

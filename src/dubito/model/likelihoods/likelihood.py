@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from dubito.tensors.randomness import forked
+from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
 PREFIX = "likelihood:"
@@ -108,7 +108,7 @@ def align(params: Params, f: Tensor) -> Params:
     }
 
 
-def own(params: Params) -> Params:
+def likelihood_params(params: Params) -> Params:
     """The leaves that belong to the likelihood."""
     return {name: leaf for name, leaf in params.items() if name.startswith(PREFIX)}
 
@@ -209,7 +209,7 @@ class Likelihood(ABC):
         Positive semi-definite by construction, unlike the Hessian at the observed y. This default is a Monte Carlo estimate.
         """
         copies = f.detach().expand(draws, *f.shape).clone().requires_grad_()  # one for each draw: one backward pass for all
-        with torch.enable_grad(), forked(0):
+        with torch.enable_grad(), fork_rng(0):
             y = self(f.detach(), params).sample((draws,))
             (g,) = torch.autograd.grad(self.log_prob(copies, y, params).sum(), copies)
         return torch.einsum("n...c,n...d->...cd", g, g) / draws
@@ -222,7 +222,7 @@ class Likelihood(ABC):
     def random_slope(self, f: Tensor, params: Params, generator: torch.Generator | None = None) -> Tensor:
         """The gradient of log p(y | f) in f for a y drawn from p(y | f), [..., C]: its covariance is `fisher`."""
         device = "cpu" if generator is None else generator.device
-        with forked(int(torch.randint(2**62, (1,), generator=generator, device=device))):
+        with fork_rng(int(torch.randint(2**62, (1,), generator=generator, device=device))):
             y = self(f.detach(), params).sample()
         return self.slope(f, y, params)
 
@@ -230,7 +230,7 @@ class Likelihood(ABC):
         """The gradient of log p(y | f) in f."""
         leaf = f.detach().requires_grad_()
         with torch.enable_grad():
-            value = self.log_prob(leaf, y, {name: p.detach() for name, p in own(params).items()}).sum()
+            value = self.log_prob(leaf, y, {name: p.detach() for name, p in likelihood_params(params).items()}).sum()
         return torch.autograd.grad(value, leaf)[0]
 
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:

@@ -1,9 +1,10 @@
 """Priors p(theta), one a file. `Laplace` here is a prior; at the top level it is a method."""
 
+from dubito._moved import renamed as _renamed
 from dubito.model.priors.ard import ARD as ARD
 from dubito.model.priors.bernoulli import Bernoulli as Bernoulli
 from dubito.model.priors.by_name import ByName as ByName
-from dubito.model.priors.centered import Centred as Centred
+from dubito.model.priors.centered import Centered as Centered
 from dubito.model.priors.conv_correlated import ConvCorrelated as ConvCorrelated
 from dubito.model.priors.gaussian_process import RBF as RBF
 from dubito.model.priors.gaussian_process import GaussianProcess as GaussianProcess
@@ -19,10 +20,14 @@ from dubito.model.priors.multivariate_normal import MultivariateNormal as Multiv
 from dubito.model.priors.nngp import NNGP as NNGP
 from dubito.model.priors.normal import Normal as Normal
 from dubito.model.priors.prior import Prior as Prior
-from dubito.model.priors.prior import concerned as concerned
+from dubito.model.priors.prior import prior_params as prior_params
 from dubito.model.priors.scale_mixture import ScaleMixture as ScaleMixture
 from dubito.model.priors.scales import Gamma as Gamma
 from dubito.model.priors.scales import HalfCauchy as HalfCauchy
 from dubito.model.priors.scales import InverseGamma as InverseGamma
 from dubito.model.priors.spike_and_slab import SpikeAndSlab as SpikeAndSlab
 from dubito.model.priors.student_t import StudentT as StudentT
+
+concerned = prior_params
+
+__getattr__ = _renamed(__name__, {"Centred": "Centered"})

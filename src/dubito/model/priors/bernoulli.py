@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.model.priors.factorized import Factorised
+from dubito.model.priors.factorized import Factorized
 from dubito.model.priors.scales import keep_positive
 from dubito.tensors.tree import Params
 
 
 @dataclass(frozen=True)
-class Bernoulli(Factorised):
+class Bernoulli(Factorized):
     r"""Every weight is the second of `values` with `probability`, and else the first: (0, 1), or (-1, 1) for signs.
 
     A discrete prior has no density, so no method that follows a gradient can use it: it says so, and `log_mass` scores weights that are

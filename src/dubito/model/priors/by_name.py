@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.priors.prior import PREFIX, Prior, weights
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 
@@ -86,7 +86,7 @@ class ByName(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         return self._gathered(like, {pattern: prior.sample(own, source) for pattern, prior, own in self._parts(like)})
 
     def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:

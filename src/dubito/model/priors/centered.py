@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +15,18 @@ from dubito.tensors.tree import Params
 
 
 @dataclass(frozen=True, eq=False)
-class Centred(Prior):
-    """What the weights differ from `mean` by has the given prior: `Centred(pretrained, Normal(scale=0.1))`.
+class Centered(Prior):
+    """What the weights differ from `mean` by has the given prior: `Centered(pretrained, Normal(scale=0.1))`.
 
     `mean` is a network or its weights by name; leaves it does not have are centred on zero, so a new head needs no entry. For the
     method `Laplace`, which adds precisions, take `MultivariateNormal(mean, Diagonal.of(variances))`.
 
-    >>> prior = Centred({"w": torch.tensor([1.0, 2.0])}, Normal(scale=0.5))
+    >>> prior = Centered({"w": torch.tensor([1.0, 2.0])}, Normal(scale=0.5))
     >>> prior.gradient({"w": torch.zeros(2)})
     {'w': tensor([4., 8.])}
     """
+
+    stored_name: ClassVar[str] = "Centred"  # in checkpoints of version 0.1
 
     mean: Mapping[str, Tensor] | nn.Module
     prior: Prior = field(default_factory=Normal)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dubito.model.priors.prior import Prior
 from dubito.model.priors.scales import keep_positive
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 
@@ -67,7 +67,7 @@ class ConvCorrelated(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         normals = {name: torch.empty_like(leaf).normal_(generator=source) for name, leaf in like.items()}
         return {name: (self._kernels(leaf) @ self._root(leaf).mT).reshape(leaf.shape) for name, leaf in normals.items()}
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dubito.model.priors.prior import Prior
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 
-class Factorised(Prior):
+class Factorized(Prior):
     """A density for one weight, which is that of each. One gives `density` and `draw`; `slope` and `expected` where they are known."""
 
     @property
@@ -60,8 +60,11 @@ class Factorised(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         return {name: self.draw(leaf, source) for name, leaf in like.items()}
 
     def units(self, params: Params) -> Params:
         return {name: torch.full_like(leaf, self.typical()) for name, leaf in params.items()}
+
+
+Factorised = Factorized

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito.model.priors.factorized import Factorised
+from dubito.model.priors.factorized import Factorized
 from dubito.model.priors.scales import keep_positive
 
 
 @dataclass(frozen=True)
-class Laplace(Factorised):
+class Laplace(Factorized):
     r""":math:`p(w) = e^{-|w| / b} / (2b)` with :math:`b = \mathrm{scale} / \sqrt 2`, so that `scale` is the standard deviation.
 
     Its mode is sparse (the lasso); its posterior is not.

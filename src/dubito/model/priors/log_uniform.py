@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito.model.priors.factorized import Factorised
+from dubito.model.priors.factorized import Factorized
 from dubito.model.priors.scales import IMPROPER
 
 EULER = 0.5772156649015329
@@ -16,7 +16,7 @@ FIT = (0.63576, 1.87320, 1.48695)  # of Molchanov et al., section 4.2
 
 
 @dataclass(frozen=True)
-class LogUniform(Factorised):
+class LogUniform(Factorized):
     r""":math:`p(w) \propto 1 / |w|`, flat in :math:`\ln |w|`: a normal weight with a scale of its own under Jeffreys' prior.
 
     It is improper, and so is its posterior; asked to sample or to score it says so. Its expectation under a Gaussian exists, up to a

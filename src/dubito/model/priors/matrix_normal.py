@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.priors.prior import Prior
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 
@@ -89,7 +89,7 @@ class MatrixNormal(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        source, (up, left) = generator or fresh(next(iter(like.values()), torch.zeros(())).device), self._roots
+        source, (up, left) = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device), self._roots
         drawn: Params = {}
         for name, leaf in like.items():
             matrix = self._shaped(name, torch.empty_like(leaf).normal_(generator=source))

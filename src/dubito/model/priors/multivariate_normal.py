@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito.model.priors.prior import Prior
 from dubito.tensors.covariances import Covariance, Diagonal
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 
@@ -84,5 +84,5 @@ class MultivariateNormal(Prior):
         return {name: leaf.sqrt().to(params[name]) for name, leaf in self.over(params).covariance.variance().items()}
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        drawn = self.covariance.sample(1, generator or fresh(next(iter(like.values())).device))
+        drawn = self.covariance.sample(1, generator or fresh_generator(next(iter(like.values())).device))
         return {name: (self.mean[name] + drawn[name][0]).to(leaf) for name, leaf in like.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dubito.model.priors.prior import Prior
 from dubito.model.priors.scales import plain
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -124,5 +124,5 @@ class Normal(Prior):
         return {name: torch.full_like(leaf, self.scale_of(name)) for name, leaf in params.items()}
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         return {name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=source) for name, leaf in like.items()}

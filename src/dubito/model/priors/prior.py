@@ -12,7 +12,7 @@ from dubito.tensors.tree import Params
 PREFIX = "prior:"
 
 
-def concerned(params: Params) -> Params:
+def prior_params(params: Params) -> Params:
     """What a prior has a say in: the weights, and its own hyperparameters; not what a likelihood learns."""
     return {name: leaf for name, leaf in params.items() if ":" not in name or name.startswith(PREFIX)}
 
@@ -89,3 +89,6 @@ class Prior(ABC):
     def units(self, params: Params) -> Params:
         """How far the prior lets each coordinate go, in the shapes of `params`: the lengths in which samplers measure steps."""
         return {name: torch.ones_like(leaf) for name, leaf in params.items()}
+
+
+concerned = prior_params

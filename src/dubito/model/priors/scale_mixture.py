@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.model.priors.factorized import Factorised
+from dubito.model.priors.factorized import Factorized
 from dubito.model.priors.scales import positive
 
 
 @dataclass(frozen=True)
-class ScaleMixture(Factorised):
+class ScaleMixture(Factorized):
     r""":math:`p(w) = \pi N(w \mid 0, \sigma_1^2) + (1 - \pi) N(w \mid 0, \sigma_2^2)`: most weights are small, some are not.
 
     `share` is :math:`\pi`, `scales` are :math:`(\sigma_1, \sigma_2)`. Blundell et al. choose among :math:`\pi` of 1/4, 1/2, 3/4,

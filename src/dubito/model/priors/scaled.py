@@ -12,7 +12,7 @@ from torch.func import vmap
 from dubito.model.priors.groups import Groups
 from dubito.model.priors.prior import PREFIX, Prior, weights
 from dubito.model.priors.scales import Scale
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 LOCAL, OVERALL = PREFIX + "log_scale", PREFIX + "log_overall"
@@ -96,7 +96,7 @@ class Scaled(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         free = {**self.parameters(weights(like)), **{name: leaf for name, leaf in like.items() if name.startswith(PREFIX)}}
         drawn = {name: self._scale(name).sample(leaf, source) for name, leaf in free.items()}
         for name, leaf in weights(like).items():

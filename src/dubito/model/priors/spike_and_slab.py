@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dubito.model.priors.prior import PREFIX, Prior, weights
 from dubito.model.priors.scales import keep_positive, plain, positive
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 LOGIT = PREFIX + "logit_share"
@@ -87,7 +87,7 @@ class SpikeAndSlab(Prior):
         return found
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        source = generator or fresh(next(iter(like.values()), torch.zeros(())).device)
+        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         drawn: Params = {}
         share = self.share
         if isinstance(share, tuple):

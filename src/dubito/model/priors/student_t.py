@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.model.priors.factorized import Factorised
+from dubito.model.priors.factorized import Factorized
 from dubito.model.priors.scales import keep_positive
 
 
 @dataclass(frozen=True)
-class StudentT(Factorised):
+class StudentT(Factorized):
     r""":math:`p(w) \propto (1 + w^2 / (\nu\, \mathrm{width}^2))^{-(\nu + 1) / 2}` with :math:`\nu` = `df` degrees of freedom.
 
     Large weights are expected now and then, so a wide network does not become a Gaussian process, and a far-off weight is hardly pulled

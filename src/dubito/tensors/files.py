@@ -1,0 +1,136 @@
+"""Tensors in one safetensors file with a JSON header: written whole or not at all, checked when read, and never a pickle."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dubito.tensors import tree
+
+FORMAT = 1
+
+
+class FileError(ValueError):
+    """A file that cannot be used, with the reason and what to do in one sentence."""
+
+
+def checksum(tensors: dict[str, Tensor], header: str = "") -> str:
+    """A digest of names, shapes, dtypes and contents; it finds damage, it does not keep out a forger."""
+    digest = hashlib.blake2b(header.encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = contiguous(tensors[name])
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The same numbers on the CPU, one after another: a copy only where they are not so yet."""
+    tensor = tensor.detach().cpu()
+    # `contiguous` leaves a tensor of one element the strides it has, through which bytes cannot be read
+    return tensor if tensor.is_contiguous() and tensor.numel() > 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+    """A scratch file to write, which takes the place of `path` once it is whole: after a crash there is the old file or the new."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:  # which names a file that nobody asked for
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    os.close(handle)
+    scratch = Path(name)
+    try:
+        yield scratch
+        mask = os.umask(0)
+        os.umask(mask)
+        scratch.chmod(0o666 & ~mask)  # mkstemp's files are for the owner only, whatever the user wants
+        with open(scratch, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    # The rename itself must survive a power cut; some file systems and platforms cannot sync a folder, which is no error.
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write(path: str | os.PathLike, tensors: dict[str, Tensor], meta: dict) -> None:
+    """Write tensors and JSON-able `meta` to one safetensors file, atomically: a crash leaves the old file or the new one."""
+    # Aliases (tied or expanded tensors) and strides are not part of a value: every tensor is stored on its own.
+    plain, seen = {name: contiguous(tensor) for name, tensor in tensors.items()}, set()
+    for name, tensor in plain.items():
+        memory = tensor.untyped_storage()
+        alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in seen
+        plain[name] = tensor if alone else tensor.clone()
+        seen.add(memory.data_ptr())
+    header = json.dumps({"format": FORMAT, **meta}, sort_keys=True)
+    metadata = {"dubito": header, "checksum": checksum(plain, header)}
+    with atomic_write(path) as scratch:
+        try:
+            save_file(plain, scratch, metadata)
+        except SafetensorError as error:  # what the system said is only in its words
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number.group(1)) if number else errno.EIO
+            raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:
+    """Read what `write` wrote; anything else is a `FileError` that says what is wrong with the file."""
+    mapped, header, expected = open_mapped(path)
+    tensors = tree.clone(mapped)  # what happens to the file from now on is no matter; and memory of our own is aligned
+    if checksum(tensors, header) != expected:
+        raise damaged(path)
+    return tensors, json.loads(header)
+
+
+def damaged(path: str | os.PathLike) -> FileError:
+    return FileError(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
+
+
+def open_mapped(path: str | os.PathLike, prefix: str | None = "") -> tuple[dict[str, Tensor], str, str]:
+    """The tensors whose names begin with a prefix (None: none of them), the header and the checksum.
+
+    The file is mapped into memory: nothing is read of a tensor before it is used, and nothing is checked yet.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            names = [] if prefix is None else [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FileError(f"{path}: not a readable safetensors file; it is truncated or of another kind ({error})") from None
+    if "dubito" not in metadata or "checksum" not in metadata:
+        raise FileError(f"{path}: a safetensors file, but not one written by dubito")
+    try:
+        written = json.loads(metadata["dubito"]).get("format", 0)
+    except (ValueError, AttributeError):
+        raise damaged(path) from None
+    if not isinstance(written, int):
+        raise damaged(path)
+    if written > FORMAT:
+        raise FileError(f"{path}: written by a newer dubito (file format {written}); upgrade dubito to read it")
+    return tensors, metadata["dubito"], metadata["checksum"]

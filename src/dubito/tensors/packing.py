@@ -1,0 +1,103 @@
+"""Nested values as flat tensors and JSON, and as text by which another process knows them again.
+
+`pack` turns states (dataclasses, dicts, lists, numbers, tensors, torch optimizers) into tensors and JSON; `unpack` fills a template of
+the same type, so a file never names a class to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.tensors.files import FileError, checksum
+
+
+def describe(value: Any) -> str:
+    """A value as text that is the same in every process: without the memory addresses that functions and plain objects print, and with
+    a checksum of every tensor. A dataclass that was renamed keeps its earlier name as the class attribute `stored_name`.
+
+    >>> describe(lambda: 0)
+    '<function <lambda>>'
+    >>> describe({"w": torch.zeros(2, 1000)})
+    "{'w': tensor(float32, [2, 1000], 3ef4ba222a6ddd8baa069ef77d0fc9e5)}"
+    """
+    if isinstance(value, Tensor):
+        return f"tensor({str(value.dtype).removeprefix('torch.')}, {list(value.shape)}, {checksum({'': value})})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{describe(key)}: {describe(item)}' for key, item in value.items())}}}"
+    if type(value) is list:
+        return f"[{', '.join(map(describe, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(describe, value))}{',' if len(value) == 1 else ''})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (f"{f.name}={describe(getattr(value, f.name))}" for f in dataclasses.fields(value) if f.repr)
+        return f"{getattr(type(value), 'stored_name', type(value).__qualname__)}({', '.join(fields)})"
+    return without_addresses(repr(value))
+
+
+def without_addresses(words: str) -> str:
+    """Text without the memory addresses of objects: "<f at 0x7f>" becomes "<f>"."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", words)
+
+
+def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """A JSON-able description of a nested value; its tensors go into `tensors` under their paths.
+
+    Fields of a dataclass with `metadata={"transient": True}` (what is made again at need, such as compiled code) are left out.
+    """
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    if isinstance(value, torch.Generator):
+        return {"generator": pack(value.get_state(), tensors, path)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if not f.metadata.get("transient")]
+        return {"fields": {name: pack(item, tensors, f"{path}/{name}") for name, item in fields}}
+    if isinstance(value, dict):
+        return {"dict": [[key, pack(item, tensors, f"{path}/{key}")] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"list": [pack(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]}
+    if isinstance(value, torch.optim.Optimizer):
+        return {"stateful": pack(value.state_dict(), tensors, path)}
+    raise TypeError(
+        f"a state may hold tensors, numbers, strings, generators, dataclasses, dicts, lists and optimizers; "
+        f"{path or 'the state'} is a {type(value).__name__}"
+    )
+
+
+def unpack(description: Any, tensors: dict[str, Tensor], template: Any = None) -> Any:
+    """The inverse of `pack`. Dataclasses, generators and optimizers are rebuilt on `template`, a value of the same shape."""
+    (kind, content), *_ = description.items()
+    if kind == "tensor":
+        tensor = tensors[content]
+        if isinstance(template, Tensor) and template.shape == tensor.shape and template.dtype == tensor.dtype:
+            with torch.no_grad():
+                return template.copy_(tensor)  # in place: an optimizer in the same state refers to this very object
+        return tensor
+    if kind == "value":
+        return content
+    if kind == "generator":
+        template.set_state(unpack(content, tensors).cpu())
+        return template
+    if kind == "fields":
+        filled = {name: unpack(item, tensors, getattr(template, name)) for name, item in content.items()}
+        transient = {f.name: getattr(template, f.name) for f in dataclasses.fields(template) if f.metadata.get("transient")}
+        return type(template)(**filled, **transient)
+    if kind == "dict":
+        inner = template if isinstance(template, dict) else {}
+        return {key: unpack(item, tensors, inner.get(key)) for key, item in content}
+    if kind == "list":
+        inner = list(template) if isinstance(template, list | tuple) else []
+        inner += [None] * (len(content) - len(inner))
+        items = [unpack(item, tensors, like) for item, like in zip(content, inner, strict=False)]
+        return tuple(items) if isinstance(template, tuple) else items
+    if kind == "stateful":
+        template.load_state_dict(unpack(content, tensors))
+        return template
+    raise FileError(f"unknown entry {kind!r}; the file was written by another version of dubito")
