@@ -33,9 +33,9 @@ class Noise:
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(
-                f"noise goes on one tensor of real numbers; got {found}: give a function of your own, (x, generator) -> x"
+                f"noise goes on one tensor of real numbers; got {kind}: give a function of your own, (x, generator) -> x"
             )
         return x + self.scale * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dubito.inference.method import Start
-from dubito.model import Target
+from dubito.model import Model, Target
 from dubito.model.priors import Normal, Prior, concerned
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Posterior, Samples
@@ -18,6 +18,7 @@ from dubito.tensors import store, tree
 from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 TRACE, BUFFER = "trace:", "buffer:"  # names of a draw that are no weights: what was noted of it, and buffers that differ
 
 
@@ -28,6 +29,19 @@ def check_precision(params: Params) -> None:
         "weights in half precision lose small steps and small differences between draws: keep the network in float32, and give "
         'fit(precision="bfloat16") to run it in half precision',
     )
+
+
+def batching_pays(model: Model) -> bool:
+    """Whether chains or members run faster in one batched pass than one after another.
+
+    They do where launching many small operations costs more than doing them: not for convolutions or wide layers on a CPU, whose
+    batched kernels are slower, nor for recurrent layers.
+    """
+    modules = list(model.network.modules())
+    if any(isinstance(module, nn.RNNBase) for module in modules):
+        return False
+    small = sum(p.numel() for p in model.network.parameters()) <= 100_000
+    return model.device.type != "cpu" or (small and not any(isinstance(module, CONVOLUTIONS) for module in modules))
 
 
 def samples(target: Target, draws: store.Draws, buffers: Buffers, sampler: dict[str, Any]) -> Posterior:

@@ -19,6 +19,7 @@ from dubito.inference.batches import Arrays, Batches
 from dubito.inference.method import Method, departures, traits_of
 from dubito.inference.options import FitOptions
 from dubito.model import Target
+from dubito.network.examples import Batch
 from dubito.posteriors.identity import belonging, differences
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import require
@@ -122,7 +123,7 @@ class Checkpoint:
 
 
 def fingerprint(
-    target: Target, method: Method, options: FitOptions, source: Batches, held_out: Batches | None, first: Any, steps: int
+    target: Target, method: Method, options: FitOptions, source: Batches, held_out: Batches | None, first: Batch, steps: int
 ) -> dict[str, Any]:
     """What must be the same for a run to go on.
 

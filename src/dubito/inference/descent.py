@@ -1,4 +1,4 @@
-"""What methods that descend share: optimisers, schedules and the step.
+"""What methods that descend share: optimizers, schedules and the step.
 
 The loss is the negative log joint divided by the number of data, so learning rates mean what they mean elsewhere, and the prior is
 in its gradient exactly: weight decay theta / (N scale^2) inside the gradient, not decoupled from it.
@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods.likelihood import PREFIX
 from dubito.network.cuda_graphs import Steps
+from dubito.network.examples import Batch
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive
@@ -37,8 +38,11 @@ class DescentState:
     recorded: Steps = field(default_factory=Steps, kw_only=True, repr=False, compare=False, metadata={"transient": True})
 
 
+Trained = TypeVar("Trained", bound=DescentState)
+
+
 @dataclass(frozen=True)
-class Descent(ABC):
+class Descent(ABC, Generic[Trained]):
     """Gradient descent on the negative log joint.
 
     `schedule` is the course of the learning rate after `warmup` (a share of all steps, linear): cosine to zero, or constant. `clip`
@@ -82,7 +86,7 @@ class Descent(ABC):
         return max(1.0, min(PACE, FARTHEST / self.learning_rate)) if self.optimizer == "adam" else 1.0
 
     @abstractmethod
-    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+    def posterior(self, target: Target, state: Trained, draws: store.Draws) -> Posterior:
         """What the weights, and whatever else the state holds, stand for."""
 
     def prepare(self, target: Target) -> Target:
@@ -97,19 +101,17 @@ class Descent(ABC):
         """`epochs` passes over the data."""
         return self.epochs * n_batches
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> DescentState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> Trained:
         """The weights at their start, and an optimizer for them."""
-        # Adam and momentum work element by element, so the leaves of stacked members need no optimiser of their own each.
+        # Adam and momentum work element by element, so the leaves of stacked members need no optimizer of their own each.
         leaves = list(start.params.values())
         if self.optimizer == "adam":
             optimizer = torch.optim.Adam(leaves, lr=self.learning_rate, fused=all(p.is_floating_point() for p in leaves))
         else:
             optimizer = torch.optim.SGD(leaves, lr=self.learning_rate, momentum=self.momentum, fused=True)
-        return DescentState(start.params, start.buffers, optimizer, 0, steps)
+        return cast(Trained, DescentState(start.params, start.buffers, optimizer, 0, steps))
 
-    def step(
-        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
-    ) -> tuple[DescentState, Info]:
+    def step(self, target: Target, state: Trained, data: Iterable[Batch], generator: torch.Generator) -> tuple[Trained, Info]:
         """A step of the optimizer on minus the log joint, times T / N."""
         data = list(data)
         state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
@@ -122,17 +124,17 @@ class Descent(ABC):
         state.step += 1
         return state, info
 
-    def _may_record(self, target: Target, data: list[Any]) -> bool:
+    def _may_record(self, target: Target, data: list[Batch]) -> bool:
         """On a GPU, and where a batch is all that is new in a step."""
         new = len(data) != 1 or target.weights is not None or target.adversary is not None
         return self.record and target.model.device.type == "cuda" and not new
 
-    def kind(self, state: DescentState) -> Hashable | None:
+    def kind(self, state: Trained) -> Hashable | None:
         """What tells steps of one kind from those of another, for which the device does other things; None: each does its own."""
         return ()
 
-    def update(self, target: Target, state: DescentState, data: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """What a step does on the device, all in place: weights, buffers and the optimiser, at the learning rate that it has."""
+    def update(self, target: Target, state: Trained, data: list[Batch], generator: torch.Generator) -> dict[str, Tensor]:
+        """What a step does on the device, all in place: weights, buffers and the optimizer, at the learning rate that it has."""
         target = self.prepare(target)
         factor = -target.temperature / target.n_data
         evaluation = target.gradient(state.params, data, state.buffers, train=True, factor=factor)
@@ -143,11 +145,11 @@ class Descent(ABC):
         tree.become(state.buffers, evaluation.buffers)
         return {"log_likelihood": evaluation.log_likelihood}
 
-    def draw(self, state: DescentState) -> Params | None:
+    def draw(self, state: Trained) -> Params | None:
         """None: descent has no draws."""
         return None
 
-    def unstack(self, target: Target, state: DescentState) -> list[DescentState]:
+    def unstack(self, target: Target, state: Trained) -> list[Trained]:
         """The states of the members of a stacked target, which were trained in one batched pass."""
         assert target.members is not None
         fixed = {name for name, _ in target.model.network.named_parameters()}  # not stacked where they are not Bayesian
@@ -169,7 +171,7 @@ class Descent(ABC):
 
 
 def advance(optimizer: torch.optim.Optimizer, params: Params, slopes: Iterable[Tensor], *, pace: float) -> None:
-    """A step of the optimiser, in place; learned noises of the likelihood go `pace` times as far as it takes them.
+    """A step of the optimizer, in place; learned noises of the likelihood go `pace` times as far as it takes them.
 
     >>> params = {"weight": torch.zeros(1), "likelihood:log_scale": torch.zeros(1)}
     >>> advance(torch.optim.Adam(params.values(), lr=0.001), params, [torch.ones(1), torch.ones(1)], pace=10.0)
@@ -177,7 +179,7 @@ def advance(optimizer: torch.optim.Optimizer, params: Params, slopes: Iterable[T
     {'weight': tensor([-0.0010]), 'likelihood:log_scale': tensor([-0.0100])}
     """
     for leaf, slope in zip(params.values(), slopes, strict=True):
-        leaf.grad = slope  # strides as the leaf's, which fused optimisers on a CPU take for granted: autograd sees to that
+        leaf.grad = slope  # strides as the leaf's, which fused optimizers on a CPU take for granted: autograd sees to that
     noises = [leaf for name, leaf in params.items() if name.startswith(PREFIX)] if pace != 1 else []
     before = [leaf.clone() for leaf in noises]
     optimizer.step()

@@ -58,7 +58,7 @@ class Density:
             [-1.]])
     """
 
-    def __init__(self, target: Target, data: Iterable[Any], like: Params, buffers: Buffers, *, compile: bool = False):
+    def __init__(self, target: Target, data: Iterable[Batch], like: Params, buffers: Buffers, *, compile: bool = False):
         self.target, self.buffers, self.compile = target, buffers, compile
         self.like = {name: leaf.detach() for name, leaf in like.items()}
         self.size, self.dtype = tree.size(like), tree.flatten(self.like).dtype
@@ -250,10 +250,10 @@ class Density:
             return ((self._ready(self._likelihood, position, batch), batch) for batch in self._batches())
         if self.hand is not None:
             return ((self.hand, self.chunks[0]),)
-        if (found := self._prepared.get(len(position))) is None:
-            found = [(self._ready(self._likelihood, position, batch), batch) for batch in self.chunks]
-            self._prepared[len(position)] = found
-        return found
+        if (prepared := self._prepared.get(len(position))) is None:
+            prepared = [(self._ready(self._likelihood, position, batch), batch) for batch in self.chunks]
+            self._prepared[len(position)] = prepared
+        return prepared
 
     def _ready(self, function: Callable, position: Tensor, batch: Batch) -> Callable:
         shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree.leaves(batch))
@@ -295,14 +295,14 @@ class Density:
             )
 
 
-def same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+def same(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Whether a kernel gives what autograd gives, within rounding, measured by the largest entry.
 
     A chain that goes on starts where large terms of the gradient cancel. What is not finite cannot be compared, and so is not the same.
     """
     return all(
         bool(theirs.isfinite().all()) and torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
-        for mine, theirs in zip(found, wanted, strict=True)
+        for mine, theirs in zip(values, wanted, strict=True)
     )
 
 

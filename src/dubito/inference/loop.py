@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from dubito.inference.method import Event, Info, Method
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.model import Target
+from dubito.network.examples import Batch
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import require
 
@@ -84,7 +84,7 @@ class Loop:
         self._end_epoch(run, info)
         return {**info, **self._validate(run)}, False
 
-    def _groups(self) -> Iterator[tuple[int, Iterable[Any]]]:
+    def _groups(self) -> Iterator[tuple[int, Iterable[Batch]]]:
         """(number of examples, batches) for every step of an epoch."""
         if self.method.data == "full":
             yield self.source.n_data, self.source

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 
 from dubito.model import Target
+from dubito.network.examples import Batch
 from dubito.posteriors import Posterior
 from dubito.tensors import store
 from dubito.tensors.tree import Buffers, Params
@@ -50,11 +51,11 @@ class Method(Protocol[State]):
         """The number of steps of a fit, if a pass over the data has `n_batches` batches."""
         ...
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> State:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> State:
         """The state before the first of `steps` steps; `batch` is an example of the data, from which to read shapes."""
         ...
 
-    def step(self, target: Target, state: State, data: Iterable[Any], generator: torch.Generator) -> tuple[State, Info]:
+    def step(self, target: Target, state: State, data: Iterable[Batch], generator: torch.Generator) -> tuple[State, Info]:
         """One step on `data`, an iterable of batches (of one, unless gradients are accumulated or the method is full-batch)."""
         ...
 

@@ -24,11 +24,11 @@ from dubito.curvature.memory import Need, available, refusal, written
 from dubito.curvature.passes import Passes, SinglePass, Subnetwork, alternatives
 from dubito.inference.method import Method, Start
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
-from dubito.inference.methods.swag import _norms, _places
+from dubito.inference.methods.swag import batch_norms, statistic_names
 from dubito.inference.start import make_start
 from dubito.model import Model, Target
 from dubito.model.priors import Normal
-from dubito.network.examples import batch_size
+from dubito.network.examples import Batch, batch_size
 from dubito.tensors import store, tree
 from dubito.tensors.randomness import forked, generator
 from dubito.tensors.text import TextTable
@@ -49,7 +49,7 @@ class Plan:
     step: float | None = None  # seconds; None where it would not fit and was not tried
     steps: int | None = None  # of the whole fit, if n_data is given
     total: float | None = None  # seconds of all steps; decompositions at the end come on top
-    free: int | None = None  # bytes, as given or as found; None where nothing tells
+    free: int | None = None  # bytes, as given or as measured; None where nothing tells
     advice: str = ""  # what would fit
 
     @property
@@ -75,7 +75,7 @@ class Plan:
         return table if self.fits else f"{table}\n{self.advice}"
 
 
-def plan(model: Model, method: Method, batch: Any, *, n_data: int | None = None, memory: float | None = None) -> Plan:
+def plan(model: Model, method: Method, batch: Batch, *, n_data: int | None = None, memory: float | None = None) -> Plan:
     """What `fit(model, method, data)` will need in memory and time, for data that come in batches like `batch`.
 
     With `n_data`, the size of the data, the time of all steps is told, too. `memory` is what there is, in gigabytes; None takes what is
@@ -83,10 +83,10 @@ def plan(model: Model, method: Method, batch: Any, *, n_data: int | None = None,
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(100, 10), dubito.Categorical())
-    >>> found = plan(model, dubito.Laplace("dense"), (torch.randn(8, 100), torch.arange(8)), n_data=60_000)
-    >>> found.parameters, found.posterior                      # the weights, and a matrix of 1010 x 1010 numbers
+    >>> estimate = plan(model, dubito.Laplace("dense"), (torch.randn(8, 100), torch.arange(8)), n_data=60_000)
+    >>> estimate.parameters, estimate.posterior                      # the weights, and a matrix of 1010 x 1010 numbers
     (1010, 4084440)
-    >>> found.fits, found.steps
+    >>> estimate.fits, estimate.steps
     (True, 7500)
     """
     batch = tree.move(tree.tensors(batch, next(model.network.parameters()).dtype), model.device)
@@ -95,14 +95,14 @@ def plan(model: Model, method: Method, batch: Any, *, n_data: int | None = None,
     limit = free if memory is None else int(memory * GIGABYTE)
     batches = math.ceil((n_data or size) / size)
     with forked():
-        found = _plan(_Case(model, method, batch, batches, limit, free))
-    return found if n_data is not None else replace(found, steps=None, total=None)
+        estimate = _plan(_Case(model, method, batch, batches, limit, free))
+    return estimate if n_data is not None else replace(estimate, steps=None, total=None)
 
 
 class _Case(NamedTuple):
     model: Model
     method: Method
-    batch: Any
+    batch: Batch
     batches: int  # in a pass over the data
     limit: int | None
     free: int | None
@@ -135,24 +135,24 @@ def _plan(case: _Case) -> Plan:
     else:
         measured = _measure(case)
     steps = method.steps(case.batches)
-    found = Plan(
+    estimate = Plan(
         type(method).__name__, tree.size({name: leaf for name, leaf in start.params.items() if ":" not in name}),
         _posterior(case, start, wanted, measured), max(measured.peak, end), measured.state, _prediction(case, at, start),
         measured.step, steps, measured.total(method, case.batches, steps), case.limit,
     )  # fmt: skip
-    return found if found.fits else replace(found, advice=_advice(case, at, found, point))
+    return estimate if estimate.fits else replace(estimate, advice=_advice(case, at, estimate, point))
 
 
-def _advice(case: _Case, at: Setup | None, found: Plan, point: int) -> str:
-    assert found.free is not None
+def _advice(case: _Case, at: Setup | None, estimate: Plan, point: int) -> str:
+    assert estimate.free is not None
     if at is None:
         way = "smaller batches, with accumulate=..., hold fewer activations"
         way = "take a smaller rank, or smaller batches with accumulate=..." if isinstance(case.method, SWAG) else way
-        return refusal(f"{found.method} of {found.parameters:,} weights", found.peak, found.free, {}, otherwise=way)
+        return refusal(f"{estimate.method} of {estimate.parameters:,} weights", estimate.peak, estimate.free, {}, otherwise=way)
     over = sum(shape.numel() for shape in at.shapes.values())
     what = f"structure={getattr(case.method, 'structure', '')!r} over {over:,} weights"
     others = {name: point + size for name, size in alternatives(at, case.x).items()}
-    return refusal(what, found.peak, found.free, others)
+    return refusal(what, estimate.peak, estimate.free, others)
 
 
 def _ensemble(case: _Case, method: Ensemble) -> Plan:
@@ -164,17 +164,17 @@ def _ensemble(case: _Case, method: Ensemble) -> Plan:
     step = [stage.step for stage in stages if stage.step is not None]
     total = [stage.total for stage in stages if stage.total is not None]
     tried = len(step) == len(stages)
-    found = Plan(
+    estimate = Plan(
         f"{n} x {' and '.join(stage.method for stage in stages)}", last.parameters,
         None if last.posterior is None else n * last.posterior, peak, state,
         last.prediction * (1 if isinstance(method.method, Laplace | OnlineLaplace) else n),
         n * max(step) if tried else None, method.steps(case.batches), n * sum(total) if tried else None, case.limit,
     )  # fmt: skip
-    if found.fits:
-        return found
-    assert found.free is not None
+    if estimate.fits:
+        return estimate
+    assert estimate.free is not None
     advice = next((stage.advice for stage in stages if stage.advice), "")
-    return replace(found, advice=advice or refusal(found.method, peak, found.free, {}, otherwise="take fewer members"))
+    return replace(estimate, advice=advice or refusal(estimate.method, peak, estimate.free, {}, otherwise="take fewer members"))
 
 
 # -- sizes
@@ -207,30 +207,30 @@ def _posterior(case: _Case, start: Start, wanted: Need | None, measured: _Measur
         return _bytes(start) + wanted.covariance
     if not isinstance(method, SWAG):
         return measured.posterior
-    norms = _norms(case.model.network)
+    norms = batch_norms(case.model.network)
     if norms:  # draws, with statistics of their own
-        own = sum(_bytes(start.buffers[name]) for prefix in norms for name in _places(prefix))
+        own = sum(_bytes(start.buffers[name]) for prefix in norms for name in statistic_names(prefix))
         return method.draws * (weights + own) + _bytes(start.buffers) - own
     held = min(method.rank, method.epochs - int(method.collect_after * method.epochs))
     return _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
 
 
 def _prediction(case: _Case, at: Setup | None, start: Start) -> int:
-    """Bytes for an input: linearised, a gradient of every output for each layer's outputs; else a pass for each draw."""
+    """Bytes for an input: linearized, a gradient of every output for each layer's outputs; else a pass for each draw."""
     peak = _peak(case.model.device)
     with peak, torch.no_grad():
         case.model.forward(start.params, case.x, tree.clone(start.buffers))
     forward = math.ceil(peak.peak / batch_size(case.model.split(case.batch)[1]))
     if at is not None:
-        found = at.layout(case.x)
-        return forward + found.taps * (found.outputs + 2) * at.dtype.itemsize
+        layout = at.layout(case.x)
+        return forward + layout.taps * (layout.outputs + 2) * at.dtype.itemsize
     return forward * (case.method.draws if isinstance(case.method, SWAG | MCDropout) else 1)
 
 
 def _bytes(value: Any) -> int:
     """Bytes of all tensors in a nested value, each storage once; single numbers are not counted."""
-    found = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in _tensors(value) if leaf.numel() > 1}
-    return sum(found.values())
+    sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in _tensors(value) if leaf.numel() > 1}
+    return sum(sizes.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -324,8 +324,8 @@ class _Tracked(TorchDispatchMode):
             if key in self.live:
                 continue
             if given is None:  # a view of what was there before, or that itself, changed in place, takes nothing
-                found = tree_leaves((args, kwargs))
-                given = {item.untyped_storage()._cdata for item in found if isinstance(item, Tensor)}
+                inputs = tree_leaves((args, kwargs))
+                given = {item.untyped_storage()._cdata for item in inputs if isinstance(item, Tensor)}
             if key not in given:
                 self.live[key] = memory.nbytes()
                 self.now += self.live[key]

@@ -28,7 +28,7 @@ from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Method, Start, Traits, traits_of
 from dubito.model import Model, Target
 from dubito.model.likelihoods import own
-from dubito.network.examples import batch_size, split_batch
+from dubito.network.examples import Batch, batch_size, split_batch
 from dubito.network.weights import mode
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
@@ -164,7 +164,7 @@ class Consistent(Target):
         f = f.float() if f.dtype.itemsize < 4 else f
         return f, self.model.likelihood.mean(f, own(params)), buffers
 
-    def _summed(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
+    def _summed(self, params: Params, index: int, batch: Batch, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
         """The sum over the labelled batch of log likelihoods, less its share of N w J: the caller scales both by N / B."""
         x, y = self.model.split(batch)
         n, rows = batch_size(y), torch.empty(0, dtype=torch.long, device=self.model.device)
@@ -275,7 +275,7 @@ class Consistency(ABC):
             n_batches = max(n_batches, batches_of(count(self.unlabelled), self.unlabelled_size))
         return self._inner.steps(n_batches)
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> ConsistencyState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> ConsistencyState:
         """The student's state, the unlabelled examples, and what the teacher needs."""
         student = self._inner.init(target, start, batch, generator, steps=steps)
         name = type(self.method).__name__
@@ -293,7 +293,7 @@ class Consistency(ABC):
             x = joined(x, stream(0, seed)[0])  # fails early where they are not alike
         return self.begin(target, state, x, generator)
 
-    def step(self, target: Target, state: Any, data: Iterable[Any], generator: torch.Generator) -> tuple[Any, Info]:
+    def step(self, target: Target, state: Any, data: Iterable[Batch], generator: torch.Generator) -> tuple[Any, Info]:
         """A step of the student on the log joint less the consistency, and then one of the teacher."""
         if state.digest != state.given:
             raise ValueError("the unlabelled examples are others than those this run began with: resume with the same")
@@ -312,7 +312,7 @@ class Consistency(ABC):
         state.step, state.drawn = state.step + 1, first + len(data)
         self.follow(state)
         # what the method has seen as a log likelihood is less by the consistency
-        apart = torch.stack([n * found for n, found in stable.noted]).sum() / sum(n for n, _ in stable.noted)
+        apart = torch.stack([n * difference for n, difference in stable.noted]).sum() / sum(n for n, _ in stable.noted)
         info = {**info, "log_likelihood": info["log_likelihood"] + weight * apart, "consistency": apart}
         return state, info
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dubito.inference.chains import BUFFER, TRACE, check_precision, own_buffers, samples, starts, within
+from dubito.inference.chains import BUFFER, TRACE, batching_pays, check_precision, own_buffers, samples, starts, within
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Model, Target
 from dubito.model.likelihoods import own as learned
@@ -39,7 +39,6 @@ from dubito.tensors.tree import Buffers, Params
 
 PLAIN: dict[str, Any] = {"weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
 MEMORY = 0.99  # of RMSprop: how much of the mean square a step keeps
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass
@@ -346,7 +345,7 @@ class Langevin(ABC):
     def _together(self, target: Target, params: Params, buffers: Buffers, batch: Batch) -> bool:
         """Whether to run all chains in one batched pass: where launching many small operations costs more than doing them, and
         the network can run so: not if it asks for values, or writes into tensors of its own."""
-        if self.vectorize is False or self.chains == 1 or not (self.vectorize or _pays(target.model)):
+        if self.vectorize is False or self.chains == 1 or not (self.vectorize or batching_pays(target.model)):
             return False
         try:
             replace(target, members=self.chains).gradient(params, [batch], tree.clone(buffers), train=True)
@@ -407,12 +406,3 @@ def _apart(model: Model, buffers: Buffers) -> tuple[Buffers, Buffers]:
     """Buffers that all chains share (parameters that are not Bayesian), and those that each has for itself."""
     fixed = {name for name, _ in model.network.named_parameters()}
     return {n: b for n, b in buffers.items() if n in fixed}, {n: b for n, b in buffers.items() if n not in fixed}
-
-
-def _pays(model: Model) -> bool:
-    """Not for convolutions or wide layers on a CPU, whose batched kernels are slower than one chain after another."""
-    modules = list(model.network.modules())
-    if any(isinstance(module, nn.RNNBase) for module in modules):
-        return False
-    small = sum(p.numel() for p in model.network.parameters()) <= 100_000
-    return model.device.type != "cpu" or (small and not any(isinstance(module, CONVOLUTIONS) for module in modules))

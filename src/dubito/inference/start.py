@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dubito.inference.method import Start
 from dubito.model import Model
+from dubito.network.examples import Targets
 from dubito.posteriors import Posterior
 from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
 
-def make_start(model: Model, start: Params | Posterior | None, y: Any, *, many: bool = False) -> Start:
+def make_start(model: Model, start: Params | Posterior | None, y: Targets, *, many: bool = False) -> Start:
     """The start of a method, as copies on the model's device.
 
     Quantities that the likelihood or the prior learns, and that `start` does not hold, begin at the model's first guess from the
@@ -35,7 +34,7 @@ def make_start(model: Model, start: Params | Posterior | None, y: Any, *, many: 
     )
 
 
-def _many(model: Model, start: Params | Posterior, draws: Params, own: Buffers, y: Any) -> Start:
+def _many(model: Model, start: Params | Posterior, draws: Params, own: Buffers, y: Targets) -> Start:
     """A start for every draw; `params` and `buffers` are those of the first."""
     params, buffers = model.parameters(y), model.buffers()
     draws, own = (tree.move(tree.clone(leaves), model.device) for leaves in (draws, own))

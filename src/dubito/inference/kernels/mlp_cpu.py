@@ -331,11 +331,11 @@ class Dense(Field):
         return run
 
     def _leaves(self, q: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        found = []
+        leaves = []
         for layer in self.network.layers:
             w = q[:, layer.weight : layer.weight + layer.fan_in * layer.fan_out].view(len(q), layer.fan_out, layer.fan_in)
-            found.append((w, q[:, layer.bias : layer.bias + layer.fan_out].unsqueeze(2) if layer.bias >= 0 else None))
-        return found
+            leaves.append((w, q[:, layer.bias : layer.bias + layer.fan_out].unsqueeze(2) if layer.bias >= 0 else None))
+        return leaves
 
     def _forward(self, weights: Sequence[tuple[Tensor, Tensor | None]], h: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """(what goes into an activation where its slope needs it, what comes out) of every activation, and f [C, K, N]."""
@@ -359,8 +359,8 @@ class Dense(Field):
     ) -> None:
         """Write, or add, the gradients of all layers, from delta [C, K, N], the gradient in f."""
         for i in range(len(weights) - 1, -1, -1):
-            found = torch.bmm(delta, below[i - 1][1].mT if i else x)
-            for slope, new in zip(slopes[i], (found, delta.sum(2, keepdim=True)), strict=True):
+            slope_of_weight = torch.bmm(delta, below[i - 1][1].mT if i else x)
+            for slope, new in zip(slopes[i], (slope_of_weight, delta.sum(2, keepdim=True)), strict=True):
                 if slope is not None:
                     slope.add_(new) if add else slope.copy_(new)
             if i:

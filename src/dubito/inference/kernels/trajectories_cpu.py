@@ -88,10 +88,10 @@ class Cores:
         torch.set_num_threads(1)
         try:
             others = [self.pool.submit(self._some, tasks[i::cores], i) for i in range(1, cores)]
-            found = [self._some(tasks[::cores], 0), *(other.result() for other in others)]
+            results = [self._some(tasks[::cores], 0), *(other.result() for other in others)]
         finally:
             torch.set_num_threads(threads)
-        return [found[i % cores][i // cores] for i in range(len(tasks))]
+        return [results[i % cores][i // cores] for i in range(len(tasks))]
 
     def _some(self, tasks: Sequence[Callable[[Memory], Result]], core: int) -> list[Result]:
         with torch.no_grad():
@@ -159,20 +159,20 @@ class Trajectories(Kernel):
         q, (v, g, r) = field.lift(position), (field.raise_(leaf) for leaf in (velocity, gradient, reach))
         v.addcmul_(r, g, value=0.5)
         value, done, active = position.new_zeros(len(q), dtype=torch.float64), 0, len(counts)
-        found: Tensor | None = None
+        end: Tensor | None = None
         while active:
             until = counts[active - 1]
             here, speed, slope, by = q[:active], v[:active], g[:active], r[:active]
             climb, pull = field.climber(here, slope, memory), self.pull(here, slope)
             for number in range(done + 1, until + 1):
                 here.addcmul_(by, speed)
-                found = climb(number == until)
+                end = climb(number == until)
                 pull()
                 speed.addcmul_(by, slope, value=warmth)
             ending = slice(sum(count > until for count in counts), active)
             v[ending].addcmul_(r[ending], g[ending], value=-0.5 * warmth)
-            assert found is not None
-            value[ending], done, active = found[ending], until, ending.start
+            assert end is not None
+            value[ending], done, active = end[ending], until, ending.start
         position.copy_(field.lower(q))
         velocity.copy_(field.lower(v))
         gradient.copy_(field.lower(g) * warmth)
@@ -243,8 +243,8 @@ class Trajectories(Kernel):
         return self.field.parts(len(position), len(self.cores))
 
     def _joined(self, tasks: Sequence[Callable[[Memory], tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
-        found = self.cores.run(tasks)
-        return found[0] if len(found) == 1 else tuple(torch.cat(leaves) for leaves in zip(*found, strict=True))
+        results = self.cores.run(tasks)
+        return results[0] if len(results) == 1 else tuple(torch.cat(leaves) for leaves in zip(*results, strict=True))
 
     def _walk(
         self, number: int, part: slice, memory: Memory, position: Tensor, velocity: Tensor, gradient: Tensor,

@@ -5,15 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from dubito.inference.chains import batching_pays
 from dubito.inference.method import Info, Method, Stacking, Start, Traits, traits_of
 from dubito.inference.methods.map import MAP
 from dubito.inference.start import make_start
 from dubito.model import Target
+from dubito.network.examples import Batch
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.tensors import store, tree
@@ -21,12 +23,10 @@ from dubito.tensors.checks import at_least, positive, require
 from dubito.tensors.randomness import derive, hashed, uniforms
 from dubito.tensors.tree import Params
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
 
 @dataclass
 class Stage:
-    members: list[Any]  # one state each, or a single stacked one
+    members: list[Batch]  # one state each, or a single stacked one
     stacked: bool
 
 
@@ -46,17 +46,17 @@ class EnsembleState:
 class Ensemble:
     """Several members of any method, each from its own random start; the posterior is their mixture.
 
-    Members are re-initialised by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network), and see
+    Members are re-initialized by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network), and see
     the same batches. Where that is faster they are trained in one batched pass: `vectorize` forces or forbids it.
 
     `start`, a method that ends at a single setting of the weights, trains each member first, and `method` goes on from there:
     `Ensemble(Laplace(), 5, start=MAP(epochs=50))`. Methods that expect a trained network (`post_hoc` is true of them) have
-    `start=MAP()` by default, since nothing else would train members that are initialised anew. Where `fit` is given `validation`,
+    `start=MAP()` by default, since nothing else would train members that are initialized anew. Where `fit` is given `validation`,
     the state that scores best counts, be it of the start or of what follows.
 
     `bagging` weighs the examples of each member as a bootstrap would (how often an example counts is Poisson, and depends on nothing
-    but the example and the member, whatever the order of the data; examples that are augmented at random are not recognised).
-    `adversarial`, a share of each input's range such as 0.01, adds the fast gradient sign neighbour of each example to the loss.
+    but the example and the member, whatever the order of the data; examples that are augmented at random are not recognized).
+    `adversarial`, a share of each input's range such as 0.01, adds the fast gradient sign neighbor of each example to the loss.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=0.1))
@@ -114,7 +114,7 @@ class Ensemble:
         """Those of all stages."""
         return sum(method.steps(n_batches) for method in self.methods)
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> EnsembleState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> EnsembleState:
         """Members with newly initialized weights, in one batched state where that is faster."""
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         starts = [self._reset(target, start, derive(seed, i)) for i in range(self.size)]
@@ -138,7 +138,7 @@ class Ensemble:
         return state
 
     def step(
-        self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
+        self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
     ) -> tuple[EnsembleState, Info]:
         """A step of every member, on the same batches."""
         if self.bagging or self.adversarial is not None:
@@ -152,7 +152,7 @@ class Ensemble:
         return state, info
 
     def _step(
-        self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator
+        self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
     ) -> tuple[EnsembleState, Info]:
         """A step of the stage that is under way."""
         method, stage = self.methods[state.stage], state.stages[state.stage]
@@ -175,13 +175,13 @@ class Ensemble:
         infos = [info for _, info in members]
         return state, {key: torch.stack([torch.as_tensor(info[key]) for info in infos]) for key in infos[0]}
 
-    def _advance(self, target: Target, state: EnsembleState, data: Iterable[Any], generator: torch.Generator) -> None:
+    def _advance(self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator) -> None:
         """Go on to the next stage, if there is one."""
         if state.stage + 1 < len(self.methods):
             self._follow(target, state, next(iter(data)), generator)
             state.stage += 1
 
-    def _follow(self, target: Target, state: EnsembleState, batch: Any, generator: torch.Generator) -> None:
+    def _follow(self, target: Target, state: EnsembleState, batch: Batch, generator: torch.Generator) -> None:
         """Begin the second stage where the first has come to."""
         del state.stages[1:]
         y, name = target.model.split(batch)[1], type(self.methods[0]).__name__
@@ -194,7 +194,7 @@ class Ensemble:
         state.stages.append(self._stage(1, target, state, starts, batch, generator))
 
     def _stage(
-        self, stage: int, target: Target, state: EnsembleState, starts: list[Start], batch: Any, generator: torch.Generator
+        self, stage: int, target: Target, state: EnsembleState, starts: list[Start], batch: Batch, generator: torch.Generator
     ) -> Stage:
         method, steps = self.methods[stage], state.first if stage == 0 else state.steps - state.first
         if state.batched and self._vectorized(target, stage):
@@ -231,21 +231,12 @@ class Ensemble:
         return replace(target, members=self.size)
 
     def _vectorized(self, target: Target, stage: int = -1) -> bool:
-        """One batched pass pays where launching many small operations costs more than doing them: not for convolutions or
-        wide layers on a CPU, whose batched kernels are slower than one member after another."""
+        """Whether a stage trains all members in one batched pass."""
         if self.vectorize is False or not traits_of(self.methods[stage]).stacks:
             return False
-        if self.vectorize:
-            return True
-        network = target.model.network
-        if any(isinstance(module, nn.RNNBase) for module in network.modules()):
-            return False
-        if target.model.device.type != "cpu":
-            return True
-        small = sum(p.numel() for p in network.parameters()) <= 100_000
-        return small and not any(isinstance(module, CONVOLUTIONS) for module in network.modules())
+        return bool(self.vectorize) or batching_pays(target.model)
 
-    def _works(self, target: Target, start: Start, batch: Any) -> bool:
+    def _works(self, target: Target, start: Start, batch: Batch) -> bool:
         """Whether the network can run batched: not if it asks for values, or writes into tensors of its own."""
         try:
             self._stack(target).gradient(start.params, [batch], tree.clone(start.buffers), train=True)
@@ -256,11 +247,11 @@ class Ensemble:
         return True
 
     def _reset(self, target: Target, start: Start, seed: int) -> Start:
-        """A member's own start: a copy of the network with all layers initialised anew."""
+        """A member's own start: a copy of the network with all layers initialized anew."""
         params = reinitialize(target.model.network, start.params, seed, self.initialize)
         return Start(params, tree.clone(start.buffers))
 
-    def _bag(self, target: Target, batch: Any) -> Tensor:
+    def _bag(self, target: Target, batch: Batch) -> Tensor:
         """How often each example counts for each member, [S, B]: Poisson(1), from a hash of the example's own bytes."""
         x, y = target.model.split(batch)
         keys = hashed([*tree.leaves(x), *tree.leaves(y)])

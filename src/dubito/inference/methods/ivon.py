@@ -15,6 +15,7 @@ from dubito.inference.descent import share
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.priors import Normal, Prior
+from dubito.network.examples import Batch
 from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive
@@ -41,7 +42,7 @@ class IVONState:
 
 @dataclass(frozen=True)
 class IVON:
-    r"""The mean-field Gaussian that maximises the ELBO, found by natural gradients:
+    r"""The mean-field Gaussian that maximizes the ELBO, found by natural gradients:
 
     .. math:: q(\theta) = N\big(m,\; \mathrm{diag}(1 / (\lambda (h + \delta)))\big), \qquad \lambda = N / T, \quad \delta = 1 / (N s^2)
 
@@ -100,7 +101,7 @@ class IVON:
         """`epochs` passes over the data."""
         return self.epochs * n_batches
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> IVONState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> IVONState:
         """q around the start, as wide as `initial_hessian` says, and a first draw of it."""
         check_precision(start.params)
         deltas = zip(start.params.items(), _deltas(target, start.params), strict=True)
@@ -111,7 +112,7 @@ class IVON:
         return state
 
     @torch.no_grad()
-    def step(self, target: Target, state: IVONState, data: Iterable[Any], generator: torch.Generator) -> tuple[IVONState, Info]:
+    def step(self, target: Target, state: IVONState, data: Iterable[Batch], generator: torch.Generator) -> tuple[IVONState, Info]:
         """Nothing of the state is touched before all gradients are there: what raises on the way leaves it as it was."""
         data, loss, factor = list(data), _loss(target), -target.temperature / target.n_data / self.samples
         fixed = {name for name, _ in target.model.network.named_parameters()}  # among the buffers, these do not move

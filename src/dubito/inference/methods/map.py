@@ -11,8 +11,8 @@ from dubito.tensors import store
 
 
 @dataclass(frozen=True)
-class MAP(Descent):
-    r"""The weights that maximise the log joint, :math:`\log p(D \mid \theta) + \log p(\theta)`, by gradient descent.
+class MAP(Descent[DescentState]):
+    r"""The weights that maximize the log joint, :math:`\log p(D \mid \theta) + \log p(\theta)`, by gradient descent.
 
     Ordinary training, with weight decay that comes from the prior: on ridge regression the optimum is the closed form. Its posterior
     is a point; other methods start from it, as `fit(model, method, data, start=posterior)`.

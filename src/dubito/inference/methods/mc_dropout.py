@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from dubito.inference.method import Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import PREFIX as LIKELIHOOD
 from dubito.model.priors import Normal
+from dubito.network.examples import Batch
 from dubito.posteriors import Posterior, Stochastic
 from dubito.posteriors.predict.dropout import DROPOUTS, PREFIX, Dropout, Masks
 from dubito.tensors import store
@@ -37,7 +38,7 @@ def dropout_precision(*, length_scale: float, keep: float, n_data: int, weight_d
 
 
 @dataclass(frozen=True)
-class MCDropout(Descent):
+class MCDropout(Descent[DescentState]):
     r"""Train with dropout, and keep it on when predicting: every mask is a draw of the function.
 
     The network's own dropout layers are used; `at` (a pattern over layer names, "" for all) puts dropout of `rate` on the inputs of
@@ -100,7 +101,7 @@ class MCDropout(Descent):
             target = replace(target, model=replace(target.model, prior=prior))
         return target
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> DescentState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> DescentState:
         """The weights, and a logit for each rate that is learned."""
         params, noise = dict(start.params), LIKELIHOOD + "log_scale"
         self._dropout(target).check(target.model, target.model.split(batch)[0])

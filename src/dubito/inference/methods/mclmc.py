@@ -82,13 +82,13 @@ class MCLMC(Chains):
         tuning, kernel = state.step < self.burn_in and self.tune, density.kernel
         step = state.step_size
         options = {"share": MINIMAL_NORM, "length": self.path_length, "steps": self.thin, "generator": generator}
-        found = None
+        moved = None
         if kernel is not None and not tuning:
-            found = kernel.langevin(*state.point(state.velocity), step=step, scale=state.scale, **options)
-        if found is None:
+            moved = kernel.langevin(*state.point(state.velocity), step=step, scale=state.scale, **options)
+        if moved is None:
             yield from super().moves(density, state, generator)
             return
-        (state.position, state.velocity, state.gradient, state.log_likelihood, state.log_prior), error = found
+        (state.position, state.velocity, state.gradient, state.log_likelihood, state.log_prior), error = moved
         yield {
             "divergent": torch.zeros_like(error),
             "energy_error": error,
@@ -129,7 +129,7 @@ class MCLMC(Chains):
         """The error of a step grows as its third power, so each one tells which step would have had the error that is wanted."""
         tuning, step = state.tuning, state.tuning["log_step"].exp()
         wanted = error.square() / (state.position.shape[1] * self.energy_variance) + 1e-8
-        # an error far from the wanted one says little of its neighbourhood
+        # an error far from the wanted one says little of its neighborhood
         trust = (-0.5 * (wanted.log() / 6 / 1.5).square()).exp()
         keep = (MEMORY - 1) / (MEMORY + 1)
         tuning["sixth"] = torch.where(sound, keep * tuning["sixth"] + trust * wanted / step**6, tuning["sixth"])

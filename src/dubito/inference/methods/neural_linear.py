@@ -15,6 +15,7 @@ from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import Gaussian, Likelihood
 from dubito.model.priors import Normal
+from dubito.network.examples import Batch
 from dubito.posteriors import Conjugate, Posterior
 from dubito.posteriors.predict.conjugate import INSTEAD, Head, features, find
 from dubito.tensors import store
@@ -50,11 +51,11 @@ class NeuralLinear:
 
     and the predictive a Student-t. `Gaussian(scale=s)` is a known noise, whose predictive is Gaussian; `Gaussian()` learns one for all
     outputs, `Gaussian(outputs=C)` one for each, and `Gaussian(prior=Gamma(a0, b0))` stands above the fields `a0` and `b0`. These
-    weigh like 2 a0 observations of the variance b0 / a0: next to nothing, for targets that are standardised.
+    weigh like 2 a0 observations of the variance b0 / a0: next to nothing, for targets that are standardized.
 
     The precision :math:`\lambda`, in units of the noise's, is `prior_precision` if given. Else the model's prior decides:
     `Normal(scale=s)` makes it :math:`\hat\sigma^2 / s^2`, so that at the noise which the data show, :math:`\hat\sigma^2 = b / a`
-    (or the known one), weights have the standard deviation s; for `Normal()` it maximises the evidence, which is
+    (or the known one), weights have the standard deviation s; for `Normal()` it maximizes the evidence, which is
     :math:`\sum_j \ln \frac{\lambda}{e_j + \lambda} / 2 - a \ln b` and constants, in the eigenvalues :math:`e_j` of :math:`\Phi^T \Phi`.
 
     >>> import dubito, torch
@@ -85,7 +86,7 @@ class NeuralLinear:
         """One pass over the data."""
         return n_batches  # one pass
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> NeuralLinearState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> NeuralLinearState:
         """Empty sums over the features of the last layer."""
         self._check(target)
         head = find(target.model, start.params, start.buffers, target.model.split(batch)[0])
@@ -114,11 +115,11 @@ class NeuralLinear:
             raise ValueError("NeuralLinear needs the features as they will be when predicting: leave out precision")
 
     def step(
-        self, target: Target, state: NeuralLinearState, data: Iterable[Any], generator: torch.Generator
+        self, target: Target, state: NeuralLinearState, data: Iterable[Batch], generator: torch.Generator
     ) -> tuple[NeuralLinearState, Info]:
         """Add a batch to the sums."""
         if target.adversary is not None:
-            raise ValueError("the last layer's exact posterior has no place for adversarial neighbours: leave out adversarial")
+            raise ValueError("the last layer's exact posterior has no place for adversarial neighbors: leave out adversarial")
         head = Head(state.weight, state.bias)
         for i, batch in enumerate(data):
             x, y = target.model.split(batch)

@@ -46,7 +46,7 @@ class NUTS(Chains):
 
     From a fresh velocity a trajectory of leapfrog steps is doubled, forwards or backwards in time at random, until it turns: until the
     velocity at one of its ends points against the sum :math:`\rho` of all its velocities, :math:`v \cdot \rho < 0`. Every half, quarter
-    and so on that the doubling made is held to the same, and so are two neighbours of these, each with the first point of the other,
+    and so on that the doubling made is held to the same, and so are two neighbors of these, each with the first point of the other,
     which finds turns that fall between them. The next draw is one of the trajectory's points, with probability proportional to
     :math:`e^{-H}` but with a bias for the later doublings; what the last doubling adds does not count if it turned on its way. At most
     :math:`2^{\texttt{max\_depth}} - 1` steps are made.
@@ -151,7 +151,7 @@ class NUTS(Chains):
         """`size` more points beyond `end`, for the chains that are `growing`; the others, and those that turn or diverge, wait.
 
         All chains are at the same point of the same doubling, so whichever stretches end there end there for all of them. `halves` are
-        the stretches that wait for a neighbour of their length, as the ones in the binary number of points so far.
+        the stretches that wait for a neighbor of their length, as the ones in the binary number of points so far.
         """
         sound, chosen, before = growing, end, kinetic(start.velocity)
         nothing = torch.zeros_like(before)
@@ -179,7 +179,7 @@ class NUTS(Chains):
 
 
 def _joined(one: Stretch, two: Stretch) -> tuple[Stretch, Tensor]:
-    """Two neighbours as one stretch, and whether it goes straight on, [C]; so must each with the first point of the other."""
+    """Two neighbors as one stretch, and whether it goes straight on, [C]; so must each with the first point of the other."""
     whole = Stretch(one.first, two.last, one.total + two.total)
     straight = _straight(whole)
     if one.first is not one.last:  # two points are checked already

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import Normal, Prior
+from dubito.network.examples import Batch
 from dubito.posteriors import Gaussian, Point, Posterior
 from dubito.tensors import store
 from dubito.tensors.checks import at_least, between, one_of, require
@@ -70,8 +71,8 @@ class OnlineLaplaceState(DescentState):
 
 
 @dataclass(frozen=True)
-class OnlineLaplace(Descent):
-    r"""MAP training in which the prior precision of every layer, and a learned noise, are set to maximise the Laplace evidence
+class OnlineLaplace(Descent[OnlineLaplaceState]):
+    r"""MAP training in which the prior precision of every layer, and a learned noise, are set to maximize the Laplace evidence
 
     .. math:: \log p(D \mid \delta) \approx \log p(D \mid \theta) + \log p(\theta \mid \delta)
               - \tfrac12 \log\det \tfrac{1}{2\pi} \big(H + \mathrm{diag}(\delta)\big).
@@ -146,7 +147,7 @@ class OnlineLaplace(Descent):
         """Those of descent, one member at a time: curvature is of one network."""
         return replace(super().traits, stacks=False)  # curvature is of one network: members of an ensemble run one after another
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> OnlineLaplaceState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> OnlineLaplaceState:
         """As of descent, with the prior's precisions and empty sums of curvature."""
         prior, period = target.model.prior, steps // self.passes
         if not isinstance(prior, Normal):
@@ -168,10 +169,9 @@ class OnlineLaplace(Descent):
                                   log_evidence=-math.inf, curvature=sums)  # fmt: skip
 
     def step(
-        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
-    ) -> tuple[DescentState, Info]:
+        self, target: Target, state: OnlineLaplaceState, data: Iterable[Batch], generator: torch.Generator
+    ) -> tuple[OnlineLaplaceState, Info]:
         """A step of training or, in a pass for curvature, a batch of it; an evidence step at its end."""
-        assert isinstance(state, OnlineLaplaceState)
         which, position = divmod(state.made, state.period)
         state.made += 1
         if self._trains(which):
@@ -188,18 +188,17 @@ class OnlineLaplace(Descent):
             info["log_evidence"] = torch.tensor(state.log_evidence)
         return state, info
 
-    def kind(self, state: DescentState) -> Hashable | None:
+    def kind(self, state: OnlineLaplaceState) -> Hashable | None:
         """Steps under the same precisions are of one kind."""
-        assert isinstance(state, OnlineLaplaceState)
         return tuple(float(leaf) for leaf in state.precision.values())
 
     def _train(
-        self, target: Target, state: OnlineLaplaceState, data: Iterable[Any], generator: torch.Generator
-    ) -> tuple[DescentState, Info]:
+        self, target: Target, state: OnlineLaplaceState, data: Iterable[Batch], generator: torch.Generator
+    ) -> tuple[OnlineLaplaceState, Info]:
         values = {name: float(leaf) for name, leaf in state.precision.items()}
         noise = state.params[NOISE].clone() if state.noise_set else None
         trained = super().step(replace(target, model=replace(target.model, prior=Precisions(values))), state, data, generator)
-        if noise is not None:  # a zero gradient would not do: the optimiser goes on for a while
+        if noise is not None:  # a zero gradient would not do: the optimizer goes on for a while
             state.params[NOISE].copy_(noise)
         return trained
 
@@ -210,31 +209,30 @@ class OnlineLaplace(Descent):
 
     def _learn(self, target: Target, state: OnlineLaplaceState, *, still: bool) -> None:
         """An evidence step. After training it only looks (`still`): the posterior is under the prior that the weights come from."""
-        found = self._gaussian(target, state)
-        assert found.fitted is not None
-        assert found.scale is not None
-        state.log_evidence = float(found.log_evidence())
-        noise, prior = self._noise and found.fitted.noisy, target.model.prior
+        gaussian = self._gaussian(target, state)
+        assert gaussian.fitted is not None
+        assert gaussian.scale is not None
+        state.log_evidence = float(gaussian.log_evidence())
+        noise, prior = self._noise and gaussian.fitted.noisy, target.model.prior
         if still:
             return
         assert isinstance(prior, Normal)
         best, scale, _ = maximize(
-            found.fitted, found.covariance, found.scale,
+            gaussian.fitted, gaussian.covariance, gaussian.scale,
             by=self.prior_groups, prior=prior.scale is None, noise=noise, temperature=target.temperature,
         )  # fmt: skip
         for name, leaf in state.precision.items():
             leaf.mul_(self._towards(leaf, best[name].to(leaf)))
         if noise:
-            state.params[NOISE].sub_(0.5 * self._towards(found.scale, scale).log().to(state.params[NOISE]))
+            state.params[NOISE].sub_(0.5 * self._towards(gaussian.scale, scale).log().to(state.params[NOISE]))
             state.noise_set = True
 
     def _towards(self, now: Tensor, best: Tensor) -> Tensor:
         """The factor by which a precision changes."""
         return (self.evidence_rate * (best / now).log()).clamp(-LEAP, LEAP).exp()
 
-    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+    def posterior(self, target: Target, state: OnlineLaplaceState, draws: store.Draws) -> Posterior:
         """The Laplace approximation; a point where there is no curvature of these weights yet."""
-        assert isinstance(state, OnlineLaplaceState)
         which, position = divmod(state.made, state.period)
         if position or which == 0 or self._trains(which - 1):  # there is no curvature of these weights
             return Point(target.model, state.params, state.buffers)
@@ -245,12 +243,12 @@ class OnlineLaplace(Descent):
         first, sums = next(iter(state.params.values())), state.curvature
         kind = torch.promote_types(first.dtype, torch.float32)
         prior = {name: leaf.to(first.device, kind) for name, leaf in state.precision.items()}
-        found = sums.estimate(target, state.params, prior)
-        covariance = SinglePass().covariance(self.setup(target, state.params, state.buffers), sums.sums, found)
+        estimate = sums.estimate(target, state.params, prior)
+        covariance = SinglePass().covariance(self.setup(target, state.params, state.buffers), sums.sums, estimate)
         evidence = sums.evidence(target, state.params, list(state.precision), prior)
         return Gaussian(
             target.model, state.params, state.buffers, covariance,
-            fitted=evidence, scale=found.scale, temperature=target.temperature,
+            fitted=evidence, scale=estimate.scale, temperature=target.temperature,
         )  # fmt: skip
 
     def setup(self, target: Target, params: Params, buffers: Buffers) -> Setup:

@@ -38,16 +38,16 @@ class PiModel(Consistency):
         """The state as it is; two passes over the same inputs must differ."""
         if self.augment is None:
             # dropout that the method inside puts on (MCDropout(at=...)) counts as well
-            prepared, found = self._inner.prepare(target), []
+            prepared, outputs = self._inner.prepare(target), []
             with torch.no_grad(), forked(), mode(target.model.network, True):
                 for _ in range(2):
                     weights, buffers = state.student.params, tree.clone(state.student.buffers)
                     if prepared.around is None:
-                        found.append(target.model.call(weights, x, buffers)[0])
+                        outputs.append(target.model.call(weights, x, buffers)[0])
                     else:
                         with prepared.around({**buffers, **weights}):
-                            found.append(target.model.call(weights, x, buffers)[0])
-            if torch.equal(*found):
+                            outputs.append(target.model.call(weights, x, buffers)[0])
+            if torch.equal(*outputs):
                 raise ValueError(
                     "two passes of this network over the same inputs are the same, so there is nothing to hold together: give "
                     "augment=..., such as dubito.augment.Noise(), or a network with dropout"

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Start
 from dubito.model import Model, Target
+from dubito.network.examples import Batch
 from dubito.network.weights import mode
 from dubito.posteriors import Gaussian, Point, Posterior, Samples
 from dubito.tensors import store, tree
@@ -39,7 +40,7 @@ class SWAGState(DescentState):
 
 
 @dataclass(frozen=True)
-class SWAG(Descent):
+class SWAG(Descent[SWAGState]):
     r"""Train by SGD, go on at a constant learning rate, and take the weights at the ends of epochs for draws of a Gaussian,
 
     .. math:: N\Big(\bar\theta,\; \tfrac12 \mathrm{diag}(\overline{\theta^2} - \bar\theta^2) + \tfrac{1}{2 (K - 1)} D D^T\Big).
@@ -78,9 +79,9 @@ class SWAG(Descent):
             self.rank == 0 or self.rank >= 2, f"rank must be at least 2 columns, or 0 for a diagonal covariance; got {self.rank}"
         )
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> SWAGState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> SWAGState:
         """As of descent, with empty moments."""
-        norms = _norms(target.model.network)
+        norms = batch_norms(target.model.network)
         period = steps // max(1, self.epochs)
         passes = self.epochs - bool(norms)
         before = int(self.collect_after * passes)
@@ -98,7 +99,7 @@ class SWAG(Descent):
         }
         members = () if target.members is None else (target.members,)
         columns = {name: leaf.new_zeros(*members, self.rank, *leaf.shape[len(members) :]) for name, leaf in zero.items()}
-        tracked = {name: start.buffers[name] for prefix in norms for name in _places(prefix)}
+        tracked = {name: start.buffers[name] for prefix in norms for name in statistic_names(prefix)}
         return SWAGState(
             **vars(trained),
             period=period,
@@ -114,11 +115,8 @@ class SWAG(Descent):
             },
         )
 
-    def step(
-        self, target: Target, state: DescentState, data: Iterable[Any], generator: torch.Generator
-    ) -> tuple[DescentState, Info]:
+    def step(self, target: Target, state: SWAGState, data: Iterable[Batch], generator: torch.Generator) -> tuple[SWAGState, Info]:
         """A step of descent, after which moments may be updated; in the last epoch of networks with BatchNorm, statistics of draws."""
-        assert isinstance(state, SWAGState)
         if state.step >= state.steps:
             self._measure(target, state, data)
             state.step += 1
@@ -146,16 +144,16 @@ class SWAG(Descent):
             if self.rank:
                 state.columns[name].select(axis, slot).copy_(after)
 
-    def _measure(self, target: Target, state: SWAGState, data: Iterable[Any]) -> None:
+    def _measure(self, target: Target, state: SWAGState, data: Iterable[Batch]) -> None:
         """Add up the statistics of the batches, draw by draw."""
-        model, norms = target.model, _norms(target.model.network)
+        model, norms = target.model, batch_norms(target.model.network)
         inputs = [model.split(batch)[0] for batch in data]
         for own in self._members(target, state):
             for i in range(self.draws):
                 params = self._draw(own, i)
                 for x in inputs:
-                    for name, found in _statistics(model, norms, params, x, own.buffers).items():
-                        own.statistics[name][i] += found
+                    for name, value in _statistics(model, norms, params, x, own.buffers).items():
+                        own.statistics[name][i] += value
 
     def _draw(self, state: SWAGState, i: int) -> Params:
         """The i-th draw, always the same: made again when it is needed, since all of them may be too much to hold while training."""
@@ -199,14 +197,12 @@ class SWAG(Descent):
             for i in range(target.members)
         ]
 
-    def unstack(self, target: Target, state: DescentState) -> list[DescentState]:
+    def unstack(self, target: Target, state: SWAGState) -> list[SWAGState]:
         """Views of the members' states."""
-        assert isinstance(state, SWAGState)
         return [*self._members(target, state)]
 
-    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+    def posterior(self, target: Target, state: SWAGState, draws: store.Draws) -> Posterior:
         """The Gaussian of the moments, or draws of it where BatchNorm has statistics; a point before there are any."""
-        assert isinstance(state, SWAGState)
         model, last = target.model, state.steps + (state.period if state.statistics else 0)
         if state.collected < 2 or (state.statistics and state.step < last):
             return Point(model, state.params, state.buffers)
@@ -216,8 +212,8 @@ class SWAG(Descent):
             covariance = LowRank.of(diagonal, columns) if self.rank else Diagonal.of(diagonal)
             return Gaussian(model, mean, state.buffers, covariance, how="sampled", draws=self.draws)
         own = {}
-        for prefix in _norms(model.network):
-            *moments, count = _places(prefix)
+        for prefix in batch_norms(model.network):
+            *moments, count = statistic_names(prefix)
             for name in moments:
                 seen = state.statistics[count].reshape(-1, *[1] * (state.statistics[name].ndim - 1))
                 kept = state.buffers[name].expand_as(state.statistics[name])  # a layer that was never reached
@@ -226,7 +222,7 @@ class SWAG(Descent):
         return Samples(model, tree.stack([self._draw(state, i) for i in range(self.draws)]), shared, own)
 
 
-def _norms(network: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
     """The layers whose running statistics follow the data in training, by name."""
     with mode(network, True):  # some networks keep theirs frozen
         return {
@@ -236,7 +232,7 @@ def _norms(network: nn.Module) -> dict[str, _BatchNorm]:
         }
 
 
-def _places(prefix: str) -> list[str]:
+def statistic_names(prefix: str) -> list[str]:
     """The names of a layer's mean, variance and number of batches."""
     return [f"{prefix}.{key}".lstrip(".") for key in TRACKED]
 
@@ -244,7 +240,7 @@ def _places(prefix: str) -> list[str]:
 @torch.no_grad()
 def _statistics(model: Model, norms: dict[str, _BatchNorm], params: Params, x: Any, buffers: Buffers) -> Buffers:
     """Mean and variance of what reaches each layer in a batch, and whether (1 or 0) anything did. Dropout is off."""
-    fresh = {name: torch.zeros_like(buffers[name]) for prefix in norms for name in _places(prefix)}
+    fresh = {name: torch.zeros_like(buffers[name]) for prefix in norms for name in statistic_names(prefix)}
     with mode(model.network, False):
         try:
             for module in norms.values():
@@ -253,12 +249,12 @@ def _statistics(model: Model, norms: dict[str, _BatchNorm], params: Params, x: A
         finally:
             for module in norms.values():
                 module.training = False
-    found: Buffers = {}
+    statistics: Buffers = {}
     for prefix, module in norms.items():
-        *moments, count = _places(prefix)
+        *moments, count = statistic_names(prefix)
         calls = after[count].double()
         # from zero, a layer with momentum m arrives at 1 - (1 - m)^calls of what it sees; one without at their average
         share = torch.ones_like(calls) if module.momentum is None else 1 - (1 - module.momentum) ** calls
-        found |= {name: torch.where(calls > 0, after[name] / share, 0.0) for name in moments}
-        found[count] = (calls > 0).double()
-    return found
+        statistics |= {name: torch.where(calls > 0, after[name] / share, 0.0) for name in moments}
+        statistics[count] = (calls > 0).double()
+    return statistics

@@ -41,7 +41,7 @@ class VariationalState(DescentState):
 
 
 @dataclass(frozen=True)
-class Variational(Descent):
+class Variational(Descent[VariationalState]):
     r"""The member q of a family of distributions that is closest to the posterior, by gradient ascent on the evidence bound,
 
     .. math:: \mathrm{ELBO} = E_q[\log p(D \mid \theta)] - \mathrm{KL}(q \,\|\, p) \le \log p(D).
@@ -51,16 +51,16 @@ class Variational(Descent):
     and estimated from the same draws where not.
 
     `family` is a name or an object of `dubito.families`: "mean_field", "low_rank", "layerwise", "full", "matrix_normal", "flow" ...
-    `estimator` says how the expectation is estimated: by draws of the "weights", for any network; by "local" reparametrisation or
+    `estimator` says how the expectation is estimated: by draws of the "weights", for any network; by "local" reparametrization or
     "flipout" at linear layers and convolutions, with weights drawn elsewhere. "auto" takes for each layer what has the least variance
-    and is still exact: local reparametrisation for linear layers on [B, D], flipout for other linear layers and convolutions.
+    and is still exact: local reparametrization for linear layers on [B, D], flipout for other linear layers and convolutions.
 
     `kl_weight` multiplies the divergence: another thing than the temperature of `fit`, which divides the log joint and not the
     entropy of q. `kl_batches="blundell"` lets the divergence count most in the first batches of an epoch, 2^(M - i) / (2^M - 1).
     `path_only` leaves out the part of the gradient that is zero on average ("sticking the landing", Roeder et al. 2017): q and the
     prior are scored at the draws of weights that the likelihood sees, and where q is the posterior the gradient of every draw is 0.
 
-    What the likelihood learns (a noise) and hyperparameters of the prior are points that maximise the ELBO: empirical Bayes. With
+    What the likelihood learns (a noise) and hyperparameters of the prior are points that maximize the ELBO: empirical Bayes. With
     `learn_prior`, so are the scales of a `Normal()` that was given none, one for each tensor of weights: from a trained network, since
     scales and weights that still say nothing may fall to zero together.
 
@@ -167,14 +167,12 @@ class Variational(Descent):
                 return False
             return self._expected(target, leaves, hyper) is None
 
-    def kind(self, state: DescentState) -> Hashable | None:
+    def kind(self, state: VariationalState) -> Hashable | None:
         """Steps with the same weight of the divergence are of one kind, apart from those that report it."""
-        assert isinstance(state, VariationalState)
         return None if self.kl_batches == "blundell" else (self._weight(state), state.step % REPORTED == 0)
 
-    def update(self, target: Target, state: DescentState, data: list[Batch], generator: torch.Generator) -> dict[str, Tensor]:
+    def update(self, target: Target, state: VariationalState, data: list[Batch], generator: torch.Generator) -> dict[str, Tensor]:
         """A gradient of minus the evidence bound, estimated by `samples` draws, and a step of the optimizer."""
-        assert isinstance(state, VariationalState)
         q, (leaves, points) = self.q, _split(state.params)
         live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.opened(leaves), **points}.items()}
         scores, buffers = [], state.buffers
@@ -182,9 +180,9 @@ class Variational(Descent):
             score, buffers = self._likelihood(target, state, live, data, buffers, generator)
             scores.append(score)
         complexity = self._complexity(target, state, live, generator)
-        found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
-        found = q.closed(leaves, found)
-        slopes = [found[name] for name in state.params]
+        gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
+        gradient = q.closed(leaves, gradient)
+        slopes = [gradient[name] for name in state.params]
         if self.clip is not None:
             clip(slopes, self.clip, stacked=False)
         advance(state.optimizer, state.params, slopes, pace=self.pace)
@@ -256,9 +254,9 @@ class Variational(Descent):
         for leaf in hyper.values():
             leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         at = {name: leaf.detach() for name, leaf in {**weights, **hyper}.items()}
-        found: Params = {**slopes, **{name: leaf.grad for name, leaf in hyper.items() if leaf.grad is not None}}
+        gradient: Params = {**slopes, **{name: leaf.grad for name, leaf in hyper.items() if leaf.grad is not None}}
         with torch.no_grad():
-            target.model.prior.add_gradient(found, at, -self._weight(state) / target.n_data / self.samples)
+            target.model.prior.add_gradient(gradient, at, -self._weight(state) / target.n_data / self.samples)
 
     def _score_density(self, target: Target, state: VariationalState, leaves: Params, weights: Params, slopes: Params) -> None:
         """Add the gradient of T log q at a draw, in the weights alone: as if q had no parameters."""
@@ -267,8 +265,8 @@ class Variational(Descent):
         with torch.enable_grad():
             density = self.q.log_prob(fixed, at)
         assert density is not None
-        found = torch.autograd.grad(density, list(at.values()), allow_unused=True)
-        for name, slope in zip(at, found, strict=True):
+        gradients = torch.autograd.grad(density, list(at.values()), allow_unused=True)
+        for name, slope in zip(at, gradients, strict=True):
             if slope is not None:
                 slopes[name].add_(slope, alpha=target.temperature * self._weight(state) / target.n_data / self.samples)
 
@@ -362,7 +360,7 @@ class Variational(Descent):
             {**moments[0], **hyper}, moments[1], independent=isinstance(self.q, MeanField)
         )
 
-    def posterior(self, target: Target, state: DescentState, draws: store.Draws) -> Posterior:
+    def posterior(self, target: Target, state: VariationalState, draws: store.Draws) -> Posterior:
         """q, as a Gaussian where it is one."""
         q, model, (leaves, points) = self.q, target.model, _split(state.params)
         if self.learn_prior:
