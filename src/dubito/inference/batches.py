@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from dubito.model import Model
-from dubito.network.examples import Batch, Inputs, Targets, batch_size
+from dubito.network.examples import Batch, Data, Inputs, Targets, batch_size
 from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import forked, lent, seed_global
-
-Data = Any  # what the user gives: a tuple (x, y), a Dataset, a DataLoader, or a re-iterable of batches
 
 
 @dataclass(frozen=True)

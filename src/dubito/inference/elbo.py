@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from dubito.model import Model
 from dubito.model.priors import MultivariateNormal, Normal, Prior
 from dubito.model.priors.prior import concerned, weights
-from dubito.network.examples import batch_size
+from dubito.network.examples import Batch, Data, batch_size
 from dubito.posteriors import Drawn, Gaussian, Posterior
 from dubito.posteriors.families import Grouped
 from dubito.tensors import tree
@@ -53,49 +52,69 @@ class Elbo:
 
 
 @torch.no_grad()
-def elbo(posterior: Posterior, data: Any, *, draws: int = 100, seed: int = 0, chunk: int = 1000) -> Elbo:
-    """The bound for a Gaussian posterior or a `Drawn` one, on data (x, y), taken `chunk` at a time, or batches: all that it was fitted
-    to, and no more. Quantities that were learned as points (a noise, scales of the prior, also by the evidence) are taken as given: it
-    is then a bound of log p(D) given them, and their own density has no part in it.
+def elbo(posterior: Posterior, data: Data, *, draws: int = 100, seed: int = 0, chunk: int = 1000) -> Elbo:
+    """The evidence bound E_q[log p(D | theta)] - KL(q || p) of a posterior with a density, `Gaussian` or `Drawn`, by `draws` draws.
+
+    `data` are (x, y), taken `chunk` at a time, or batches: all that the posterior was fitted to, and no more. Quantities that were
+    learned as points (a noise, scales of the prior, also by the evidence) are taken as given: it is then a bound of log p(D) given
+    them, and their own density has no part in it.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=1.0), dubito.priors.Normal(scale=1.0))
     >>> q = dubito.posteriors.Gaussian.diagonal(model, {"weight": torch.zeros(1, 1)}, {"weight": torch.ones(1, 1)})
-    >>> found = elbo(q, (torch.zeros(4, 1), torch.zeros(4, 1)))     # q is the prior
-    >>> round(found.nats, 4), found.complexity                      # and the data are all zero: 4 log N(0; 0, 1)
+    >>> bound = elbo(q, (torch.zeros(4, 1), torch.zeros(4, 1)))     # q is the prior
+    >>> round(bound.nats, 4), bound.complexity                      # and the data are all zero: 4 log N(0; 0, 1)
     (-3.6758, 0.0)
     """
-    if not isinstance(posterior, Gaussian | Drawn):
-        raise TypeError(f"a bound needs the density of the posterior, which a {type(posterior).__name__} does not have")
-    model, device = posterior.model, posterior.model.device
-    batches: Iterable[Any] = [data] if isinstance(data, tuple) else data
-    with lent(batches), forked():
-        batches = [tree.move(batch, device) for batch in batches]
-    if isinstance(data, tuple):
-        n = batch_size(data[1])
-        batches = [tree.apply_leaves(lambda leaf, i=i: leaf[i : i + chunk], batches[0]) for i in range(0, n, chunk)]
-    scores, parts = [], []
-    source = generator(device, seed, "elbo")
-    for _ in range(draws):
-        if isinstance(posterior, Gaussian):
-            params = tree.select(posterior.sample(1, source), 0)
-        else:
-            noise = posterior.family.noise(posterior.leaves, source)
-            params = {**posterior.family.sampled(posterior.leaves, noise), **posterior.points}
-            parts.append(_estimated(posterior, params, noise))
-        buffers = tree.clone(posterior.buffers)
-        scores.append(sum(float(model.log_likelihood(params, batch, buffers)[0].double().sum()) for batch in batches))
-    layers: dict[str, float] = {}
     if isinstance(posterior, Gaussian):
-        complexity, layers = _divergence(posterior, seed, draws)
-    else:
-        complexity = sum(parts) / draws
-    bits = torch.tensor(scores, dtype=torch.float64) / -math.log(2)
-    spread = float(bits.std() / math.sqrt(draws)) if draws > 1 else math.nan
-    notes = _notes(posterior, layers) if isinstance(posterior, Gaussian) else []
+        return _gaussian_bound(posterior, _batches(posterior.model, data, chunk), draws, seed)
+    if isinstance(posterior, Drawn):
+        return _drawn_bound(posterior, _batches(posterior.model, data, chunk), draws, seed)
+    raise TypeError(f"a bound needs the density of the posterior, which a {type(posterior).__name__} does not have")
+
+
+def _batches(model: Model, data: Data, chunk: int) -> list[Batch]:
+    """The data on the model's device; one pair (x, y) is cut into chunks."""
+    whole = isinstance(data, tuple)
+    batches = [data] if whole else data
+    with lent(batches), forked():
+        batches = [tree.move(batch, model.device) for batch in batches]
+    if not whole:
+        return batches
+    starts = range(0, batch_size(data[1]), chunk)
+    return [tree.apply_leaves(lambda leaf, i=i: leaf[i : i + chunk], batches[0]) for i in starts]
+
+
+def _gaussian_bound(posterior: Gaussian, batches: list[Batch], draws: int, seed: int) -> Elbo:
+    """The bound of a Gaussian, whose divergence mostly has a closed form."""
+    source = generator(posterior.model.device, seed, "elbo")
+    scores = [_log_likelihood(posterior, tree.select(posterior.sample(1, source), 0), batches) for _ in range(draws)]
+    complexity, layers = _divergence(posterior, seed, draws)
+    return _bound(scores, complexity, layers, _notes(posterior, layers), improper=posterior.model.prior.improper)
+
+
+def _drawn_bound(posterior: Drawn, batches: list[Batch], draws: int, seed: int) -> Elbo:
+    """The bound of another family, whose divergence is estimated from the same draws."""
+    source, family, divergences, scores = generator(posterior.model.device, seed, "elbo"), posterior.family, [], []
+    for _ in range(draws):
+        noise = family.noise(posterior.leaves, source)
+        params = {**family.sampled(posterior.leaves, noise), **posterior.points}
+        divergences.append(_estimated(posterior, params, noise))
+        scores.append(_log_likelihood(posterior, params, batches))
     improper = posterior.model.prior.improper
-    if isinstance(posterior, Drawn) and isinstance(posterior.family, Grouped):  # which has a prior of its own
-        improper = posterior.family.prior == "normal_jeffreys"
+    if isinstance(family, Grouped):  # which has a prior of its own
+        improper = family.prior == "normal_jeffreys"
+    return _bound(scores, sum(divergences) / draws, {}, [], improper=improper)
+
+
+def _log_likelihood(posterior: Gaussian | Drawn, params: Params, batches: list[Batch]) -> float:
+    buffers = tree.clone(posterior.buffers)
+    return sum(float(posterior.model.log_likelihood(params, batch, buffers)[0].double().sum()) for batch in batches)
+
+
+def _bound(scores: list[float], complexity: float, layers: dict[str, float], notes: list[str], *, improper: bool) -> Elbo:
+    bits = torch.tensor(scores, dtype=torch.float64) / -math.log(2)
+    spread = float(bits.std() / math.sqrt(len(scores))) if len(scores) > 1 else math.nan
     return Elbo(float(bits.mean()), complexity / math.log(2), spread, layers, notes, not improper)
 
 
@@ -129,7 +148,7 @@ def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict
         expected = expected - prior.log_hyper(concerned(posterior.params))
     layers = {}
     if independent and not prior.parameters(weights(mean)):
-        layers = {name: _one(prior, {name: mean[name]}, {name: variance[name]}) for name in names}
+        layers = {name: _bits_a_weight(prior, {name: mean[name]}, {name: variance[name]}) for name in names}
     return float(-entropy - expected), {name: bits for name, bits in layers.items() if bits is not None}
 
 
@@ -143,7 +162,7 @@ def _prior(posterior: Gaussian) -> Prior:
     return MultivariateNormal(zero, Diagonal.of(variance))
 
 
-def _one(prior: Prior, mean: Params, variance: Params) -> float | None:
+def _bits_a_weight(prior: Prior, mean: Params, variance: Params) -> float | None:
     """Bits a weight of one leaf with independent entries."""
     expected = prior.expected_log_prob(mean, variance, independent=True)
     if expected is None:

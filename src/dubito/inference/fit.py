@@ -19,7 +19,7 @@ from dubito.inference.progress import Progress
 from dubito.inference.start import make_start
 from dubito.model import Model, Target
 from dubito.model.inspect import warn_if_padding_is_random, warn_if_random, warn_if_targets_are_far
-from dubito.network.examples import Batch
+from dubito.network.examples import Batch, Data
 from dubito.network.weights import copied
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store
@@ -30,7 +30,7 @@ from dubito.tensors.tree import Params
 def fit(
     model: Model,
     method: Method,
-    data: Any,
+    data: Data,
     *,
     start: Params | Posterior | None = None,
     n_data: int | None = None,
@@ -40,7 +40,7 @@ def fit(
     batch_size: int = 128,
     accumulate: int = 1,
     precision: Literal["bfloat16"] | None = None,
-    validation: Any = None,
+    validation: Data | None = None,
     patience: int | None = None,
     checkpoint: str | os.PathLike | None = None,
     checkpoint_every: float = 60.0,
@@ -81,7 +81,7 @@ def fit(
     return fit_with(model, method, data, options)
 
 
-def fit_with(model: Model, method: Method, data: Any, options: FitOptions) -> Posterior:
+def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> Posterior:
     """`fit`, with its keyword arguments as one value."""
     _check_parts(model, method)
     traits = traits_of(method)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from dubito.inference.method import Event
+from dubito.network.examples import Data
 from dubito.posteriors import Posterior
 from dubito.tensors.checks import at_least, require
 from dubito.tensors.tree import Params
@@ -33,7 +34,7 @@ class FitOptions:
     batch_size: int = 128
     accumulate: int = 1
     precision: Literal["bfloat16"] | None = None
-    validation: Any = None
+    validation: Data | None = None
     patience: int | None = None
     checkpoint: str | os.PathLike | None = None
     checkpoint_every: float = 60.0

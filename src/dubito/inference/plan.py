@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,10 +122,11 @@ def _plan(case: _Case) -> Plan:
     if isinstance(case.method, Ensemble):
         return _ensemble(case, case.method)
     method, start = case.method, case.start()
-    point, at = _bytes(start), _setup(case, start)
+    point, curvature = _bytes(start), _curvature(case, start)
     wanted, end = None, 0
-    if at is not None:
-        wanted = _passes(method).need(at, at.layout(case.x), by=getattr(method, "prior_groups", "layer"))
+    if curvature is not None:
+        setup = curvature.setup
+        wanted = curvature.passes.need(setup, setup.layout(case.x), by=curvature.groups)
         end = point + wanted.least + (wanted.evidence if _fits_prior(case) else 0)
     elif isinstance(method, SWAG):  # columns are scaled, whitened and made orthonormal while the state is there
         end = _bytes(start.params) * (7 + 4 * method.rank)
@@ -137,21 +138,21 @@ def _plan(case: _Case) -> Plan:
     steps = method.steps(case.batches)
     estimate = Plan(
         type(method).__name__, tree.size({name: leaf for name, leaf in start.params.items() if ":" not in name}),
-        _posterior(case, start, wanted, measured), max(measured.peak, end), measured.state, _prediction(case, at, start),
+        _posterior(case, start, wanted, measured), max(measured.peak, end), measured.state, _prediction(case, curvature, start),
         measured.step, steps, measured.total(method, case.batches, steps), case.limit,
     )  # fmt: skip
-    return estimate if estimate.fits else replace(estimate, advice=_advice(case, at, estimate, point))
+    return estimate if estimate.fits else replace(estimate, advice=_advice(case, curvature, estimate, point))
 
 
-def _advice(case: _Case, at: Setup | None, estimate: Plan, point: int) -> str:
+def _advice(case: _Case, curvature: _Curvature | None, estimate: Plan, point: int) -> str:
     assert estimate.free is not None
-    if at is None:
+    if curvature is None:
         way = "smaller batches, with accumulate=..., hold fewer activations"
         way = "take a smaller rank, or smaller batches with accumulate=..." if isinstance(case.method, SWAG) else way
         return refusal(f"{estimate.method} of {estimate.parameters:,} weights", estimate.peak, estimate.free, {}, otherwise=way)
-    over = sum(shape.numel() for shape in at.shapes.values())
-    what = f"structure={getattr(case.method, 'structure', '')!r} over {over:,} weights"
-    others = {name: point + size for name, size in alternatives(at, case.x).items()}
+    over = sum(shape.numel() for shape in curvature.setup.shapes.values())
+    what = f"structure={curvature.structure!r} over {over:,} weights"
+    others = {name: point + size for name, size in alternatives(curvature.setup, case.x).items()}
     return refusal(what, estimate.peak, estimate.free, others)
 
 
@@ -180,16 +181,25 @@ def _ensemble(case: _Case, method: Ensemble) -> Plan:
 # -- sizes
 
 
-def _setup(case: _Case, start: Start) -> Setup | None:
-    """Over what a method gathers curvature, if it does."""
+class _Curvature(NamedTuple):
+    """What a method gathers curvature over, and how."""
+
+    setup: Setup
+    passes: Passes
+    groups: Literal["layer", "one", "parameter"]  # what shares a learned precision
+    structure: str
+
+
+def _curvature(case: _Case, start: Start) -> _Curvature | None:
+    """The curvature that a method gathers, if it does."""
     target, method = Target(case.model, 1), case.method
     if isinstance(method, Laplace):
-        return method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
-    return method.setup(target, start.params, start.buffers) if isinstance(method, OnlineLaplace) else None
-
-
-def _passes(method: Method) -> Passes:
-    return method.passes if isinstance(method, Laplace) else SinglePass()
+        setup = method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
+        return _Curvature(setup, method.passes, method.prior_groups, method.structure)
+    if isinstance(method, OnlineLaplace):
+        setup = method.setup(target, start.params, start.buffers)
+        return _Curvature(setup, SinglePass(), method.prior_groups, method.structure)
+    return None
 
 
 def _fits_prior(case: _Case) -> bool:
@@ -215,15 +225,15 @@ def _posterior(case: _Case, start: Start, wanted: Need | None, measured: _Measur
     return _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
 
 
-def _prediction(case: _Case, at: Setup | None, start: Start) -> int:
+def _prediction(case: _Case, curvature: _Curvature | None, start: Start) -> int:
     """Bytes for an input: linearized, a gradient of every output for each layer's outputs; else a pass for each draw."""
     peak = _peak(case.model.device)
     with peak, torch.no_grad():
         case.model.forward(start.params, case.x, tree.clone(start.buffers))
     forward = math.ceil(peak.peak / batch_size(case.model.split(case.batch)[1]))
-    if at is not None:
-        layout = at.layout(case.x)
-        return forward + layout.taps * (layout.outputs + 2) * at.dtype.itemsize
+    if curvature is not None:
+        layout = curvature.setup.layout(case.x)
+        return forward + layout.taps * (layout.outputs + 2) * curvature.setup.dtype.itemsize
     return forward * (case.method.draws if isinstance(case.method, SWAG | MCDropout) else 1)
 
 

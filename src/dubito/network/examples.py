@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dubito.tensors import tree
 
+Data = Any  # what the user gives: a tuple (x, y), a Dataset, a DataLoader, or a re-iterable of batches
 Batch = Any  # what the user's data give: tensors in tuples, lists or dicts, which `Model.split` reads as (inputs, targets)
 Inputs = Any  # what a network takes: a tensor, a tuple of arguments, or a dict of keyword arguments
 Targets = Any  # what a likelihood takes: a tensor, or a dict of them with one entry a task
