@@ -4,7 +4,7 @@ Read in this order:
 
 - `measures`: `Predictive -> [B]`, how uncertain each prediction is
 - `metrics`: `(Predictive, y) -> scalar`, how good predictions are
-- `judge`: all metrics in one pass over data, in bounded memory
+- `judge`: the one scorer: `judge` for data that come in batches, `score` for predictions in memory; means have standard errors
 - `recalibrate`: temperature, conformal sets and other maps fitted on held-out data
 - `shift`: corrupted, rotated and attacked inputs
 - `data`, `problems`, `reservoir`: data sets; problems on which methods are compared; a random sample of a stream

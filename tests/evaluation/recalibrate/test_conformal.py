@@ -295,6 +295,18 @@ def test_a_class_without_examples_is_in_every_set():
     assert bool(rule(p)[:, 2].all())
 
 
+def test_coverage_has_its_standard_error():
+    g = torch.Generator().manual_seed(0)
+    p = LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 400, 1))
+    y = torch.randn(400, generator=g)
+    found = ConformalIntervals("absolute").fit(p, torch.randn(400, generator=g)).judge(p, y)
+    assert found.standard_error == pytest.approx((found.coverage * (1 - found.coverage) / 399) ** 0.5)
+    probs = LatentMixture(Categorical(), torch.randn(1, 300, 4, generator=g))
+    truth = torch.randint(4, (300,), generator=g)
+    sets = ConformalSets("lac").fit(probs, truth).judge(probs, truth)
+    assert sets.standard_error == pytest.approx((sets.coverage * (1 - sets.coverage) / 299) ** 0.5)
+
+
 def test_the_old_spelling_still_works():
     with pytest.warns(DeprecationWarning, match=r"ConformalSets\(randomised=...\).*use ConformalSets\(randomized=...\)"):
         settings = ConformalSets("aps", randomised=False)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dubito._moved import renamed_fields
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import convex, forecasts
 from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
 from dubito.evaluation.recalibrate.forecasts import Batches, Held
@@ -45,7 +45,7 @@ class VectorScaling:
     def __post_init__(self):
         _check(self.penalty)
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None) -> Affine:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Affine:
         """The best factors and offsets for held-out data."""
         return _chosen(forecasts.classes("VectorScaling", predictive, y), _vector, self.penalty)
 
@@ -78,7 +78,7 @@ class MatrixScaling:
         _check(self.penalty)
         one_of(("odir", "l2"), regularizer=self.regularizer)
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None) -> Affine:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Affine:
         """The best matrix and offsets for held-out data."""
         odir = self.regularizer == "odir"
         return _chosen(

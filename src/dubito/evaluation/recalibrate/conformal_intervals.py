@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dubito.evaluation.judge.means import Means
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.rank import check_level, conformal_quantile, tell
@@ -25,6 +28,7 @@ class IntervalCoverage(NamedTuple):
     width: float  # mean over examples and outputs
     by_output: Tensor  # [C], coverage of each output
     n: int
+    standard_error: float = math.nan  # of the coverage, over examples
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class ConformalIntervals:
     def __post_init__(self):
         one_of(SCORES, score=self.score)
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None, *, level: float = 0.9) -> IntervalRule:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None, *, level: float = 0.9) -> IntervalRule:
         """The quantiles of held-out scores, for intervals of that level."""
         check_level(level)
         parts = [self._scores(p, target, level) for p, target in forecasts.numbers("ConformalIntervals", predictive, y)]
@@ -108,18 +112,20 @@ class IntervalRule:
         half = half + ROUNDING * (mean.abs() + half)
         return (mean - half).to(dtype), (mean + half).to(dtype)
 
-    def judge(self, predictive: Predictive | Batches, y: Any = None) -> IntervalCoverage:
+    def judge(self, predictive: Predictive | Batches, y: Array | None = None) -> IntervalCoverage:
         """Coverage and width on data that is neither that of training nor that of `fit`."""
-        inside, widths = [], []
+        inside, widths, means = [], [], Means()
         for p, target in forecasts.numbers("ConformalIntervals", predictive, y, finite=False):
             lower, upper = self(p)
-            inside.append(((lower <= target) & (target <= upper)).flatten(0, -2).cpu())
+            covered = (lower <= target) & (target <= upper)
+            each = covered.all(-1).double() if self.settings.joint else covered.double().mean(-1)  # [B, *D]
+            means.add(torch.ones_like(each, dtype=torch.bool), {"coverage": each.flatten()})
+            inside.append(covered.flatten(0, -2).cpu())
             widths.append((upper - lower).flatten(0, -2).double().cpu())
         found = torch.cat(inside)
-        all_in = found.all(-1) if self.settings.joint else found
-        return IntervalCoverage(
-            float(all_in.double().mean()), float(torch.cat(widths).mean()), found.double().mean(0), len(found)
-        )
+        coverage = found.all(-1) if self.settings.joint else found
+        width, error = float(torch.cat(widths).mean()), means.standard_errors()["coverage"]
+        return IntervalCoverage(float(coverage.double().mean()), width, found.double().mean(0), len(found), error)
 
 
 def _scale(p: Predictive) -> Tensor:

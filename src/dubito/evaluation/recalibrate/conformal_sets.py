@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dubito._moved import renamed_fields
+from dubito.evaluation.judge.means import Means
+from dubito.evaluation.metrics.reading import Array, labelled
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.rank import check_level, conformal_quantile, tell
-from dubito.model.likelihoods import Bernoulli, Classes
+from dubito.model.likelihoods import Bernoulli
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import one_of
 from dubito.tensors.randomness import fresh
@@ -27,6 +30,7 @@ class SetCoverage(NamedTuple):
     size: float  # mean number of classes in a set
     by_class: Tensor  # [C], coverage of the examples of each class; nan where there are none
     n: int
+    standard_error: float = math.nan  # of the coverage, over examples
 
 
 @renamed_fields(randomised="randomized")
@@ -70,7 +74,12 @@ class ConformalSets:
             raise ValueError(f"RAPS has a penalty and a number of free classes of 0 or more; got {self.penalty} and {self.free}")
 
     def fit(
-        self, predictive: Predictive | Batches, y: Any = None, *, level: float = 0.9, generator: torch.Generator | None = None
+        self,
+        predictive: Predictive | Batches,
+        y: Array | None = None,
+        *,
+        level: float = 0.9,
+        generator: torch.Generator | None = None,
     ) -> SetRule:
         """The quantiles of held-out data; `generator` draws u."""
         check_level(level)
@@ -112,22 +121,26 @@ class SetRule:
         sets = sets | probs.isnan().any(-1, keepdim=True).any(-2, keepdim=True)
         return sets if labels else sets.squeeze(-2)
 
-    def judge(self, predictive: Predictive | Batches, y: Any = None, *, generator: torch.Generator | None = None) -> SetCoverage:
+    def judge(
+        self, predictive: Predictive | Batches, y: Array | None = None, *, generator: torch.Generator | None = None
+    ) -> SetCoverage:
         """Coverage and size on data that is neither that of training nor that of `fit`."""
-        covered, sizes, truths, width = [], [], [], 0
+        covered, sizes, truths, width, means = [], [], [], 0, Means()
         for p, given in forecasts.pairs("ConformalSets", predictive, y):
             sets, target = self(p, generator=generator), forecasts.targets(p, given).long()
-            if isinstance(p.likelihood, Classes):
-                keep = target != p.likelihood.ignore_index
-                sets, target = sets[keep], target[keep]
-            covered.append(sets.gather(-1, target.unsqueeze(-1)).flatten().cpu())
+            keep = labelled(p, target)
+            sets, target = sets[keep], target[keep]  # [n, C] and [n]; of labels [n, L, 2] and [n, L]
+            inside = sets.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+            means.add(keep, {"coverage": inside.double().reshape(len(inside), -1).mean(1)})
+            covered.append(inside.flatten().cpu())
             sizes.append(sets.sum(-1).flatten().cpu())
             truths.append(target.flatten().cpu())
             width = sets.shape[-1]
         inside, truth = torch.cat(covered).double(), torch.cat(truths)
         zero = torch.zeros(width, dtype=torch.float64)
         by_class = zero.index_add(0, truth, inside) / torch.bincount(truth, minlength=width)
-        return SetCoverage(float(inside.mean()), float(torch.cat(sizes).double().mean()), by_class, len(inside))
+        size, error = float(torch.cat(sizes).double().mean()), means.standard_errors()["coverage"]
+        return SetCoverage(float(inside.mean()), size, by_class, len(inside), error)
 
 
 def _classes(z: Tensor, labels: bool) -> Tensor:

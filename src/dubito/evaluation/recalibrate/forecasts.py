@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.evaluation.metrics.reading import tensor
+from dubito.evaluation.metrics.reading import Array, tensor
 from dubito.evaluation.recalibrate.classes import RecalibratedClasses
 from dubito.evaluation.recalibrate.numbers import RecalibratedNumbers
 from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
@@ -19,7 +18,7 @@ from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import forked
 
-Batches = Iterable[tuple[Predictive, Any]]
+Batches = Iterable[tuple[Predictive, Array]]
 FLOOR = math.log(torch.finfo(torch.float64).tiny)
 CLASSES = "Temperature, VectorScaling, MatrixScaling, Isotonic, Histogram and ConformalSets"
 NUMBERS = "Variance, Quantiles and ConformalIntervals"
@@ -48,7 +47,7 @@ class Held:
         return Held(self.logits[which], self.truth[which], self.labels)
 
 
-def classes(name: str, predictive: Predictive | Batches, y: Any) -> Held:
+def classes(name: str, predictive: Predictive | Batches, y: Array | None) -> Held:
     """Forecasts and truth of all batches, for the map of that name."""
     logits, truth, labels = [], [], False
     for p, given in pairs(name, predictive, y):
@@ -65,7 +64,9 @@ def classes(name: str, predictive: Predictive | Batches, y: Any) -> Held:
     return Held(finite(found), torch.cat(truth), labels)
 
 
-def numbers(name: str, predictive: Predictive | Batches, y: Any, *, finite: bool = True) -> Iterator[tuple[Predictive, Tensor]]:
+def numbers(
+    name: str, predictive: Predictive | Batches, y: Array | None, *, finite: bool = True
+) -> Iterator[tuple[Predictive, Tensor]]:
     """Predictives of a regression and targets in the layout of their means, batch by batch.
 
     If some predictions are not `finite`, as they have to be for a fit, that is an error at the end, when they have been counted.
@@ -97,7 +98,7 @@ def refuse(name: str, bad: int, n: int) -> None:
         )
 
 
-def pairs(name: str, predictive: Predictive | Batches, y: Any) -> Iterator[tuple[Predictive, Any]]:
+def pairs(name: str, predictive: Predictive | Batches, y: Array | None) -> Iterator[tuple[Predictive, Array]]:
     """One predictive and its targets, or batches of them."""
     if isinstance(predictive, Predictive):
         if y is None:
@@ -132,7 +133,7 @@ def suits(name: str, p: Predictive, *, classes: bool) -> None:
         raise ValueError(f"{name} is for {ours}, and {kind} predicts {theirs}: for these there are {others}")
 
 
-def targets(p: Predictive, y: Any) -> Tensor:
+def targets(p: Predictive, y: Array) -> Tensor:
     """Checked, in the layout of the predictive's mean: [B, *D] for classes, [B, *D, C] else."""
     f = p.means[0]
     y = tensor(y).to(f.device)

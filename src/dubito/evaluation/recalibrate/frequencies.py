@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
 from dubito.evaluation.recalibrate.forecasts import Batches
@@ -41,7 +42,7 @@ class Isotonic:
     def __post_init__(self):
         _check(self.floor)
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None) -> Frequencies:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Frequencies:
         """The best rising function of every class for held-out data."""
         return _columns(forecasts.classes("Isotonic", predictive, y), _isotonic, self.floor, steps=False)
 
@@ -69,7 +70,7 @@ class Histogram:
         if self.bins < 1 or self.by not in ("mass", "width"):
             raise ValueError(f"there is at least one bin, by 'mass' or by 'width'; got bins={self.bins}, by={self.by!r}")
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None) -> Frequencies:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Frequencies:
         """The frequencies in every bin of held-out data."""
         found = forecasts.classes("Histogram", predictive, y)
         return _columns(found, lambda probs, hits: _histogram(probs, hits, self.bins, self.by), self.floor, steps=True)

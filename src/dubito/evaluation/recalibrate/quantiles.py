@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.marginals import exact
@@ -49,7 +49,7 @@ class Quantiles:
     def __post_init__(self):
         require(self.pieces is None or self.pieces >= 1, f"a map has one piece or more; got pieces={self.pieces}")
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None) -> QuantileMap:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> QuantileMap:
         """The map for held-out data."""
         levels = []
         for p, target in forecasts.numbers("Quantiles", predictive, y):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
 from dubito.evaluation.recalibrate.forecasts import Batches, Held
@@ -39,7 +39,7 @@ class Temperature:
     (3.641, tensor([0.7500, 0.2500]))
     """
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None) -> Tempered:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Tempered:
         """The best temperature for held-out data."""
         found = forecasts.classes("Temperature", predictive, y)
         return Tempered(1 / _best_power(found), len(found.truth))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.marginals import Exact, exact, log_density
@@ -43,7 +44,7 @@ class Variance:
     def __post_init__(self):
         one_of(("nll", "moments"), by=self.by)
 
-    def fit(self, predictive: Predictive | Batches, y: Any = None) -> Stretched:
+    def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Stretched:
         """The best factor for held-out data."""
         squares, kept, plain = [], [], True
         for p, target in forecasts.numbers("Variance", predictive, y):

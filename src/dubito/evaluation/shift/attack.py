@@ -8,11 +8,12 @@ of `posterior.predict` with the same `how`, `draws` and `seed`, and the same at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.shift.draw import normal, uniform
 from dubito.posteriors import Posterior
 from dubito.posteriors.functions import Functions, Mixed, plain
@@ -27,7 +28,7 @@ Transform = Callable[[Tensor], Tensor]
 def fgsm(
     posterior: Posterior,
     x: Tensor,
-    y: Any,
+    y: Array,
     *,
     size: float,
     bounds: Bounds,
@@ -63,7 +64,7 @@ def fgsm(
 def pgd(
     posterior: Posterior,
     x: Tensor,
-    y: Any,
+    y: Array,
     *,
     size: float,
     bounds: Bounds,
@@ -141,7 +142,7 @@ def _attacked(
     found: Functions | Mixed,
     posterior: Posterior,
     x: Tensor,
-    y: Any,
+    y: Array,
     transform: Transform | None,
     batch_size: int,
 ) -> Tensor:

@@ -6,7 +6,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from dubito.evaluation.judge import score
 from dubito.evaluation.judge.batches import predict_in_batches, predictor
 from dubito.evaluation.metrics import METRICS
+from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.shift.attack import Bounds, Norm, Transform, fgsm, pgd
 from dubito.evaluation.shift.attack import check as check_attack
 from dubito.evaluation.shift.corruptions import COMMON, check, corrupt
@@ -34,7 +35,7 @@ class Shift(ABC):
 
     @abstractmethod
     def apply(
-        self, x: Tensor, kind: str, level: float, *, y: Any, posterior: Posterior, transform: Transform | None, seed: int
+        self, x: Tensor, kind: str, level: float, *, y: Array, posterior: Posterior, transform: Transform | None, seed: int
     ) -> Tensor:
         """The inputs so changed."""
 
@@ -58,7 +59,7 @@ class Corruptions(Shift):
                 check(x, kind, int(level) if level == int(level) else level)  # pyright: ignore[reportArgumentType]
 
     def apply(
-        self, x: Tensor, kind: str, level: float, *, y: Any, posterior: Posterior, transform: Transform | None, seed: int
+        self, x: Tensor, kind: str, level: float, *, y: Array, posterior: Posterior, transform: Transform | None, seed: int
     ) -> Tensor:
         """The images at that severity."""
         return corrupt(x, kind, severity=int(level), seed=seed)
@@ -78,7 +79,7 @@ class Rotations(Shift):
         rotate(x[:1], 0.0)
 
     def apply(
-        self, x: Tensor, kind: str, level: float, *, y: Any, posterior: Posterior, transform: Transform | None, seed: int
+        self, x: Tensor, kind: str, level: float, *, y: Array, posterior: Posterior, transform: Transform | None, seed: int
     ) -> Tensor:
         """The images turned by `level` degrees."""
         return rotate(x, level, fill=self.fill)
@@ -108,7 +109,7 @@ class Attacks(Shift):
         check_attack(x, min(self.levels), self.bounds, self.norm)
 
     def apply(
-        self, x: Tensor, kind: str, level: float, *, y: Any, posterior: Posterior, transform: Transform | None, seed: int
+        self, x: Tensor, kind: str, level: float, *, y: Array, posterior: Posterior, transform: Transform | None, seed: int
     ) -> Tensor:
         """Inputs attacked with size `level`."""
         shared = {name: getattr(self, name) for name in ("bounds", "norm", "how", "draws", "batch_size")}
@@ -149,7 +150,7 @@ class Sweep:
 def sweep(
     posterior: Posterior,
     x: Tensor,
-    y: Any,
+    y: Array,
     *,
     shift: Shift | Sequence[str] | Literal["corruptions", "rotations"] = "corruptions",
     transform: Transform | None = None,
@@ -200,7 +201,7 @@ def sweep(
     return Sweep(shifts.axis, shifts.kinds, (0, *levels), names, scores)
 
 
-def _targets(x: Tensor, y: Any) -> Tensor:
+def _targets(x: Tensor, y: Array | None) -> Tensor:
     if not isinstance(x, Tensor) or y is None:
         given = "no targets" if y is None else f"a {type(x).__name__}"
         raise TypeError(f"x is one tensor, which is shifted as a whole, and y the targets of all its rows; got {given}")
