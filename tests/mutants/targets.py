@@ -22,7 +22,7 @@ PRIORS = {
     "LogUniform": ["density", "draw"],
     "Bernoulli": ["density", "draw"],
     "MatrixNormal": ["log_prob"],
-    "Centred": ["log_prob", "sample"],
+    "Centered": ["log_prob", "sample"],
 }
 METHODS = {
     "dubito.MAP.update": ["method/map/sgd"],
@@ -83,6 +83,7 @@ LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why the contr
     r"priors\.(Laplace|LogUniform)\.draw: .* \* sign -> ": "a sign is 1 or -1, by which to multiply is to divide",
     r"Categorical\.random_slope: .*device != ": "differs on a GPU only",
     r"HeteroscedasticCategorical\._noisy: logits \+ .* -> logits - ": "the nodes come in pairs, z and -z",
+    r"Categorical\.linked: 1 / classes -> ": "shifts all logits alike, which cancels in the probabilities",
     r"Categorical\.linked: 100 \* ": "a bound for rounding errors",
     r"(Metropolis|ULA)\.move: \w+\.log_likelihood \+ .* -> \w+\.log_likelihood - ": "it is asked only whether both are finite",
     r"SWAG\._parts: held - 1 -> ": "with 500 columns the factor 1 / (K - 1) hardly changes: test_swag.py has few",
