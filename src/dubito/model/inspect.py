@@ -25,6 +25,7 @@ def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, i
     x, f = model.split(batch)[0], inspection.output
 
     def run(x: Any) -> Tensor:
+        """Outputs in eval mode."""
         return model.forward(params, x, tree.clone(buffers))[0]
 
     with torch.no_grad(), randomness.fork_rng():

@@ -73,6 +73,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
+        """Where the network's parameters are."""
         return next(self.network.parameters()).device
 
     def parameters(self, y: Any = None) -> Params:
@@ -151,6 +152,7 @@ class Model:
         x, y = self.split(batch)
 
         def run(params: Params, x: Any) -> Tensor:
+            """f in the mode the network is in."""
             return self.call(params, x, tree.clone(buffers))[0]
 
         with exclusive(self.network):  # its own parameters are compared with those that are used

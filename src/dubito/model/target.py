@@ -57,6 +57,7 @@ class Target:
         """log p(theta), the prior of the weights, of its own hyperparameters and of what the likelihood learns; [S] if stacked."""
 
         def one(params: Params) -> Tensor:
+            """Of one setting of the weights."""
             noise = self.model.likelihood.log_prior(likelihood_params(params)).to(self.model.device)
             return self.model.prior.log_prob(prior_params(params)) + noise
 
@@ -123,11 +124,13 @@ class Target:
         weights = None if self.weights is None else self.weights[index]
 
         def score(params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+            """Log likelihoods of the examples, and the buffers after the pass."""
             with nullcontext() if self.around is None else self.around({**buffers, **params}):
                 f, buffers = self.model.call(params, x, buffers)
             return self.model.score(f, y, params), buffers
 
         def one(params: Params, buffers: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+            """The weighted sum for one setting of the weights."""
             scores, after = score(params, x, buffers)
             if self.adversary is not None:
                 # running statistics follow the real examples only
@@ -147,6 +150,7 @@ class Target:
             stacked = {name: leaf for name, leaf in buffers.items() if name not in fixed}
 
             def member(params: Params, stacked: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+                """The same with buffers that all members share."""
                 value, after = one(params, {**shared, **stacked}, weights)
                 return value, {name: after[name] for name in stacked}
 

@@ -151,6 +151,7 @@ def _lstm(weights: list[Tensor], bias: bool) -> Cell:
     project = weights[-1].t() if len(weights) in (3, 5) else None  # [H, proj]
 
     def step(x: Tensor, masked: Tensor, h: Tensor, c: Tensor) -> State:
+        """(h, c) after one step."""
         gates = x + masked @ u  # [B, 4H]
         i_f, g, o = gates.split((2 * size, size, size), 1)
         i, f = i_f.sigmoid().chunk(2, 1)
@@ -170,6 +171,7 @@ def _gru(weights: list[Tensor], bias: bool) -> Cell:
         b_x = weights[2] + functional.pad(b_rz, (0, size))
 
     def step(x: Tensor, masked: Tensor, h: Tensor) -> State:
+        """h after one step."""
         x_rz, x_n = x.split((2 * size, size), 1)
         h_rz, h_n = (masked @ u).split((2 * size, size), 1)
         r, z = (x_rz + h_rz).sigmoid().chunk(2, 1)
@@ -183,6 +185,7 @@ def _rnn(activation: Callable[[Tensor], Tensor], weights: list[Tensor], bias: bo
     w, u = weights[0], weights[1].t().contiguous()  # [H, F], [H, H]
 
     def step(x: Tensor, masked: Tensor, h: Tensor) -> State:
+        """h after one step."""
         return (activation(x + masked @ u),)
 
     return w, weights[2] + weights[3] if bias else None, step

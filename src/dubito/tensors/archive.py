@@ -28,6 +28,7 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
+        """Bytes of one draw of it, as kept."""
         return math.prod(self.shape) * self.kept.itemsize
 
 
@@ -73,6 +74,7 @@ class Archive:
 
     @staticmethod
     def find(folder: Path) -> Archive:
+        """What the index lists, or without an index what the shards say."""
         return Archive._listed(folder) or Archive._found(folder)
 
     @staticmethod
@@ -132,6 +134,7 @@ class Archive:
         return [problem for shard in self.shards if (problem := self.problem(shard))]
 
     def problem(self, shard: Shard) -> str | None:
+        """What is wrong with the file of a shard, by its size; None if nothing."""
         path = self.folder / shard.file
         try:
             size = path.stat().st_size
@@ -196,6 +199,7 @@ def describe_leaves(leaves: dict[str, Leaf]) -> list:
 
 
 def read_leaves(described: list) -> dict[str, Leaf]:
+    """The inverse of `describe_leaves`."""
     return {name: Leaf(tuple(shape), getattr(torch, dtype), getattr(torch, kept)) for name, shape, dtype, kept in described}
 
 

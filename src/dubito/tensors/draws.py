@@ -44,12 +44,14 @@ class _Block:
 
     def add(self, draw: Params) -> None:
         # one call for all leaves: on a GPU one kernel, and nobody waits for it
+        """Fill the next row."""
         rows, values = zip(*((block[self.used], draw[name]) for name, block in self.leaves.items()), strict=True)
         with torch.no_grad():
             torch._foreach_copy_(rows, values)
         self.used += 1
 
     def filled(self) -> Params:
+        """The rows that are filled."""
         return {name: leaf[: self.used] for name, leaf in self.leaves.items()}
 
 
@@ -123,6 +125,7 @@ class Draws:
         return self._archive
 
     def append(self, draw: Params) -> None:
+        """Add a draw, with the names and shapes of the first one."""
         if not self._leaves:
             self._leaves = {
                 name: Leaf(tuple(leaf.shape), leaf.dtype, _kept(name, leaf.dtype, self.dtype)) for name, leaf in draw.items()
@@ -274,6 +277,7 @@ class _Column(Draws):
         return len(self.whole)
 
     def append(self, draw: Params) -> None:
+        """Refused: draws are added to the whole."""
         raise TypeError("draws are added to the whole, not to a column of it")
 
     def _stacked(self, column: int | None) -> Params:

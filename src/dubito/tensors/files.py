@@ -105,6 +105,7 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:
 
 
 def damaged(path: str | os.PathLike) -> FileError:
+    """The error for contents that do not match their checksum."""
     return FileError(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
 
 

@@ -24,6 +24,7 @@ class Classes(Likelihood):
 
     @property
     def discrete(self) -> bool:
+        """True: uncertainty is an entropy."""
         return True
 
     @abstractmethod
@@ -34,9 +35,11 @@ class Classes(Likelihood):
         return CategoricalDistribution(logits=self.log_probs(f, params), validate_args=False)
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
+        """The class probabilities."""
         return self.log_probs(f, params).exp()
 
     def target(self, y: Tensor, f: Tensor) -> Tensor:
+        """Integer indices in the shape of f without its last axis."""
         if y.ndim == f.ndim and y.shape[-1] == 1 and f.ndim == 2:
             y = y.squeeze(-1)
         if y.is_floating_point():
@@ -49,6 +52,7 @@ class Classes(Likelihood):
         return y.long()
 
     def check(self, f: Tensor, y: Tensor) -> None:
+        """Indices must be from 0 to C - 1, or `ignore_index`."""
         y, classes = self.target(y, f), self.width(f)
         seen = y[y != self.ignore_index]
         if seen.numel() and (int(seen.min()) < 0 or int(seen.max()) >= classes):
@@ -58,6 +62,7 @@ class Classes(Likelihood):
             )
 
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """log p_y, and 0 where y is `ignore_index`."""
         log_probs = self.log_probs(f, params)
         keep = y != self.ignore_index
         index = torch.where(keep, y, 0).unsqueeze(-1)
@@ -65,13 +70,16 @@ class Classes(Likelihood):
 
     @property
     def plain(self) -> Likelihood:
+        """`Categorical` with noise level 1."""
         return Categorical(dim=self.dim, ignore_index=self.ignore_index)
 
     def observed(self, y: Tensor) -> Tensor | None:
+        """Where y is not `ignore_index`."""
         keep = y != self.ignore_index
         return None if bool(keep.all()) else keep
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
+        """H(mean p) (total) and mean H(p) (aleatoric) over the draws; their difference is the mutual information."""
         probs = self.mean(f, params)
         return Uncertainty.of(entropy(average(probs, weights)), average(entropy(probs), weights))
 
@@ -95,18 +103,22 @@ class Categorical(Classes):
         return tempered(f, self.scale, params)
 
     def parameters(self, y: Tensor | None = None) -> Params:
+        """`likelihood:log_scale`, 0, if the noise level is learned."""
         return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}
 
     def log_probs(self, f: Tensor, params: Params) -> Tensor:
+        """log softmax(f / scale^2)."""
         return F.log_softmax(self._logits(f, params), -1)
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        """(diag(p) - p p^T) / scale^4."""
         probs = self.mean(f, params)
         slope = self._logits(torch.ones_like(f), params)
         outer = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
         return outer * slope.unsqueeze(-1) * slope.unsqueeze(-2)
 
     def random_slope(self, f: Tensor, params: Params, generator: torch.Generator | None = None) -> Tensor:
+        """onehot(y) - p for y ~ p, over scale^2."""
         probs = self.mean(f.detach(), params)
         flat = probs.reshape(-1, f.shape[-1])
         if generator is not None and generator.device != flat.device:
@@ -116,10 +128,12 @@ class Categorical(Classes):
         return slope if self.scale == 1.0 else slope * self._logits(torch.ones_like(f), params)
 
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        """p (1 - p) / scale^4."""
         probs = self.mean(f, params)
         return probs * (1 - probs) * self._logits(torch.ones_like(f), params) ** 2
 
     def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
+        """sum_n diag(p_n) - p_n p_n^T, over scale^4."""
         probs = self.mean(f, params).reshape(-1, f.shape[-1])
         slope = self._logits(torch.ones_like(probs[:1]), params)
         return (torch.diag(probs.sum(0)) - probs.mT @ probs) * slope * slope.mT
@@ -179,6 +193,7 @@ class HeteroscedasticCategorical(Classes):
     samples: int = field(default=64, kw_only=True)
 
     def width(self, f: Tensor) -> int:
+        """Half of the outputs are logits."""
         return f.shape[-1] // 2
 
     def _noisy(self, f: Tensor) -> Tensor:
@@ -193,12 +208,15 @@ class HeteroscedasticCategorical(Classes):
         return logits + (0.5 * log_variance).exp() * points
 
     def log_probs(self, f: Tensor, params: Params) -> Tensor:
+        """The log of the mean softmax over the nodes."""
         return (F.log_softmax(self._noisy(f), 0).logsumexp(1) - math.log(self.samples)).movedim(0, -1)
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
+        """The mean softmax over the nodes."""
         return F.softmax(self._noisy(f), 0).mean(1).movedim(0, -1)
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        """sum_c p_c grad log p_c grad log p_c^T."""
         root = self.fisher_root(f, params)
         return torch.einsum("k...c,k...d->...cd", root, root)
 

@@ -50,6 +50,7 @@ class Gaussian(Likelihood):
         return Independent(NormalDistribution(f, self.noise(f, params).expand_as(f), validate_args=False), 1)
 
     def parameters(self, y: Tensor | None = None) -> Params:
+        """`likelihood:log_scale`, if the noise is learned: the log of the spread of the targets."""
         if self.scale is not None:
             return {}
         spread = torch.ones(self.outputs)
@@ -62,6 +63,7 @@ class Gaussian(Likelihood):
         return {PREFIX + "log_scale": spread.log()}
 
     def log_prior(self, params: Params) -> Tensor:
+        """The density of the precision in the coordinate log scale; 0 without a prior."""
         if self.scale is not None or self.prior is None:
             return torch.zeros(())
         log_precision = -2 * params[PREFIX + "log_scale"]
@@ -103,11 +105,13 @@ class Gaussian(Likelihood):
         return {PREFIX + "log_scale": (-0.5 * precision.log()).to(old.dtype).reshape(old.shape)}
 
     def least_noise(self, params: Params) -> Tensor | float:
+        """The smallest scale."""
         if self.scale is None:
             return params[PREFIX + "log_scale"].amin(-1).exp()
         return min(self.scale) if isinstance(self.scale, tuple) else self.scale
 
     def target(self, y: Tensor, f: Tensor) -> Tensor:
+        """As all targets, once the number of scales fits the outputs."""
         width = self.outputs if self.scale is None else torch.as_tensor(self.scale).numel()
         if width not in (1, f.shape[-1]):
             raise ValueError(
@@ -116,6 +120,7 @@ class Gaussian(Likelihood):
         return super().target(y, f)
 
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """-sum_c ((y_c - f_c)^2 / (2 scale_c^2) + log scale_c + log(2 pi) / 2)."""
         constant = 0.5 * math.log(2 * math.pi)
         if isinstance(self.scale, float):  # plain numbers: a small network's step is made of such little things
             z = (y - f) / self.scale
@@ -125,23 +130,29 @@ class Gaussian(Likelihood):
         return torch.addcmul(-scale.log() - constant, z, z, value=-0.5).sum(-1)
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
+        """f itself."""
         return f
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        """diag(1 / scale^2)."""
         return torch.diag_embed(self.noise(f, params).expand_as(f) ** -2)
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        """diag(1 / scale)."""
         return torch.diag_embed(1 / self.noise(f, params).expand_as(f)).movedim(-1, 0)
 
     def noise_groups(self, width: int) -> Tensor | None:
+        """One group, or one for each output, if the noise is learned."""
         if self.scale is not None:
             return None
         return torch.zeros(width, dtype=torch.long) if self.outputs == 1 else torch.arange(width)
 
     def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
+        """scale^2."""
         return self.noise(f_mean, params).square().expand_as(f_mean)
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
+        """N(f_mean, f_cov + scale^2 I)."""
         variance = f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1)
         noise = self.noise(f_mean, params) ** 2
         if f_cov.ndim == f_mean.ndim or f_mean.shape[-1] == 1:
@@ -150,6 +161,7 @@ class Gaussian(Likelihood):
         return torch.distributions.MultivariateNormal(f_mean, full, validate_args=False)
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
+        """The scale is multiplied along."""
         if self.scale is not None:
             noise = tuple((torch.as_tensor(self.scale, dtype=torch.float64) * scale.cpu().double()).tolist())
             return replace(self, scale=noise), shift, scale, params
@@ -184,6 +196,7 @@ class HeteroscedasticGaussian(Likelihood):
         return mean, log_variance
 
     def width(self, f: Tensor) -> int:
+        """Half of the outputs are means."""
         return self._split(f)[0].shape[-1]
 
     def __call__(self, f: Tensor, params: Params) -> Distribution:
@@ -191,6 +204,7 @@ class HeteroscedasticGaussian(Likelihood):
         return Independent(NormalDistribution(mean, (0.5 * log_variance).exp(), validate_args=False), 1)
 
     def check(self, f: Tensor, y: Tensor) -> None:
+        """Targets must be finite, or NaN where `missing` allows it."""
         y = self.target(y, f)
         if self.missing and not bool((torch.isfinite(y) | y.isnan()).all()):
             raise ValueError("the targets hold infinite values: mark what is missing by NaN")
@@ -200,10 +214,12 @@ class HeteroscedasticGaussian(Likelihood):
             )
 
     def observed(self, y: Tensor) -> Tensor | None:
+        """Where no number of a target is NaN."""
         seen = ~y.isnan().any(-1)
         return seen if self.missing and not bool(seen.all()) else None
 
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """-sum ((y - m)^2 e^-s + s + log 2 pi) / 2."""
         mean, log_variance = self._split(f)
         seen = ~y.isnan().any(-1) if self.missing else None
         if seen is not None:
@@ -212,13 +228,16 @@ class HeteroscedasticGaussian(Likelihood):
         return score if seen is None else torch.where(seen, score, 0.0)
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
+        """m, the first half of the outputs."""
         return self._split(f)[0]
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        """diag(e^-s, 1/2)."""
         mean, log_variance = self._split(f)
         return torch.diag_embed(torch.cat([(-log_variance).exp(), torch.full_like(mean, 0.5)], -1))
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        """The root of a diagonal matrix."""
         return self.fisher(f, params).sqrt().movedim(-1, 0)  # it is diagonal
 
     def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:

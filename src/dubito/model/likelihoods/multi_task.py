@@ -26,13 +26,16 @@ class _Joint(Distribution):
 
     @property
     def mean(self) -> Tensor:
+        """The tasks' means side by side; of classes the probabilities."""
         return torch.cat([part.probs if isinstance(part, CategoricalDistribution) else part.mean for part in self.parts], -1)
 
     def sample(self, sample_shape=torch.Size()) -> Tensor:
+        """A draw of every task, side by side."""
         draws = [(part, part.sample(sample_shape)) for part in self.parts]
         return torch.cat([d if part.event_shape else d.unsqueeze(-1) for part, d in draws], -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
+        """The sum over the tasks."""
         columns = value.split([_columns(part) for part in self.parts], -1)
         values = [v if part.event_shape else v.squeeze(-1).long() for part, v in zip(self.parts, columns, strict=True)]
         return torch.stack([part.log_prob(v) for part, v in zip(self.parts, values, strict=True)]).sum(0)
@@ -46,6 +49,7 @@ class _Coupled(Distribution):
         super().__init__(numbers.batch_shape, torch.Size([columns]), validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
+        """The joint density of the numbers, and that of each class."""
         score = self.numbers.log_prob(value[..., self.where])
         for part, column in self.classes:
             y = value[..., column]
@@ -84,12 +88,14 @@ class MultiTask(Likelihood):
         return {PREFIX + key[len(start) :]: leaf for key, leaf in params.items() if key.startswith(start)}
 
     def least_noise(self, params: Params) -> Tensor | float:
+        """The least of all tasks."""
         found = [likelihood.least_noise(self.of(name, params)) for name, (likelihood, _) in self.tasks.items()]
         learned = [noise for noise in found if isinstance(noise, Tensor)]
         known = min((noise for noise in found if not isinstance(noise, Tensor)), default=math.inf)
         return torch.stack(learned).amin(0).clamp(max=known) if learned else known
 
     def split(self, f: Tensor) -> dict[str, Tensor]:
+        """The outputs of each task, by its name."""
         widths = [width for _, width in self.tasks.values()]
         if sum(widths) != f.shape[-1]:
             raise ValueError(f"the tasks take {widths} outputs, {sum(widths)} in all, but the network gives {f.shape[-1]}")
@@ -123,6 +129,7 @@ class MultiTask(Likelihood):
         return {n: v.squeeze(-1).long() if isinstance(self.tasks[n][0], Classes) else v for n, v in parts.items()}
 
     def target(self, y: Tensor | dict[str, Tensor], f: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The tasks' targets side by side, [..., T]."""
         y, columns = self._targets(y, f), []
         for name, likelihood, part, _ in self._each(f, {}):
             column = likelihood.target(y[name], part)
@@ -130,11 +137,13 @@ class MultiTask(Likelihood):
         return torch.cat(columns, -1)
 
     def check(self, f: Tensor, y: Tensor | dict[str, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Every task checks its targets."""
         y = self._targets(y, f)
         for name, likelihood, part, _ in self._each(f, {}):
             likelihood.check(part, y[name])
 
     def parameters(self, y: Tensor | dict[str, Tensor] | None = None) -> Params:
+        """What the tasks learn, as `likelihood:<task>.<name>`."""
         learned = {}
         for name, (likelihood, _) in self.tasks.items():
             inner = likelihood.parameters(y.get(name) if isinstance(y, dict) else None)
@@ -142,6 +151,7 @@ class MultiTask(Likelihood):
         return learned
 
     def log_prior(self, params: Params) -> Tensor:
+        """The sum over the tasks."""
         parts = (part.log_prior(self.of(name, params)) for name, (part, _) in self.tasks.items())
         return sum(parts, torch.zeros(()))  # those without a prior are on the CPU, which a sum of scalars allows
 
@@ -149,16 +159,20 @@ class MultiTask(Likelihood):
         return _Joint([likelihood(part, inner) for _, likelihood, part, inner in self._each(f, params)])
 
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The sum over the tasks."""
         y_parts = self._unstack(y, f)
         return torch.stack([part.log_prob(g, y_parts[n], inner) for n, part, g, inner in self._each(f, params)]).sum(0)
 
     def width(self, f: Tensor) -> int:
+        """Numbers or class indices in a target of all tasks."""
         return sum(self._columns(f))
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
+        """The tasks' means side by side."""
         return torch.cat([likelihood.mean(part, inner) for _, likelihood, part, inner in self._each(f, params)], -1)
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        """Block-diagonal, a block for each task."""
         full = f.new_zeros(*f.shape, f.shape[-1])
         start = 0
         for _, likelihood, part, inner in self._each(f, params):
@@ -168,6 +182,7 @@ class MultiTask(Likelihood):
         return full
 
     def observed(self, y: Tensor) -> Tensor | None:
+        """For every output, whether the target of its task is there."""
         f = y.new_empty(*y.shape[:-1], sum(width for _, width in self.tasks.values()))
         seen = {name: self.tasks[name][0].observed(part) for name, part in self._unstack(y, f).items()}
         if all(part is None for part in seen.values()):

@@ -33,10 +33,12 @@ class ARD(Scaled):
 
     @property
     def local(self) -> Scale:
+        """The density of a group's scale."""
         return self.scale
 
     @property
     def grouping(self) -> Groups:
+        """The weights that leave an input unit."""
         return Groups("column")
 
     def relevance(self, params: Params) -> dict[str, Tensor]:

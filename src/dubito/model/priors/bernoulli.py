@@ -64,6 +64,7 @@ class Bernoulli(Factorized):
         return torch.stack(parts).sum()
 
     def density(self, leaf: Tensor) -> Tensor:
+        """Log density of the binary concrete relaxation."""
         if self.temperature is None:
             raise ValueError(
                 f"weights that are {self.values[0]:g} or {self.values[1]:g} have no density, so they cannot be sampled or trained by "
@@ -78,6 +79,7 @@ class Bernoulli(Factorized):
         return torch.where(inside, value - math.log(high - low), -torch.inf)
 
     def draw(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
+        """One of the two values, or with a temperature a number between them."""
         low, high = self.values
         u = torch.rand(leaf.shape, dtype=torch.float64, device=leaf.device, generator=generator)
         if self.temperature is None:
@@ -90,4 +92,5 @@ class Bernoulli(Factorized):
         return x.clamp(low + edge, high - edge).to(leaf)
 
     def typical(self) -> float:
+        """The standard deviation of a discrete weight."""
         return (self.values[1] - self.values[0]) * math.sqrt(self.probability * (1 - self.probability))

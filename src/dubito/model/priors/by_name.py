@@ -38,10 +38,12 @@ class ByName(Prior):
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """The patterns of parameter names."""
         return tuple(self.priors) + tuple(pattern for prior in self.priors.values() for pattern in prior.patterns)
 
     @property
     def stacks(self) -> bool:
+        """Whether all of the priors do."""
         return all(prior.stacks for prior in self.priors.values())
 
     def pattern_of(self, name: str) -> str:
@@ -54,28 +56,34 @@ class ByName(Prior):
         )
 
     def parameters(self, weights: Params) -> Params:
+        """The hyperparameters of all priors, named after their patterns."""
         found = ((pattern, prior.parameters(own)) for pattern, prior, own in self._parts(weights))
         return {self._outside(pattern, name): leaf for pattern, leaves in found for name, leaf in leaves.items()}
 
     def log_prob(self, params: Params) -> Tensor:
+        """The sum over the priors."""
         total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
         for _, prior, own in self._parts(params):
             total = total + prior.log_prob(own)
         return total
 
     def log_hyper(self, params: Params) -> Tensor | float:
+        """The sum over the priors."""
         return sum((prior.log_hyper(own) for _, prior, own in self._parts(params)), 0.0)
 
     @property
     def improper(self) -> bool:
+        """Whether one of the priors is."""
         return any(prior.improper for prior in self.priors.values())
 
     def gradient(self, params: Params) -> Params:
+        """The gradients of all priors."""
         if not self.stacks:  # then it may be mapped over leaves, which a slope in closed form need not bear
             return super().gradient(params)
         return self._gathered(params, {pattern: prior.gradient(own) for pattern, prior, own in self._parts(params)})
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        """The sum over the priors, if all have a closed form."""
         spread = {pattern: own for pattern, _, own in self._parts(variance)}
         total = torch.zeros((), device=next(iter(mean.values())).device)
         for pattern, prior, own in self._parts(mean):
@@ -86,14 +94,17 @@ class ByName(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """One draw in the shapes of `like`."""
         source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         return self._gathered(like, {pattern: prior.sample(own, source) for pattern, prior, own in self._parts(like)})
 
     def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:
+        """The draws of all priors that have a closed form."""
         found = ((pattern, prior.resample(own, temperature, generator)) for pattern, prior, own in self._parts(params))
         return {self._outside(pattern, name): leaf for pattern, leaves in found for name, leaf in leaves.items()}
 
     def units(self, params: Params) -> Params:
+        """The units of all priors."""
         return self._gathered(params, {pattern: prior.units(own) for pattern, prior, own in self._parts(params)})
 
     # ---- names

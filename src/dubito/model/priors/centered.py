@@ -37,6 +37,7 @@ class Centered(Prior):
 
     @property
     def stacks(self) -> bool:
+        """As the prior of the difference."""
         return self.prior.stacks
 
     def _shifted(self, params: Params, sign: float) -> Params:
@@ -53,6 +54,7 @@ class Centered(Prior):
         return moved
 
     def parameters(self, weights: Params) -> Params:
+        """Those of the prior of the difference."""
         assert isinstance(self.mean, Mapping)
         if self.mean and weights and not any(name in self.mean for name in weights):
             raise ValueError(
@@ -61,26 +63,34 @@ class Centered(Prior):
         return self.prior.parameters(self._shifted(weights, -1.0))
 
     def log_prob(self, params: Params) -> Tensor:
+        """log p(w - mean)."""
         return self.prior.log_prob(self._shifted(params, -1.0))
 
     def log_hyper(self, params: Params) -> Tensor | float:
+        """That of the prior of the difference."""
         return self.prior.log_hyper(params)
 
     @property
     def improper(self) -> bool:
+        """As the prior of the difference."""
         return self.prior.improper
 
     def gradient(self, params: Params) -> Params:
+        """The gradient of the prior at w - mean."""
         return self.prior.gradient(self._shifted(params, -1.0))
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        """That of the prior, with the means shifted."""
         return self.prior.expected_log_prob(self._shifted(mean, -1.0), variance, independent=independent)
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """mean + a draw of the prior."""
         return self._shifted(self.prior.sample(like, generator), 1.0)
 
     def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:
+        """Given w - mean."""
         return self.prior.resample(self._shifted(params, -1.0), temperature, generator)
 
     def units(self, params: Params) -> Params:
+        """Those of the prior of the difference."""
         return self.prior.units(params)

@@ -47,6 +47,7 @@ class ConvCorrelated(Prior):
         return leaf.reshape(-1, math.prod(leaf.shape[2:])) if leaf.ndim > 2 else leaf.reshape(-1, 1)
 
     def log_prob(self, params: Params) -> Tensor:
+        """Sum over kernels of log N(0, K) with K = `covariance`."""
         total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
         for leaf in params.values():
             kernels = self._kernels(leaf.float() if leaf.dtype.itemsize < 4 else leaf)  # [n, k]
@@ -67,11 +68,13 @@ class ConvCorrelated(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """One draw in the shapes of `like`."""
         source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         normals = {name: torch.empty_like(leaf).normal_(generator=source) for name, leaf in like.items()}
         return {name: (self._kernels(leaf) @ self._root(leaf).mT).reshape(leaf.shape) for name, leaf in normals.items()}
 
     def units(self, params: Params) -> Params:
+        """`scale` for every weight."""
         return {name: torch.full_like(leaf, self.scale) for name, leaf in params.items()}
 
 

@@ -17,6 +17,7 @@ class Factorized(Prior):
 
     @property
     def stacks(self) -> bool:
+        """True: every weight is independent."""
         return True
 
     @abstractmethod
@@ -42,15 +43,18 @@ class Factorized(Prior):
         return 1.0
 
     def log_prob(self, params: Params) -> Tensor:
+        """The sum of `density` over all weights."""
         total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
         for leaf in params.values():
             total = total + self.density(leaf.float() if leaf.dtype.itemsize < 4 else leaf).sum()
         return total
 
     def gradient(self, params: Params) -> Params:
+        """`slope` of every weight."""
         return {name: self.slope(leaf.detach()) for name, leaf in params.items()}
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        """The sum of `expected` over all weights, if it is known."""
         total = torch.zeros((), device=next(iter(mean.values())).device) if mean else torch.zeros(())
         for name, leaf in mean.items():
             part = self.expected(leaf, variance[name])
@@ -60,10 +64,12 @@ class Factorized(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """`draw` for every weight."""
         source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         return {name: self.draw(leaf, source) for name, leaf in like.items()}
 
     def units(self, params: Params) -> Params:
+        """`typical` for every weight."""
         return {name: torch.full_like(leaf, self.typical()) for name, leaf in params.items()}
 
 

@@ -37,8 +37,10 @@ class Hierarchical(Scaled):
 
     @property
     def local(self) -> Scale:
+        """The density of a group's scale."""
         return self.scale
 
     @property
     def grouping(self) -> Groups:
+        """The groups of weights that share a scale."""
         return Groups.of(self.groups)

@@ -33,12 +33,15 @@ class Horseshoe(Scaled):
 
     @property
     def local(self) -> Scale:
+        """C+(0, 1)."""
         return HalfCauchy(1.0)
 
     @property
     def overall(self) -> Scale:
+        """C+(0, width)."""
         return HalfCauchy(self.width)
 
     @property
     def grouping(self) -> Groups:
+        """The groups of weights that share a scale."""
         return Groups.of(self.groups)

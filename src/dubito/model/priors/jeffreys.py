@@ -33,8 +33,10 @@ class Jeffreys(Scaled):
 
     @property
     def local(self) -> Scale:
+        """1 / tau, between the bounds if there are some."""
         return Flat(self.bounds)
 
     @property
     def grouping(self) -> Groups:
+        """The groups of weights that share a scale."""
         return Groups.of(self.groups)

@@ -32,12 +32,15 @@ class Laplace(Factorized):
         return self.scale / math.sqrt(2)
 
     def density(self, leaf: Tensor) -> Tensor:
+        """-|w| / b - log 2b."""
         return -leaf.abs() / self._b - math.log(2 * self._b)
 
     def slope(self, leaf: Tensor) -> Tensor:
+        """-sign(w) / b."""
         return leaf.sign() / -self._b
 
     def draw(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
+        """An exponential number with a random sign."""
         sign = torch.randint(0, 2, leaf.shape, generator=generator, device=leaf.device).to(leaf) * 2 - 1
         return torch.empty_like(leaf).exponential_(1 / self._b, generator=generator) * sign
 
@@ -50,4 +53,5 @@ class Laplace(Factorized):
         return -folded / self._b - math.log(2 * self._b)
 
     def typical(self) -> float:
+        """`scale`."""
         return self.scale

@@ -34,9 +34,11 @@ class LogUniform(Factorized):
 
     @property
     def improper(self) -> bool:
+        """True without bounds."""
         return self.bounds is None
 
     def density(self, leaf: Tensor) -> Tensor:
+        """-log |w| - log(2 log(high / low)) between the bounds."""
         if self.bounds is None:
             raise ValueError(IMPROPER.format(name="the log-uniform prior", what="scored"))
         low, high = self.bounds
@@ -44,6 +46,7 @@ class LogUniform(Factorized):
         return torch.where(inside, -leaf.abs().clamp_min(low).log() - math.log(2 * math.log(high / low)), -torch.inf)
 
     def draw(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
+        """A uniform log |w| with a random sign."""
         if self.bounds is None:
             raise ValueError(IMPROPER.format(name="the log-uniform prior", what="sampled"))
         low, high = map(math.log, self.bounds)
@@ -64,4 +67,5 @@ class LogUniform(Factorized):
         return course - 0.5 * (variance + squares).clamp_min(tiny).log() + 0.5 * (EULER + math.log(2))
 
     def typical(self) -> float:
+        """The upper bound, or 1."""
         return 1.0 if self.bounds is None else self.bounds[1]

@@ -69,6 +69,7 @@ class MatrixNormal(Prior):
         return matrix, logs
 
     def log_prob(self, params: Params) -> Tensor:
+        """Log density of the matrix normal distribution."""
         total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
         for name, leaf in params.items():
             white, logs = self._whitened(name, leaf)
@@ -89,6 +90,7 @@ class MatrixNormal(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """A Z B^T with roots A and B of the two covariances and standard normal Z."""
         source, (up, left) = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device), self._roots
         drawn: Params = {}
         for name, leaf in like.items():
@@ -98,6 +100,7 @@ class MatrixNormal(Prior):
         return drawn
 
     def units(self, params: Params) -> Params:
+        """Standard deviations, from the diagonals of both covariances."""
         found: Params = {}
         for name, leaf in params.items():
             matrix = self._shaped(name, torch.ones_like(leaf))

@@ -30,6 +30,7 @@ class MultivariateNormal(Prior):
 
     @property
     def stacks(self) -> bool:
+        """True."""
         return True
 
     def over(self, names: Iterable[str]) -> MultivariateNormal:
@@ -51,6 +52,7 @@ class MultivariateNormal(Prior):
         return {name: params[name] - self.mean[name].to(params[name]) for name in self.mean}
 
     def log_prob(self, params: Params) -> Tensor:
+        """log N(w; mean, covariance)."""
         if (own := self.over(params)) is not self:
             return own.log_prob(params)
         away = {name: leaf.unsqueeze(0) for name, leaf in self._away(params).items()}
@@ -64,6 +66,7 @@ class MultivariateNormal(Prior):
         return {name: leaf.to(away[name]) for name, leaf in self.covariance.solve(own).items()}
 
     def gradient(self, params: Params) -> Params:
+        """-precision (w - mean)."""
         if (own := self.over(params)) is not self:
             return own.gradient(params)
         away = self._away(params)
@@ -81,8 +84,10 @@ class MultivariateNormal(Prior):
         return self.log_prob(mean) - 0.5 * torch.stack(spread).sum()
 
     def units(self, params: Params) -> Params:
+        """Roots of the variances."""
         return {name: leaf.sqrt().to(params[name]) for name, leaf in self.over(params).covariance.variance().items()}
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """mean + a draw of the covariance."""
         drawn = self.covariance.sample(1, generator or fresh_generator(next(iter(like.values())).device))
         return {name: (self.mean[name] + drawn[name][0]).to(leaf) for name, leaf in like.items()}

@@ -36,6 +36,7 @@ class Normal(Prior):
 
     @property
     def stacks(self) -> bool:
+        """True: every weight is independent."""
         return True
 
     def __post_init__(self):
@@ -73,6 +74,7 @@ class Normal(Prior):
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """The patterns of parameter names."""
         return tuple(self.scale) if isinstance(self.scale, Mapping) else ()
 
     def scale_of(self, name: str) -> float:
@@ -93,6 +95,7 @@ class Normal(Prior):
         return {name: torch.full_like(leaf, self.scale_of(name) ** -2) for name, leaf in params.items()}
 
     def log_prob(self, params: Params) -> Tensor:
+        """sum_i log N(w_i; 0, scale_i^2)."""
         total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
         for name, leaf in params.items():
             scale = self.scale_of(name)
@@ -101,12 +104,14 @@ class Normal(Prior):
         return total
 
     def gradient(self, params: Params) -> Params:
+        """-w / scale^2."""
         if not params:
             return {}
         slopes = [-(self.scale_of(name) ** -2) for name in params]
         return dict(zip(params, torch._foreach_mul([leaf.detach() for leaf in params.values()], slopes), strict=True))
 
     def add_gradient(self, gradient: Params, params: Params, factor: float = 1.0) -> None:
+        """Add -factor w / scale^2, in one pass over the memory."""
         scales = {name: self.scale_of(name) for name in params}
         for scale in set(scales.values()):  # in one pass over the memory, which is what a step of a wide network waits for
             names = [name for name in params if scales[name] == scale]
@@ -121,8 +126,10 @@ class Normal(Prior):
         return total
 
     def units(self, params: Params) -> Params:
+        """`scale` of every weight."""
         return {name: torch.full_like(leaf, self.scale_of(name)) for name, leaf in params.items()}
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """N(0, scale^2) for every weight."""
         source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         return {name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=source) for name, leaf in like.items()}

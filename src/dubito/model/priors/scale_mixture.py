@@ -42,16 +42,20 @@ class ScaleMixture(Factorized):
         return first, second
 
     def density(self, leaf: Tensor) -> Tensor:
+        """Log density of every weight."""
         return torch.logaddexp(*self._logs(leaf))
 
     def slope(self, leaf: Tensor) -> Tensor:
+        """Derivative of the log density at every weight."""
         first, second = self._logs(leaf)
         belongs = torch.sigmoid(first - second)  # to the first
         return -leaf * (belongs * self.scales[0] ** -2 + (1 - belongs) * self.scales[1] ** -2)
 
     def draw(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
+        """A draw for every weight."""
         first = torch.rand(leaf.shape, device=leaf.device, generator=generator) < self.share
         return torch.empty_like(leaf).normal_(generator=generator) * torch.where(first, *map(leaf.new_tensor, self.scales))
 
     def typical(self) -> float:
+        """The standard deviation."""
         return math.sqrt(self.share * self.scales[0] ** 2 + (1 - self.share) * self.scales[1] ** 2)

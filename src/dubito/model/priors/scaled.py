@@ -40,6 +40,7 @@ class Scaled(Prior):
         return None
 
     def parameters(self, weights: Params) -> Params:
+        """The free coordinates of all scales, at typical values."""
         found: Params = {}
         for name, leaf in weights.items():
             number = self.grouping.rows(name, leaf).shape[0]
@@ -54,6 +55,7 @@ class Scaled(Prior):
         return {name: spread(name, self._log_scale(name, params).exp(), leaf) for name, leaf in weights(params).items()}
 
     def log_prob(self, params: Params) -> Tensor:
+        """sum_i log N(w_i; 0, s_i^2) + the log densities of the scales."""
         free, first = self._hyper(params), next(iter(params.values()), torch.zeros(()))
         total = torch.zeros((), device=first.device)
         for name, leaf in weights(params).items():
@@ -87,6 +89,7 @@ class Scaled(Prior):
         return total
 
     def log_hyper(self, params: Params) -> Tensor | float:
+        """The log densities of the scales."""
         total = 0.0
         for name, leaf in self._hyper(params).items():
             part = self._scale(name).expected_log_prob(
@@ -96,6 +99,7 @@ class Scaled(Prior):
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """Scales from their densities, then weights from N(0, s^2)."""
         source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         free = {**self.parameters(weights(like)), **{name: leaf for name, leaf in like.items() if name.startswith(PREFIX)}}
         drawn = {name: self._scale(name).sample(leaf, source) for name, leaf in free.items()}
@@ -128,6 +132,7 @@ class Scaled(Prior):
         return drawn
 
     def units(self, params: Params) -> Params:
+        """The scales of the weights, and 1 for a log scale."""
         found = {name: leaf.detach().to(params[name]) for name, leaf in self.scales(params).items()}
         return {name: found[name] if name in found else torch.ones_like(leaf) for name, leaf in params.items()}
 

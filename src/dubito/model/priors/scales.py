@@ -88,13 +88,16 @@ class HalfCauchy(Scale):
 
     @property
     def start(self) -> float:
+        """log width."""
         return math.log(self.width)
 
     def log_prob(self, free: Tensor) -> Tensor:
+        """Log density of log tau."""
         away = free - math.log(self.width)
         return math.log(2 / math.pi) + away - torch.nn.functional.softplus(2 * away)
 
     def sample(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """The log of a draw of tau."""
         normals = torch.empty(2, *like.shape, dtype=torch.float64, device=like.device).normal_(generator=generator)
         return (self.width * normals[0] / normals[1]).abs().log().to(like)
 
@@ -125,16 +128,20 @@ class Gamma(Scale):
 
     @property
     def start(self) -> float:
+        """The log of the mean."""
         return math.log(self.shape / self.rate)
 
     def log_prob(self, free: Tensor) -> Tensor:
+        """Log density of log tau."""
         return self.shape * math.log(self.rate) - math.lgamma(self.shape) + self.shape * free - self.rate * free.exp()
 
     def sample(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """The log of a draw of tau."""
         shape = torch.full(like.shape, self.shape, dtype=torch.float64, device=like.device)
         return (torch._standard_gamma(shape, generator=generator) / self.rate).log().to(like)
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor | None:
+        """The expectation of `log_prob`, with E[e^(k s)] = e^(k m + k^2 v / 2)."""
         constant = self.shape * math.log(self.rate) - math.lgamma(self.shape)
         return constant + self.shape * mean - self.rate * (mean + 0.5 * variance).exp()
 
@@ -158,6 +165,7 @@ class InverseGamma(Scale):
 
     @property
     def start(self) -> float:
+        """The log of the width of the Student-t."""
         return 0.5 * math.log(self.rate / self.shape)
 
     @property
@@ -165,13 +173,16 @@ class InverseGamma(Scale):
         return self.shape * math.log(self.rate) - math.lgamma(self.shape) + math.log(2)
 
     def log_prob(self, free: Tensor) -> Tensor:
+        """Log density of log tau."""
         return self._constant - 2 * self.shape * free - self.rate * (-2 * free).exp()
 
     def sample(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """The log of a draw of tau."""
         rate = torch.full(like.shape, self.rate, dtype=torch.float64, device=like.device)
         return _inverse_gamma(self.shape, rate, generator).to(like)
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor | None:
+        """The expectation of `log_prob`, with E[e^(k s)] = e^(k m + k^2 v / 2)."""
         return self._constant - 2 * self.shape * mean - self.rate * (2 * variance - 2 * mean).exp()
 
     def conditional(
@@ -199,25 +210,30 @@ class Flat(Scale):
 
     @property
     def start(self) -> float:
+        """0, the middle of the bounds."""
         return 0.0
 
     def log_scale(self, free: Tensor) -> Tensor:
+        """Between the bounds by a logistic function; the free coordinate itself without bounds."""
         if self.bounds is None:
             return free
         low, high = map(math.log, self.bounds)
         return low + (high - low) * free.sigmoid()
 
     def log_prob(self, free: Tensor) -> Tensor:
+        """The density of the logistic function's argument; none without bounds."""
         if self.bounds is None:
             raise ValueError(IMPROPER.format(name="Jeffreys' prior", what="scored"))
         return torch.nn.functional.logsigmoid(free) + torch.nn.functional.logsigmoid(-free)
 
     def sample(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Uniform in the log scale; refused without bounds."""
         if self.bounds is None:
             raise ValueError(IMPROPER.format(name="Jeffreys' prior", what="sampled"))
         return torch.logit(torch.rand(like.shape, dtype=torch.float64, device=like.device, generator=generator)).to(like)
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor | None:
+        """0 without bounds, up to a constant."""
         return torch.zeros_like(mean) if self.bounds is None else None
 
 

@@ -47,15 +47,18 @@ class SpikeAndSlab(Prior):
 
     @property
     def stacks(self) -> bool:
+        """Whether the share of the slab is fixed."""
         return not isinstance(self.share, tuple)
 
     def parameters(self, weights: Params) -> Params:
+        """The logit of the share, if it is inferred."""
         if not isinstance(self.share, tuple) or not weights:
             return {}
         start = math.log(self.share[0] / self.share[1])
         return {LOGIT: torch.full((1,), start, device=next(iter(weights.values())).device)}
 
     def log_prob(self, params: Params) -> Tensor:
+        """sum_i log(pi N(w_i; 0, scale^2) + (1 - pi) N(w_i; 0, spike^2))."""
         if self.spike == 0:
             raise ValueError(
                 "a spike that is exactly 0 has no density: one can draw from this prior, but not score weights or follow a gradient. "
@@ -87,6 +90,7 @@ class SpikeAndSlab(Prior):
         return found
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """One draw in the shapes of `like`."""
         source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
         drawn: Params = {}
         share = self.share
@@ -104,6 +108,7 @@ class SpikeAndSlab(Prior):
         return {name: drawn[name].to(leaf) for name, leaf in like.items()}
 
     def units(self, params: Params) -> Params:
+        """`scale` for every weight, and 1 for the logit."""
         return {name: torch.full_like(leaf, 1.0 if ":" in name else self.scale) for name, leaf in params.items()}
 
     def _logit(self, params: Params) -> Tensor:

@@ -31,17 +31,21 @@ class StudentT(Factorized):
         keep_positive(self, "width", "df")
 
     def density(self, leaf: Tensor) -> Tensor:
+        """Log density of every weight."""
         half = 0.5 * (self.df + 1)
         constant = math.lgamma(half) - math.lgamma(0.5 * self.df) - 0.5 * math.log(math.pi * self.df) - math.log(self.width)
         return constant - half * torch.log1p((leaf / self.width).square() / self.df)
 
     def slope(self, leaf: Tensor) -> Tensor:
+        """Derivative of the log density at every weight."""
         return -(self.df + 1) * leaf / (self.df * self.width**2 + leaf.square())
 
     def draw(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
+        """A draw for every weight."""
         half = torch.full(leaf.shape, 0.5 * self.df, dtype=torch.float64, device=leaf.device)
         precision = torch._standard_gamma(half, generator=generator) / half
         return (self.width * torch.empty_like(precision).normal_(generator=generator) * precision.rsqrt()).to(leaf)
 
     def typical(self) -> float:
+        """`width`: the standard deviation may be infinite."""
         return self.width

@@ -34,10 +34,12 @@ class Dense(Covariance):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The leaves in order, and their shapes."""
         return {name: tuple(shape) for name, shape in self.leaves.items()}
 
     @property
     def moving(self) -> int:
+        """All weights, or those that are picked."""
         return self.size if self.index is None else len(self.index)
 
     @cached_property
@@ -89,16 +91,20 @@ class Dense(Covariance):
         return 100 * torch.finfo(self.curvature.dtype).eps
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws, L^-T z with the Cholesky factor L of the precision."""
         unit = normal((n, self.curvature.shape[-1]), self.curvature, generator)
         return self._place(torch.linalg.solve_triangular(self._cholesky.mT, unit.mT, upper=True).mT)
 
     def product(self, v: Params) -> Params:
+        """The covariance times v; leaves [n, *shape]."""
         return self._place(torch.cholesky_solve(self._pick(v).mT, self._cholesky).mT)
 
     def solve(self, v: Params) -> Params:
+        """The precision times v; leaves [n, *shape]."""
         return self._place(self._pick(v) @ self._cholesky @ self._cholesky.mT)
 
     def logdet(self) -> Tensor:
+        """Log determinant of the covariance, in float64."""
         return -2 * self._cholesky.diagonal().double().log().sum()
 
     @cached_property
@@ -107,6 +113,7 @@ class Dense(Covariance):
         return torch.cholesky_inverse(self._cholesky)
 
     def variance(self) -> Params:
+        """The diagonal of the covariance, leaf by leaf."""
         return {name: leaf[0] for name, leaf in self._place(self.inverse.diagonal().unsqueeze(0)).items()}
 
     def whiten(self, rows: Tensor) -> Tensor:
@@ -116,6 +123,7 @@ class Dense(Covariance):
         return torch.linalg.solve_triangular(self._cholesky, flat.mT, upper=False).mT.reshape(picked.shape)
 
     def grams(self, rows: Params, factors: Sequence[float]) -> Tensor:
+        """Inner products of whitened rows, or in the basis of `spectrum` for several factors."""
         vectors = torch.cat([joined(rows[name], 2) for name in self.leaves], -1).transpose(0, 1)  # [B, C, P]
         if len(factors) == 1:
             white = self.whiten(vectors)
@@ -145,6 +153,7 @@ class Dense(Covariance):
         return cov.unsqueeze(0)
 
     def noise(self, weight: str, bias: str | None) -> Full | None:
+        """The block of the covariance that belongs to the layer."""
         names = [weight] if bias is None else [weight, bias]
         if self.index is not None or any(name not in self.leaves for name in names):
             return None
@@ -159,6 +168,7 @@ class Dense(Covariance):
         return tree.unflatten(torch.arange(self.size), self._like)
 
     def picked(self) -> dict[str, Tensor]:
+        """The positions of `index`, leaf by leaf."""
         if self.index is None:
             return {}
         where = {name: places.reshape(-1) for name, places in self._positions.items()}
@@ -166,6 +176,7 @@ class Dense(Covariance):
         return {name: index - int(where[name][0]) for name, index in inside.items()}
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """By eigenvalues where one number is the whole prior, else by a Cholesky factor."""
         shift = self._prior(prior).double()
         if len(self.curvature) == 1 and alike(prior[name] for name in self.leaves):
             return (scale.double()[0] * self._values + shift).log().sum()  # one precision for all: eigenvalues are enough
@@ -177,10 +188,12 @@ class Dense(Covariance):
         return 2 * factor.diagonal().log().sum()
 
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Dense:
+        """The same curvature under another prior, noise or temperature."""
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return replace(self, prior={name: prior[name] for name in self.leaves}, scale=scale, temperature=temperature)
 
     def times(self, factor: float) -> Dense:
+        """The covariance under a multiple of the prior's precision."""
         return replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
 
     @cached_property
@@ -195,9 +208,11 @@ class Dense(Covariance):
         return values.clamp_min(0).to(self.curvature.dtype), (root.unsqueeze(1) * vectors).to(self.curvature.dtype)
 
     def with_temperature(self, temperature: float) -> Dense:
+        """The same curvature and prior at another temperature."""
         return replace(self, temperature=temperature)
 
     def plus(self, other: Covariance) -> Covariance:
+        """The curvatures of both, each with its scale, under the prior of `other`."""
         same = isinstance(other, Dense) and other.leaves == self.leaves and (other.index is None) == (self.index is None)
         if not isinstance(other, Dense) or not same or (self.index is not None and not torch.equal(self.index, other.index)):  # pyright: ignore[reportArgumentType]
             return super().plus(other)

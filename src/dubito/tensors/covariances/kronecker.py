@@ -66,6 +66,7 @@ class Kronecker(Covariance):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The leaves in order, and their shapes."""
         shapes = {self.weight: tuple(self.shape)}
         return shapes if self.bias is None else {**shapes, self.bias: (self.shape[0],)}
 
@@ -91,9 +92,11 @@ class Kronecker(Covariance):
 
     @property
     def layer(self) -> tuple[str, str | None]:
+        """Weight and bias."""
         return self.weight, self.bias
 
     def spectra(self) -> list[tuple[Covariance, Tensor]]:
+        """Itself, where curvature and prior are numbers in one eigenbasis."""
         return [(self, self.curvature)] if self.plain else []
 
     @property
@@ -128,20 +131,25 @@ class Kronecker(Covariance):
         return self._leaves(matrix)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws: independent in the eigenbasis, then rotated back."""
         unit = normal((n, *self.variances.shape), self.left, generator)
         return self._back(unit * self.variances.sqrt(), warp=False)
 
     def product(self, v: Params) -> Params:
+        """The covariance times v; leaves [n, *shape]."""
         return self._back(self._rotated(v, warp=False) * self.variances, warp=False)
 
     def solve(self, v: Params) -> Params:
+        """The precision times v; leaves [n, *shape]."""
         return self._back(self._rotated(v, warp=True) / self.variances, warp=True)
 
     def logdet(self) -> Tensor:
+        """Log determinant of the covariance, in float64."""
         value = self.variances.double().log().sum()
         return value if self.warp is None else value - 2 * self.shape[0] * self.warp.double().log().sum()
 
     def variance(self) -> Params:
+        """The diagonal of the covariance, leaf by leaf."""
         matrix = self.left**2 @ self.variances @ (self.right**2).mT
         return self._leaves(matrix if self.warp is None else matrix / self.warp**2)
 
@@ -151,6 +159,7 @@ class Kronecker(Covariance):
         return self.right if self.warp is None else self.right / self.warp.unsqueeze(1)
 
     def propagate(self, layers: Gradients, others: Params, like: Tensor, factors: Sequence[float]) -> Tensor:
+        """Layer by layer, in the eigenbasis."""
         total = torch.zeros_like(like)
         variances = [self.times(factor).variances for factor in factors]
         for layer, g in layers:
@@ -194,20 +203,24 @@ class Kronecker(Covariance):
         return total
 
     def propagate_output(self, layer: LayerRows, classes: int, factors: Sequence[float]) -> Tensor:
+        """L diag(v) L^T with v = V (R^T a)^2."""
         squared = layer.energy(self.inputs)
         each = [squared @ self.times(factor).variances.mT for factor in factors]  # [B, O]
         return torch.stack([(self.left * v.unsqueeze(1)) @ self.left.mT for v in each])
 
     def output_root(self, layer: LayerRows, factor: float = 1.0) -> Tensor:
+        """L diag(v)^(1/2)."""
         v = layer.energy(self.inputs) @ self.times(factor).variances.mT  # [B, O]
         return self.left * v.sqrt().unsqueeze(1)
 
     def noise(self, weight: str, bias: str | None) -> Rotated | None:
+        """The noise in the eigenbasis; None for a layer with another bias."""
         if bias != self.bias:
             return None
         return Rotated(self.inputs, self.variances, self.left, self.left**2 @ self.variances, self.biased)
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """In the eigenbasis; A is decomposed again where weight and bias have other precisions."""
         delta = prior[self.weight].double()
         if any(prior[name].ndim for name in self.shapes):
             raise ValueError(PRIOR)
@@ -265,6 +278,7 @@ class Kronecker(Covariance):
         return ((self.left * (self.left_values / self.scale[0])) @ self.left.mT).unsqueeze(0)
 
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Kronecker:
+        """Numbers in the eigenbasis change, or A is decomposed again where weight and bias have other precisions."""
         assert self.scale is not None
         scale = self.scale if scale is None else scale.to(self.scale)
         temperature = self.temperature if temperature is None else temperature
@@ -287,9 +301,11 @@ class Kronecker(Covariance):
         )  # fmt: skip
 
     def times(self, factor: float) -> Kronecker:
+        """The covariance under a multiple of the prior's precision."""
         return self if factor == 1 else replace(self, delta=self.delta * factor)
 
     def with_temperature(self, temperature: float) -> Kronecker:
+        """The same curvature and prior at another temperature."""
         return replace(self, temperature=temperature)
 
     def plus(self, other: Covariance) -> Covariance:
@@ -327,17 +343,18 @@ PRIOR = (
 def _separated(prior: Mapping[str, Tensor], weight: str, bias: str | None, inputs: int) -> tuple[Tensor, Tensor | None]:
     """The prior of a block as delta and a scaling of the inputs: one number for the weight, one for the bias."""
 
-    def one(name: str) -> Tensor:
+    def precision_of(name: str) -> Tensor:
+        """The one precision of a leaf."""
         leaf = prior[name]
         if leaf.ndim and not bool((leaf == leaf.reshape(-1)[0]).all()):
             raise ValueError(PRIOR)
         return leaf.detach().reshape(-1)[0]
 
-    delta = one(weight)
-    if bias is None or bool(one(bias) == delta):
+    delta = precision_of(weight)
+    if bias is None or bool(precision_of(bias) == delta):
         return delta, None
     warp = torch.ones(inputs, dtype=delta.dtype, device=delta.device)
-    warp[-1] = (one(bias) / delta).sqrt()
+    warp[-1] = (precision_of(bias) / delta).sqrt()
     return delta, warp
 
 

@@ -62,6 +62,7 @@ class LowRank(Covariance):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The leaves in order, and their shapes."""
         return {name: tuple(leaf.shape) for name, leaf in self.diagonal.items()}
 
     @cached_property
@@ -74,25 +75,30 @@ class LowRank(Covariance):
         return rows + (rows @ self.q.mT * values) @ self.q
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """D^(1/2) (I + Q diag(sqrt(1 + c) - 1) Q^T) z."""
         unit = normal((n, self.size), self.logs, generator)  # one draw over all leaves together
         rows = self._inner(unit, (0.5 * self.logs).expm1())
         return {name: leaf * self.diagonal[name].sqrt() for name, leaf in tree.unflatten(rows, self.diagonal).items()}
 
     def product(self, v: Params) -> Params:
+        """The covariance times v; leaves [n, *shape]."""
         rows = self._inner(
             flat({name: v[name] * d.sqrt() for name, d in self.diagonal.items()}, self.diagonal), self.logs.expm1()
         )
         return {name: leaf * self.diagonal[name].sqrt() for name, leaf in tree.unflatten(rows, self.diagonal).items()}
 
     def solve(self, v: Params) -> Params:
+        """The precision times v; leaves [n, *shape]."""
         rows = flat({name: v[name] * d.rsqrt() for name, d in self.diagonal.items()}, self.diagonal)
         rows = self._inner(rows, (-self.logs).expm1())
         return {name: leaf * self.diagonal[name].rsqrt() for name, leaf in tree.unflatten(rows, self.diagonal).items()}
 
     def logdet(self) -> Tensor:
+        """Log determinant of the covariance, in float64."""
         return torch.stack([d.double().log().sum() for d in self.diagonal.values()]).sum() + self.logs.double().sum()
 
     def variance(self) -> Params:
+        """The diagonal of the covariance, leaf by leaf."""
         directions = tree.unflatten(self.q, self.diagonal)
         variances = {}
         for name, d in self.diagonal.items():  # what is outside Q and what is inside, neither of which rounding may make negative
@@ -101,6 +107,7 @@ class LowRank(Covariance):
         return variances
 
     def propagate(self, layers: Gradients, others: Params, like: Tensor, factors: Sequence[float]) -> Tensor:
+        """The diagonal part, and the rows of the Jacobian projected on Q."""
         layers = [(layer, g.to(like.dtype)) for layer, g in layers]
         total = propagate_independent([self.diagonal], layers, others, torch.zeros_like(like[:1]))
         inner = self._projected(layers, others, like[0])  # [B, C, k]
@@ -127,6 +134,7 @@ class LowRank(Covariance):
         return total
 
     def noise(self, weight: str, bias: str | None) -> Directions | None:
+        """The layer's diagonal part, and its rows of Q."""
         names = [weight] if bias is None else [weight, bias]
         if any(name not in self.diagonal for name in names):
             return None
@@ -148,6 +156,7 @@ class LowRank(Covariance):
         return values, tree.unflatten(q, diagonal)
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """By the determinant of a k x k matrix."""
         values, directions = self._curvature
         shifts = [prior[name].double().expand(leaf.shape) for name, leaf in self.diagonal.items()]
         weighted = flat(directions, self.diagonal).double() / torch.cat([s.reshape(-1) for s in shifts]).sqrt()
@@ -157,18 +166,21 @@ class LowRank(Covariance):
         return inner + expanded({n: p.double() for n, p in prior.items()}, self.shapes).log().sum()
 
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> LowRank:
+        """The same curvature under another prior, noise or temperature."""
         values, directions = self._curvature
         assert self.scale is not None
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
         return LowRank.precision(directions, values, prior, scale=scale, temperature=temperature)
 
     def times(self, factor: float) -> LowRank:
+        """D / factor, and c by the curvature that it stands for."""
         if self.scale is None:
             raise ValueError(NO_PRIOR)
         diagonal = {name: leaf / factor for name, leaf in self.diagonal.items()}
         return replace(self, diagonal=diagonal, logs=-((-self.logs).expm1() / factor).log1p())
 
     def with_temperature(self, temperature: float) -> LowRank:
+        """The same curvature and prior at another temperature."""
         diagonal = {name: leaf * (temperature / self.temperature) for name, leaf in self.diagonal.items()}
         return replace(self, diagonal=diagonal, temperature=temperature)
 
