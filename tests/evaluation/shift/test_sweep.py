@@ -152,7 +152,7 @@ def test_pictures_of_what_cannot_be_compared(sweeps, problem):
     other = sweep(problem[0], problem[1][:9], problem[2][:9], shift=["fog"], metrics=["nll"])
     with pytest.raises(ValueError, match="sweep all with the same `shift`"):
         table({**sweeps, "other": other})
-    with pytest.raises(ValueError, match="at least one sweep"):
+    with pytest.raises(ValueError, match="sweeps is empty: give at least one"):
         lines({}, "nll")
     assert section({"other": other}).figures[0].caption == "The mean over fog."
 

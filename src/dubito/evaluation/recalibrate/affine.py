@@ -105,36 +105,36 @@ def _affine(z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return (z * weight if weight.ndim == 1 else z @ weight.mT) + bias
 
 
-def _vector(found: Held, penalty: float) -> Affine:
-    features = torch.stack([found.logits, torch.ones_like(found.logits)], -1)  # [n, C, 2]
+def _vector(held: Held, penalty: float) -> Affine:
+    features = torch.stack([held.logits, torch.ones_like(held.logits)], -1)  # [n, C, 2]
     fines = torch.full_like(features[0], 2 * penalty / features.shape[1])
-    change = convex.minimize(convex.Problem(found, features, fines), "VectorScaling")
-    return Affine(1 + change[:, 0], change[:, 1].clone(), penalty, len(found.truth))
+    change = convex.minimize(convex.Problem(held, features, fines), "VectorScaling")
+    return Affine(1 + change[:, 0], change[:, 1].clone(), penalty, len(held.truth))
 
 
-def _matrix(found: Held, penalty: float, *, odir: bool) -> Affine:
-    classes = found.logits.shape[-1]
-    features = torch.cat([found.logits, torch.ones_like(found.logits[:, :1])], -1).unsqueeze(1)  # [n, 1, C + 1]
+def _matrix(held: Held, penalty: float, *, odir: bool) -> Affine:
+    classes = held.logits.shape[-1]
+    features = torch.cat([held.logits, torch.ones_like(held.logits[:, :1])], -1).unsqueeze(1)  # [n, 1, C + 1]
     fines = features.new_full((classes, classes + 1), 2 * penalty / max(1, classes * (classes - 1)))
     fines[:, -1] = 2 * penalty / classes
     if odir:  # the diagonal is free, but not where the data would take it to infinity
-        share = found.hits.mean(0)
+        share = held.hits.mean(0)
         fines.diagonal().masked_fill_((share > 0) & (share < 1), 0.0)
-    change = convex.minimize(convex.Problem(found, features, fines), "MatrixScaling")
-    return Affine(torch.eye(classes).to(change) + change[:, :-1], change[:, -1].clone(), penalty, len(found.truth))
+    change = convex.minimize(convex.Problem(held, features, fines), "MatrixScaling")
+    return Affine(torch.eye(classes).to(change) + change[:, :-1], change[:, -1].clone(), penalty, len(held.truth))
 
 
-def _chosen(found: Held, fitted: Callable[[Held, float], Affine], penalty: Penalties) -> Affine:
+def _chosen(held: Held, fitted: Callable[[Held, float], Affine], penalty: Penalties) -> Affine:
     """With the penalty that is best in cross-validation, where there is a choice."""
     if isinstance(penalty, tuple) and len(penalty) > 1:
-        n = len(found.truth)
+        n = len(held.truth)
         if n < 2 * FOLDS:
             raise ValueError(
                 f"{n} held-out examples are too few to choose a penalty by cross-validation: give one, as in penalty=0.1"
             )
-        order = torch.randperm(n, generator=generator("cpu", "folds")).to(found.truth.device)
+        order = torch.randperm(n, generator=generator("cpu", "folds")).to(held.truth.device)
         parts = [
-            (found.rows(torch.cat([*folds[:i], *folds[i + 1 :]])), found.rows(folds[i]))
+            (held.rows(torch.cat([*folds[:i], *folds[i + 1 :]])), held.rows(folds[i]))
             for folds in [order.chunk(FOLDS)]
             for i in range(FOLDS)
         ]
@@ -150,8 +150,8 @@ def _chosen(found: Held, fitted: Callable[[Held, float], Affine], penalty: Penal
                 total += float(convex.score(part, _affine(part.logits, affine.weight, affine.bias))) * len(part.truth)
             return total
 
-        return fitted(found, min(sorted(penalty, reverse=True), key=score))
-    return fitted(found, min(penalty) if isinstance(penalty, tuple) else penalty)
+        return fitted(held, min(sorted(penalty, reverse=True), key=score))
+    return fitted(held, min(penalty) if isinstance(penalty, tuple) else penalty)
 
 
 def _check(penalty: Penalties) -> None:

@@ -21,7 +21,7 @@ LEAST = 1e-12  # damping, in units of the largest curvature
 class Problem:
     """The mean negative log score with logits of class c that change by features x_c, and a fine of half the sum of fines x^2."""
 
-    found: Held
+    held: Held
     features: Tensor  # [n, C, k], or [n, 1, k] if all classes have the same
     fines: Tensor  # [C, k]
 
@@ -42,19 +42,19 @@ class Problem:
         return self.features.expand(-1, w.shape[1], -1).unbind(1)
 
 
-def score(found: Held, logits: Tensor) -> Tensor:
+def score(held: Held, logits: Tensor) -> Tensor:
     """Mean negative log score of an example."""
-    if found.labels:
-        return F.binary_cross_entropy_with_logits(logits, found.hits, reduction="none").sum(-1).mean()
-    return F.cross_entropy(logits, found.truth)
+    if held.labels:
+        return F.binary_cross_entropy_with_logits(logits, held.hits, reduction="none").sum(-1).mean()
+    return F.cross_entropy(logits, held.truth)
 
 
 def minimize(problem: Problem, name: str) -> Tensor:
     """The best x, which must exist."""
-    found, fines, hits = problem.found, problem.fines, problem.found.hits
-    x, logits, value, damping = torch.zeros_like(fines), found.logits, score(found, found.logits), LEAST
+    held, fines, hits = problem.held, problem.fines, problem.held.hits
+    x, logits, value, damping = torch.zeros_like(fines), held.logits, score(held, held.logits), LEAST
     for _ in range(STEPS):
-        probs = torch.sigmoid(logits) if found.labels else logits.softmax(-1)
+        probs = torch.sigmoid(logits) if held.labels else logits.softmax(-1)
         gradient = problem.backward(probs - hits) + fines * x
         step = (_direct if fines.numel() <= DENSE else _by_gradients)(problem, probs, gradient, damping)
         promised = -float((gradient * step).sum())
@@ -69,7 +69,7 @@ def minimize(problem: Problem, name: str) -> Tensor:
             x, logits, value = x + size * step, logits + size * change, new
         if damping > 1e3:
             break
-    raise ValueError(f"{name} has no minimum: {_why(found)}; give a larger penalty, or more held-out data")
+    raise ValueError(f"{name} has no minimum: {_why(held)}; give a larger penalty, or more held-out data")
 
 
 def _line_search(
@@ -78,37 +78,37 @@ def _line_search(
     """The length of a step, halved until the score falls enough, and the score there; 0 if it never does."""
     size, new = 1.0, problem.fines.new_tensor(value)
     while size > 1e-10:
-        new = score(problem.found, logits + size * change) + 0.5 * (problem.fines * (x + size * step) ** 2).sum()
+        new = score(problem.held, logits + size * change) + 0.5 * (problem.fines * (x + size * step) ** 2).sum()
         if float(new) <= value - 1e-4 * size * promised + 1e-15:
             return size, new
         size /= 2
     return 0.0, new
 
 
-def _why(found: Held) -> str:
-    share = found.hits.mean(0)
-    lacking = ((share == 0) | ((share == 1) & found.labels)).nonzero().flatten().tolist()
+def _why(held: Held) -> str:
+    share = held.hits.mean(0)
+    lacking = ((share == 0) | ((share == 1) & held.labels)).nonzero().flatten().tolist()
     named = ", ".join(map(str, lacking[:10])) + (", ..." if len(lacking) > 10 else "")
     if not lacking:
         return "its classes can be told apart without an error"
-    if found.labels:
+    if held.labels:
         return f"of label {named} the held-out data are all the same"
     return f"class {named} is never seen in the held-out data"
 
 
 def _endless(problem: Problem, logits: Tensor) -> bool:
     """Whether the score only levels off, on its way to infinity: an output that never changes, or no errors left to make."""
-    share = problem.found.hits.mean(0)
+    share = problem.held.hits.mean(0)
     constant = bool(((share == 0) | (share == 1)).any())
-    return not bool(problem.fines[:, -1].any()) and (constant or float(score(problem.found, logits)) < 1e-6)
+    return not bool(problem.fines[:, -1].any()) and (constant or float(score(problem.held, logits)) < 1e-6)
 
 
 def _direct(problem: Problem, probs: Tensor, gradient: Tensor, damping: float) -> Tensor:
     """The Newton step from the matrix of second derivatives, [C k, C k]."""
     classes, k = gradient.shape
-    blocks = problem.blocks(probs * (1 - probs) if problem.found.labels else probs)
+    blocks = problem.blocks(probs * (1 - probs) if problem.held.labels else probs)
     hessian = torch.block_diag(*blocks)
-    if not problem.found.labels:
+    if not problem.held.labels:
         rows = (probs.unsqueeze(-1) * problem.features).reshape(len(probs), classes * k)
         hessian = hessian - rows.mT @ rows / len(rows)
     hessian = hessian + torch.diag(problem.fines.flatten())
@@ -122,7 +122,7 @@ def _direct(problem: Problem, probs: Tensor, gradient: Tensor, damping: float) -
 
 def _by_gradients(problem: Problem, probs: Tensor, gradient: Tensor, damping: float) -> Tensor:
     """The Newton step by conjugate gradients, for many classes; the features' second moments are the preconditioner."""
-    labels, fines = problem.found.labels, problem.fines
+    labels, fines = problem.held.labels, problem.fines
 
     def curved(v: Tensor) -> Tensor:
         """The Hessian times v, damped."""

@@ -41,8 +41,8 @@ class Temperature:
 
     def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Tempered:
         """The best temperature for held-out data."""
-        found = forecasts.classes("Temperature", predictive, y)
-        return Tempered(1 / _best_power(found), len(found.truth))
+        held = forecasts.classes("Temperature", predictive, y)
+        return Tempered(1 / _best_power(held), len(held.truth))
 
 
 @dataclass(frozen=True)
@@ -57,26 +57,26 @@ class Tempered:
         return recalibrated(predictive, forecasts.log_forecasts(predictive) / self.temperature)
 
 
-def _best_power(found: Held) -> float:
+def _best_power(held: Held) -> float:
     """The root of the slope of the mean negative log score in b = 1/T, which rises."""
-    z = found.logits
-    if found.labels:  # two classes each, of log odds z and 0
+    z = held.logits
+    if held.labels:  # two classes each, of log odds z and 0
         z = torch.stack([torch.zeros_like(z), z], -1).flatten(0, 1)
     z = z - z.amax(-1, keepdim=True)
-    own = z.gather(-1, found.truth.reshape(-1, 1)).squeeze(-1)
+    true = z.gather(-1, held.truth.reshape(-1, 1)).squeeze(-1)
     require(
-        (own < 0).any(),
-        f"all {len(own)} held-out answers are right, so that every smaller temperature looks better still, down to 0: fit it to "
+        (true < 0).any(),
+        f"all {len(true)} held-out answers are right, so that every smaller temperature looks better still, down to 0: fit it to "
         "more held-out data, with some errors among them, or leave the predictive as it is",
     )
     require(
-        float((z.mean(-1) - own).mean()) < 0,
+        float((z.mean(-1) - true).mean()) < 0,
         "the held-out labels are no more probable under the predictive than by chance, so that every higher temperature looks "
         "better still, up to infinity: check that predictive and targets belong together",
     )
     low, high, place = -math.inf, math.inf, 0.0  # of ln b
     for _ in range(500):
-        slope, curvature = _derivatives(z, own, math.exp(place))
+        slope, curvature = _derivatives(z, true, math.exp(place))
         low, high = (place, high) if slope < 0 else (low, place)
         new = _next(low, high, place, slope, curvature)
         if abs(new - place) < 1e-12 or slope == 0:
@@ -96,7 +96,7 @@ def _next(low: float, high: float, place: float, slope: float, curvature: float)
     return (low + high) / 2 if math.isfinite(low + high) else place + (2.0 if slope < 0 else -2.0)
 
 
-def _derivatives(z: Tensor, own: Tensor, power: float) -> tuple[float, float]:
+def _derivatives(z: Tensor, true: Tensor, power: float) -> tuple[float, float]:
     probs = F.softmax(power * z, -1)
     mean = (probs * z).sum(-1)
-    return float((mean - own).mean()), float((probs * (z - mean.unsqueeze(-1)) ** 2).sum(-1).mean())
+    return float((mean - true).mean()), float((probs * (z - mean.unsqueeze(-1)) ** 2).sum(-1).mean())
