@@ -1,6 +1,6 @@
 """Pages that a person uses in a browser.
 
-- `labelling`: `dubito label`, active learning with a person who answers
+- `labelling`: active learning with a person who answers, which `dubito label` runs
 
-May import `report` and the rooms below it.
+Its HTML, CSS and JavaScript are in folders called `assets`. May import `report` and the rooms below it.
 """

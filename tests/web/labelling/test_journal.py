@@ -94,5 +94,5 @@ def test_a_last_line_without_its_end_is_whole_if_it_can_be_read(tmp_path):
 def test_another_file_is_refused_with_its_line(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(f'{{"index": 1, "label": 0}}\n{line}\n'.encode(errors="surrogateescape"))
-    with pytest.raises(store.FileError, match="line 2: this is no answer"):
+    with pytest.raises(store.FileError, match="line 2: not an answer"):
         Journal(path)

@@ -78,7 +78,7 @@ def test_a_person_labels_by_keys_and_sees_the_model_learn(person):
     first = int(browser.run("document.querySelector('#input img').alt.split(' ')[1]"))
     person.answer("7")
     assert one.journal.standing == {first: 7}
-    assert person.text("#said") == "Taken: 7"
+    assert person.text("#said") == "Saved: 7"
     assert browser.run("document.querySelector('#input img').alt") != f"input {first}"
     person.press("Backspace")
     person.until(f"document.querySelector('#input img')?.alt === 'input {first}'")
@@ -98,7 +98,7 @@ def test_a_person_labels_by_keys_and_sees_the_model_learn(person):
     browser.run("document.querySelector('#recent button').click()")
     person.until(f"document.querySelector('#input img')?.alt === 'input {last}'")
     browser.run("document.querySelector('#classes button[data-class=\"9\"]').click()")
-    person.until("document.querySelector('#said').textContent === 'Taken: 9'")
+    person.until("document.querySelector('#said').textContent === 'Saved: 9'")
     assert one.journal.standing[last] == 9
     person.press("x")
     person.press("Escape")
@@ -114,7 +114,7 @@ def test_it_fits_a_phone_and_says_when_the_server_has_gone(person):
     browser.run("window.fetch = () => Promise.reject(new Error('gone'))")
     person.press("3")
     person.until("!document.querySelector('#trouble').hidden")
-    assert "on disk" in person.text("#trouble")
+    assert "are saved" in person.text("#trouble")
     assert person.session.journal.standing == {}
 
 
@@ -176,9 +176,9 @@ def test_a_port_that_is_taken(tmp_path, monkeypatch, capsys):
         (["--data", "nowhere"], "no data set is called 'nowhere'"),
         (["--data", "nowhere.npz"], "there is no such file"),
         (["--acquisition", "balt"], "no acquisition function 'balt'"),
-        (["--batch", "1"], "at least two inputs"),
+        (["--batch", "1"], "batch must be at least 2"),
         (["--test", "0"], "--test is positive"),
-        (["--rate", "1"], "between 0 and 1"),
+        (["--rate", "1"], "rate must be above 0"),
         (["--network", "torch.nn:nothing"], "nothing"),
         (["--out", "/dev/null/here"], "Not a directory"),
     ],

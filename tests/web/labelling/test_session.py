@@ -139,22 +139,22 @@ def test_the_file_of_labels_is_never_behind(tmp_path, monkeypatch):
     one.answer(a, 3)  # taken: it is in the journal
     assert one.journal.standing == {b: 2, a: 3}
     assert a not in one.queue
-    one._held.close()
+    one._lock.close()
 
 
 def test_what_the_model_was_told_is_taken_back(tmp_path):
     one = opened(tmp_path)
     a, b, c = one.learning.ask(3).tolist()
-    one._told({a: 1, b: None, c: 2})
-    one._told({b: 4, c: None})
+    one._sync_labels({a: 1, b: None, c: 2})
+    one._sync_labels({b: 4, c: None})
     assert one.learning.labelled.tolist() == [b]
     assert one.learning.targets.tolist() == [4]
     assert one.learning.skipped.tolist() == [c]
     assert a in one.learning.pending.tolist()
-    one._told({b: 5})
+    one._sync_labels({b: 5})
     assert one.learning.targets.tolist() == [5]
     assert {a, c} <= set(one.learning.pending.tolist())
-    one._held.close()
+    one._lock.close()
 
 
 def test_it_goes_on_tomorrow_also_after_a_crash(tmp_path):
@@ -170,10 +170,10 @@ def test_it_goes_on_tomorrow_also_after_a_crash(tmp_path):
     one._stopping = False
     one.answer(index, TRUTH[index])
     left = list(one.queue)
-    one._held.close()
+    one._lock.close()
     (tmp_path / "labels.csv").unlink()
     (tmp_path / ".labels.csv.a8s7d").write_text("row,cl")
-    opened(tmp_path)._held.close()
+    opened(tmp_path)._lock.close()
     assert len(rows(tmp_path)) == 7, "the labels are there before anything is fitted"
     assert not list(tmp_path.glob(".labels.csv.*"))
     with running(tmp_path) as again:
@@ -239,7 +239,7 @@ def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch):
     with pytest.raises(store.WriteError, match=r"No space.*answers\.jsonl"):
         one.close()
     monkeypatch.undo()
-    opened(tmp_path)._held.close()  # it is not in use any more
+    opened(tmp_path)._lock.close()  # it is not in use any more
 
 
 def test_what_cannot_be_is_refused(tmp_path):
@@ -252,18 +252,18 @@ def test_what_cannot_be_is_refused(tmp_path):
         with pytest.raises(ValueError, match="no answer to take back"):
             one.undo()
         one.answer(index, 3)
-        with pytest.raises(ValueError, match="is not being asked"):
+        with pytest.raises(ValueError, match="is not in the queue"):
             one.answer(index, 3)
         with pytest.raises(FileExistsError, match="in use by another"):
             opened(tmp_path)
     with pytest.raises(ValueError, match="stopped"):
         one.answer(index, 3)
-    with pytest.raises(ValueError, match="its pool was 60 and is 50"):
+    with pytest.raises(ValueError, match="pool was 60 and is now 50"):
         Session(task("digits", pool=50), tmp_path)
-    with pytest.raises(ValueError, match="at least two inputs"):
+    with pytest.raises(ValueError, match="batch must be at least 2"):
         opened(tmp_path, batch=1)
     (tmp_path / "answers.jsonl").write_text('{"index": 60, "label": 0}\n')
-    with pytest.raises(store.FileError, match="not of this task"):
+    with pytest.raises(store.FileError, match="does not belong to this task"):
         opened(tmp_path)
 
 

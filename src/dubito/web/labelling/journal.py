@@ -1,4 +1,4 @@
-"""What a person said, one line of a file for every decision, written before it counts."""
+"""The answers of a person, one line of a file per decision, written before it counts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dubito.tensors import store
 
 @dataclass(frozen=True)
 class Answer:
-    """A decision: the class of an input by number, or None where the person could not tell; or, `undone`, that it was taken back.
+    """A decision: the class of an input, or None if the person skipped it; `undone` takes an earlier answer back.
 
-    `guess` is the class that the model thought it was when the person was asked, if it thought anything.
+    `guess` is the class that the model predicted when the person was asked, if it had been fitted by then.
     """
 
     index: int
@@ -27,10 +27,10 @@ class Answer:
 
 
 class Journal:
-    """All decisions in the order in which they were made, and what stands of them.
+    """All decisions in their order, and the answers that stand.
 
-    A file is only added to. What is lost when a machine dies is at most the line that was being written, and nobody was told that it
-    was taken. One process has a journal at a time.
+    Lines are only appended to the file. A crash loses at most the line that was being written, which was not yet acknowledged. Only one
+    process may use a journal at a time.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -44,8 +44,8 @@ class Journal:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.answers: list[Answer] = []
-        self.standing: dict[int, int | None] = {}  # of every input that was answered: its class, or None for skipped
-        self._size = -1  # bytes that the file is known to have: of another size, it is not as it was left
+        self.standing: dict[int, int | None] = {}  # answered inputs -> class, or None for skipped
+        self._size = -1  # known size of the file in bytes; another size means that it has changed
         if not self.path.exists():
             return
         content = self.path.read_bytes()
@@ -54,18 +54,18 @@ class Journal:
             try:
                 self._take(_answer(line))
             except (ValueError, TypeError) as error:
-                raise store.FileError(f"{self.path}, line {number}: this is no answer of a labelling session") from error
+                raise store.FileError(f"{self.path}, line {number}: not an answer of a labelling session") from error
         self._size = len(content) - len(rest)
-        with suppress(ValueError, TypeError):  # a line that was never finished was never answered for, either
-            self._take(_answer(rest))  # but an editor may have left out the end of the last line
+        with suppress(ValueError, TypeError):  # an unfinished line was never acknowledged
+            self._take(_answer(rest))  # but an editor may have removed the last newline
 
     def add(self, answer: Answer) -> None:
-        """Write a decision, and then take it; where it cannot be written it is not taken."""
+        """Write a decision, and then apply it; one that cannot be written is not applied."""
         answer = answer if answer.time else replace(answer, time=datetime.now(UTC).isoformat(timespec="seconds"))
         line = _line(answer)
         try:
             if not self.path.exists() or self.path.stat().st_size != self._size:
-                # new, deleted, or with half a line that could not be taken back: all that was said is written again
+                # new, deleted, or with half a line that could not be removed: write everything again
                 with store.replacing(self.path) as scratch:
                     scratch.write_bytes(b"".join(map(_line, self.answers)))
                 self._size = self.path.stat().st_size
@@ -75,7 +75,7 @@ class Journal:
                     file.flush()
                     os.fsync(file.fileno())
             except OSError:
-                with suppress(OSError):  # half a line would spoil the next; if it stays, the size tells
+                with suppress(OSError):  # half a line would damage the next; if it stays, the size shows it
                     os.truncate(self.path, self._size)
                 raise
         except OSError as error:
@@ -92,9 +92,9 @@ class Journal:
             self.standing[answer.index] = answer.label
 
     def agreement(self, last: int = 50) -> tuple[int, int]:
-        """Of the last so many labels that the model had a guess for: how many it had right, and how many these are."""
-        known = [one for one in self.answers if not one.undone and one.label is not None and one.guess is not None][-last:]
-        return sum(one.label == one.guess for one in known), len(known)
+        """Among the last labels for which the model had a guess: how many guesses were right, and how many there are."""
+        answers = [a for a in self.answers if not a.undone and a.label is not None and a.guess is not None][-last:]
+        return sum(a.label == a.guess for a in answers), len(answers)
 
 
 def _line(answer: Answer) -> bytes:
@@ -103,8 +103,9 @@ def _line(answer: Answer) -> bytes:
 
 
 def _answer(line: bytes) -> Answer:
+    """Parse a line of the journal."""
     found = Answer(**json.loads(line))
-    for value in (found.index, *(one for one in (found.label, found.guess) if one is not None)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"inputs and classes are whole numbers; got {value!r}")
+    for value in (found.index, *(number for number in (found.label, found.guess) if number is not None)):
+        if type(value) is not int:
+            raise TypeError(f"inputs and classes must be whole numbers; got {value!r}")
     return found

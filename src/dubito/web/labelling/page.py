@@ -1,4 +1,4 @@
-"""The page on which a person labels: one file, with nothing to load but inputs and the state of the session."""
+"""The page on which a person labels: one file, which loads only inputs and the state of the session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dubito.web.labelling.task import Task
 
 
 def keys(classes: tuple[str, ...]) -> tuple[str, ...]:
-    """The key of every class: a name of one letter or digit is its own; else 1 to 9 and 0, then letters, and "" when these run out.
+    """The key of every class: its name if all are single letters or digits, else 1 to 9 and 0, then letters; "" when these run out.
 
     >>> keys(("0", "1", "2")), keys(("cat", "dog"))
     (('0', '1', '2'), ('1', '2'))
@@ -24,7 +24,7 @@ def keys(classes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def page(task: Task) -> str:
-    """The whole file for a task."""
+    """The HTML of the page for a task."""
     settings = json.dumps({"classes": task.classes, "keys": keys(task.classes)}).replace("<", "\\u003c")
     package = "dubito.web.labelling"
     return fill(

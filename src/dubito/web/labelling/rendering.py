@@ -1,31 +1,38 @@
-"""Inputs as a person looks at them: images, rows of a table, lines of text."""
+"""Inputs as a person sees them: images, rows of a table, lines of text."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-SMALL = 64  # pixels of a thumbnail's longer side
+SMALL = 64  # pixels of the longer side of a thumbnail
+
+Content = dict[str, Any]  # JSON
 
 
 class Shown(Protocol):
-    """How the inputs of a pool are shown, by number."""
+    """How the inputs of a pool are shown, by their index."""
 
-    def content(self, index: int) -> dict[str, Any]:
-        """What a page needs to show one, as JSON: its "kind", and what is of that kind."""
+    def content(self, index: int) -> Content:
+        """What the page needs to show an input, as JSON: its "kind", and the fields of that kind."""
         ...
 
     def png(self, index: int, *, small: bool = False) -> bytes | None:
-        """The image, where it is one."""
+        """The input as a PNG image; None if it is not an image."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """Only some of the inputs, in this order."""
         ...
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images [N, 1, H, W] or [N, 3, H, W] in [0, 1]; `ink` shows grey ones dark on light, as what is written is meant.
+    """Images [N, 1, H, W] or [N, 3, H, W] in [0, 1]; `ink` inverts grey ones, so that handwriting is dark on light.
 
     >>> import torch
     >>> Images(torch.rand(5, 1, 8, 12)).content(3)
@@ -35,46 +42,64 @@ class Images:
     x: Tensor
     ink: bool = False
 
-    def content(self, index: int) -> dict[str, Any]:
+    def content(self, index: int) -> Content:
+        """The size of the image; the page loads the pixels by itself."""
         return {"kind": "image", "width": self.x.shape[3], "height": self.x.shape[2]}
 
     def png(self, index: int, *, small: bool = False) -> bytes | None:
+        """The image as a PNG file."""
         from PIL import Image
 
         image = self.x[index].cpu()
         image = 1 - image if self.ink and len(image) == 1 else image
         pixels = image.clamp(0, 1).mul(255).round().byte().movedim(0, -1).numpy()  # [H, W, C]
-        made = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-        if small and max(made.size) > SMALL:
-            made.thumbnail((SMALL, SMALL))
+        picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+        if small and max(picture.size) > SMALL:
+            picture.thumbnail((SMALL, SMALL))
         file = io.BytesIO()
-        made.save(file, "PNG")
+        picture.save(file, "PNG")
         return file.getvalue()
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """Only some of the images."""
+        return replace(self, x=self.x[list(rows)])
+
+
+class _NoImage:
+    """Inputs that are not images."""
+
+    def png(self, index: int, *, small: bool = False) -> bytes | None:
+        """None: there is no image."""
+        return None
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of a table [N, F], in their own units, under the names of their columns."""
+class Rows(_NoImage):
+    """Rows of a table [N, F], in their original units, with the names of the columns."""
 
     x: Tensor
     names: tuple[str, ...]
 
-    def content(self, index: int) -> dict[str, Any]:
+    def content(self, index: int) -> Content:
+        """The names and values of the columns."""
         cells = [[name, f"{value:.10g}"] for name, value in zip(self.names, self.x[index].tolist(), strict=True)]
         return {"kind": "row", "cells": cells}
 
-    def png(self, index: int, *, small: bool = False) -> bytes | None:
-        return None
+    def select(self, rows: Sequence[int]) -> Self:
+        """Only some of the rows."""
+        return replace(self, x=self.x[list(rows)])
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(_NoImage):
     """Lines of text."""
 
     lines: tuple[str, ...]
 
-    def content(self, index: int) -> dict[str, Any]:
+    def content(self, index: int) -> Content:
+        """The text."""
         return {"kind": "text", "text": self.lines[index]}
 
-    def png(self, index: int, *, small: bool = False) -> bytes | None:
-        return None
+    def select(self, rows: Sequence[int]) -> Self:
+        """Only some of the lines."""
+        return replace(self, lines=tuple(self.lines[i] for i in rows))

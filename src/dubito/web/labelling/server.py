@@ -1,4 +1,4 @@
-"""The web server of a labelling session: on this machine only, and only for who knows its address."""
+"""The web server of a labelling session: on this machine only, behind an address with a secret token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dubito.web.labelling.page import page
 from dubito.web.labelling.session import Session
 
 HOST = "127.0.0.1"
-LARGEST = 10_000  # bytes of a request: an answer is short
+LARGEST = 10_000  # bytes of a request: answers are short
+NOTHING = "there is nothing here"
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -27,7 +28,7 @@ HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one session on 127.0.0.1. `address` holds a random token: pages of other sites do not know it, and get nothing.
+    """Serves one session on 127.0.0.1. `address` contains a random token, so pages of other sites cannot reach it.
 
     >>> import tempfile
     >>> from dubito.web.labelling import task
@@ -48,15 +49,16 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
+        """The address of the page."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed before it had its answer is no error to be told of."""
+        """Report an error, unless the page was closed before it had its answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     def stop(self) -> None:
-        """End `serve_forever`; from within a request, it must not be waited for."""
+        """End `serve_forever`, without waiting for it: a request may call this."""
         self.stopped = True
         threading.Thread(target=self.shutdown, daemon=True).start()
 
@@ -69,6 +71,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
+        """Answer with the page, the state of the session, or an image."""
         path = self._path()
         if path is None:
             return
@@ -77,65 +80,68 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", page(session.task).encode())
         elif path == "state":
             self._json(HTTPStatus.OK, session.state())
-        elif (found := re.fullmatch(r"input/(\d{1,12})(/small)?", path)) and int(found[1]) < len(session.task.pool):
-            image = session.task.shown.png(int(found[1]), small=found[2] is not None)
-            if image is None:
-                self._refuse(HTTPStatus.NOT_FOUND, "this input is no image")
-            else:
-                self._send(HTTPStatus.OK, "image/png", image, cache="private, max-age=3600")
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+            self._image(path)
+
+    def _image(self, path: str) -> None:
+        shown = self.server.session.task
+        found = re.fullmatch(r"input/(\d{1,12})(/small)?", path)
+        image = None
+        if found and int(found[1]) < len(shown.pool):
+            image = shown.shown.png(int(found[1]), small=found[2] is not None)
+        if image is None:
+            self._refuse(HTTPStatus.NOT_FOUND, NOTHING)
+        else:
+            self._send(HTTPStatus.OK, "image/png", image, cache="private, max-age=3600")
 
     def do_POST(self) -> None:
+        """Save an answer, take one back, or stop; answer with the new state."""
         path = self._path()
         body = None if path is None else self._body()
         if body is None:
-            self.close_connection = True  # what is left of it unread is no next request
-            return
+            self.close_connection = True  # the rest of the request is unread
+            return None
         session = self.server.session
+        actions = {
+            "label": lambda: session.answer(_whole(body, "index"), _whole(body, "label")),
+            "skip": lambda: session.answer(_whole(body, "index"), None),
+            "undo": lambda: session.undo(None if body.get("index") is None else _whole(body, "index")),
+            "stop": self.server.stop,
+        }
+        if path not in actions:
+            return self._refuse(HTTPStatus.NOT_FOUND, NOTHING)
         try:
-            if path == "label":
-                session.answer(_whole(body, "index"), _whole(body, "label"))
-            elif path == "skip":
-                session.answer(_whole(body, "index"), None)
-            elif path == "undo":
-                session.undo(None if body.get("index") is None else _whole(body, "index"))
-            elif path == "stop":
-                self.server.stop()
-            else:
-                self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-                return
+            actions[path]()
         except ValueError as error:
-            self._refuse(HTTPStatus.CONFLICT, str(error))
-        except OSError as error:  # the disk is full: nothing was taken
-            self._refuse(HTTPStatus.INSUFFICIENT_STORAGE, str(error.strerror or error))
-        else:
-            self._json(HTTPStatus.OK, session.state() | {"stopped": self.server.stopped})
+            return self._refuse(HTTPStatus.CONFLICT, str(error))
+        except OSError as error:  # the disk is full: nothing was saved
+            return self._refuse(HTTPStatus.INSUFFICIENT_STORAGE, str(error.strerror or error))
+        return self._json(HTTPStatus.OK, session.state() | {"stopped": self.server.stopped})
 
     def _path(self) -> str | None:
-        """What is asked for behind the token. Who does not know the token, or came here under another name, gets nothing."""
+        """The path after the token; None, with a refusal sent, if the token or the name of the host is wrong."""
         port = self.server.server_address[1]
-        named = self.headers.get("Host", "") in (f"{HOST}:{port}", f"localhost:{port}")  # another: a site that points here
+        named = self.headers.get("Host", "") in (f"{HOST}:{port}", f"localhost:{port}")  # any other name: a site that points here
         _, _, rest = self.path.partition("?")[0].partition("/")
         token, _, path = rest.partition("/")
         if not named or not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+            self._refuse(HTTPStatus.NOT_FOUND, NOTHING)
             return None
         return path
 
     def _body(self) -> dict[str, Any] | None:
-        """The JSON of a request. Other pages cannot send that kind without being asked whether they may, and they may not."""
+        """The JSON of a request. Browsers do not let pages of other sites send this content type."""
         length = self.headers.get("Content-Length", "")
         short = re.fullmatch(r"[0-9]{1,9}", length) is not None and int(length) <= LARGEST
         if not short or self.headers.get("Content-Type") != "application/json":
-            self._refuse(HTTPStatus.BAD_REQUEST, "a request is a short JSON object")
+            self._refuse(HTTPStatus.BAD_REQUEST, "a request must be a short JSON object")
             return None
         try:
             body = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
-            self._refuse(HTTPStatus.BAD_REQUEST, "a request is a short JSON object")
+            self._refuse(HTTPStatus.BAD_REQUEST, "a request must be a short JSON object")
             return None
         return body
 
@@ -153,11 +159,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a terminal full of requests would hide the address."""
+        """Log nothing: requests would hide the address on the terminal."""
 
 
 def _whole(body: dict[str, Any], name: str) -> int:
     value = body.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is a whole number; got {value!r}")
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number; got {value!r}")
     return value

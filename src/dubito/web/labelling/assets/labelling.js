@@ -20,14 +20,14 @@
     let answer, found;
     try {
       answer = await fetch(base + path, options);
-      found = await answer.json();  // it may also go in the middle of an answer
+      found = await answer.json();  // the server may also stop in the middle of an answer
     } catch {
-      if (!over) trouble("The server has gone. All answers that were given are on disk: run the command again to go on.");
+      if (!over) trouble("The server has stopped. All answers are saved: run the command again to continue.");
       return false;
     }
-    if (!answer.ok) { trouble("Not taken: " + found.refused); return false; }
+    if (!answer.ok) { trouble("Not saved: " + found.refused); return false; }
     if (!state || found.version >= state.version) state = found;
-    trouble(found.error ? "The model could not be fitted (" + found.error + "). You can go on; it is tried again." : "");
+    trouble(found.error ? "The model could not be fitted (" + found.error + "). You can go on labelling; it will be tried again." : "");
     draw();
     return true;
   }
@@ -40,16 +40,16 @@
     try { if (await talk(path, body)) say(words); } finally { sending = false; }
   }
   const current = () => state && state.asked[0];
-  function label(c) { const one = current(); if (one) send("label", {index: one.index, label: c}, "Taken: " + classes[c]); }
-  function skip() { const one = current(); if (one) send("skip", {index: one.index}, "Skipped: it is not asked again"); }
-  function undo(index) { if (state && state.undoable) send("undo", index === undefined ? {} : {index}, "Taken back: what is it?"); }
+  function label(c) { const one = current(); if (one) send("label", {index: one.index, label: c}, "Saved: " + classes[c]); }
+  function skip() { const one = current(); if (one) send("skip", {index: one.index}, "Skipped: it will not be asked again"); }
+  function undo(index) { if (state && state.undoable) send("undo", index === undefined ? {} : {index}, "Taken back: choose a class"); }
   async function stop() {
     await send("stop", {}, "");
     if (!state || !state.stopped) return;
     over = true;
     for (const button of document.querySelectorAll("button")) button.disabled = true;
     part("busy").textContent = "stopped";
-    say("Stopped. All answers are on disk: run the command again to go on, tomorrow or whenever you like.");
+    say("Stopped. All answers are saved: run the command again to continue.");
   }
   function guess() {
     guessing = !guessing;
@@ -72,7 +72,7 @@
     part(id).addEventListener("click", () => { act(); part(id).blur(); });
   document.addEventListener("keydown", event => {
     if (event.ctrlKey || event.altKey || event.metaKey || event.repeat) return;
-    if (document.activeElement.tagName === "BUTTON" && (event.key === "Enter" || event.key === " ")) return;  // it is pressed
+    if (document.activeElement.tagName === "BUTTON" && (event.key === "Enter" || event.key === " ")) return;  // the button is pressed
     const c = keys.indexOf(event.key.toLowerCase());
     if (c >= 0 && event.key) label(c);
     else if (event.key === " ") skip();
@@ -83,12 +83,12 @@
     event.preventDefault();
   });
 
-  // -- what it looks like
+  // -- drawing
 
   function content(one, small) {
     if (one.kind === "image") {
       const alt = "input " + one.index;
-      const tiny = Math.max(one.width, one.height) < 16;  // so few pixels are read better when they are blurred
+      const tiny = Math.max(one.width, one.height) < 16;  // a few pixels are easier to read blurred
       return make("img", {src: base + "input/" + one.index + (small ? "/small" : ""), alt, class: tiny ? "tiny" : ""});
     }
     if (one.kind === "text") return small ? make("span", {class: "words"}, one.text) : make("blockquote", {}, one.text);
@@ -103,10 +103,10 @@
     const one = current(), last = state.rounds[state.rounds.length - 1];
     part("progress").textContent = state.labelled + " of " + state.pool + " labelled" +
       (state.skipped ? ", " + state.skipped + " skipped" : "");
-    part("busy").textContent = {fitting: "the model learns …", asking: "the model looks for questions …"}[state.busy] || "";
+    part("busy").textContent = {fitting: "fitting the model …", asking: "choosing inputs …"}[state.busy] || "";
     const key = one ? one.index : state.done ? "done" : "waiting";
     if (key !== shown) {
-      const words = state.done ? "All inputs are labelled or skipped." : "The model is looking for what to ask next …";
+      const words = state.done ? "All inputs are labelled or skipped." : "Choosing the next inputs …";
       part("input").replaceChildren(one ? content(one) : make("p", {class: "note"}, words));
       shown = key;
     }
@@ -123,9 +123,9 @@
     const [right, of] = state.agreement;
     const numbers = [
       ["labels", state.labelled],
-      state.held_out ? ["accuracy, " + state.held_out + " held out", percent(last && last.held_out.accuracy)]
-        : ["accuracy", "no test part"],
-      ["guessed right, last " + (of || 50), of ? percent(right / of) : "–"],
+      state.held_out ? ["accuracy on " + state.held_out + " held-out inputs", percent(last && last.held_out.accuracy)]
+        : ["accuracy", "no held-out inputs"],
+      ["model agreed, last " + (of || 50), of ? percent(right / of) : "–"],
     ];
     part("numbers").replaceChildren(...numbers.map(([name, value]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
@@ -136,8 +136,8 @@
       charts.push(chart("Accuracy on held-out inputs", held.map(round => [round.labels, round.held_out.accuracy]), 1, percent));
     const nats = value => value.toFixed(3);
     const pool = state.rounds.filter(round => "epistemic" in round.pool);
-    charts.push(chart("Uncertainty of what has no label, in nats: all of it, and the model's own",
-      pool.map(round => [round.labels, round.pool.total, round.pool.epistemic]), Math.log(classes.length), nats, ["all ", "own "]));
+    charts.push(chart("Mean uncertainty of the unlabelled pool (nats): total and epistemic",
+      pool.map(round => [round.labels, round.pool.total, round.pool.epistemic]), Math.log(classes.length), nats, ["total ", "epistemic "]));
     part("charts").replaceChildren(...charts);
 
     part("recent").replaceChildren(...state.recent.map(past => {
@@ -150,7 +150,7 @@
   }
 
   function chart(title, points, top, words, names = [""]) {
-    const NS = "http://www.w3.org/2000/svg", W = 340, H = 130, left = 34, bottom = 18, space = {top: 8, right: 60};
+    const NS = "http://www.w3.org/2000/svg", W = 340, H = 130, left = 34, bottom = 18, space = {top: 8, right: 84};
     const draw = (name, attributes, text) => {
       const found = document.createElementNS(NS, name);
       for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
