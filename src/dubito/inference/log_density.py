@@ -137,7 +137,7 @@ class Density:
         with _same_order(self.data):
             bytes_held = 0
             for batch in self.data:
-                self.seen += self.target._size(batch)
+                self.seen += self.target.count(batch)
                 bytes_held += sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(batch))
                 if bytes_held <= limit:
                     held.append(batch)
@@ -155,9 +155,9 @@ class Density:
             return
         first = self.chunks[0]
         position = torch.zeros(chains, self.size, dtype=self.dtype, device=self.target.model.device)
-        used = self._footprint(position, first) / self.target._size(first)
+        used = self._footprint(position, first) / self.target.count(first)
         rows = max(1, int(WORKING.get(self.kind, WORKING["cuda"]) / max(1.0, used)))
-        if rows < self.target._size(first):
+        if rows < self.target.count(first):
             return
         parts = math.ceil(self.seen / rows)
         rows = math.ceil(self.seen / parts)
@@ -333,7 +333,7 @@ def _joined(batches: Sequence[Any], target: Target) -> Any:
     if any(map(_others, batches)):
         return None
     columns = [list(tree.leaves(batch)) for batch in batches]
-    sizes = [target._size(batch) for batch in batches]
+    sizes = [target.count(batch) for batch in batches]
     for leaves, size in zip(columns, sizes, strict=True):
         same = all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in zip(leaves, columns[0], strict=False))
         if len(leaves) != len(columns[0]) or not same or any(leaf.ndim == 0 or leaf.shape[0] != size for leaf in leaves):

@@ -91,7 +91,7 @@ class Loop:
             return
         iterator = iter(self.source)
         while group := list(islice(iterator, self.options.accumulate)):
-            yield sum(self.target._size(batch) for batch in group), group
+            yield sum(self.target.count(batch) for batch in group), group
 
     def _end_epoch(self, run: Run, info: Info) -> None:
         require(run.batch, "the data gave no batch in this pass: an iterable must give its batches again every time")

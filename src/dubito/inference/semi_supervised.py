@@ -164,7 +164,7 @@ class Consistent(Target):
         f = f.float() if f.dtype.itemsize < 4 else f
         return f, self.model.likelihood.mean(f, own(params)), buffers
 
-    def _summed(self, params: Params, index: int, batch: Batch, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
+    def sum_scores(self, params: Params, index: int, batch: Batch, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
         """The sum over the labelled batch of log likelihoods, less its share of N w J: the caller scales both by N / B."""
         x, y = self.model.split(batch)
         n, rows = batch_size(y), torch.empty(0, dtype=torch.long, device=self.model.device)

@@ -229,7 +229,7 @@ class Langevin(ABC):
         adapts = self.preconditioner != "none" and self._place(state.step, state.period) < self.burn_in * state.period
         state.adapted += adapts
         data = list(data)
-        size = sum(target._size(batch) for batch in data)
+        size = sum(target.count(batch) for batch in data)
         if state.step % state.period == 0:
             state.scores.zero_()
             state.seen, state.whole = 0, state.seen

@@ -69,8 +69,8 @@ class Target:
         total, seen = torch.zeros((), dtype=torch.float64, device=self.model.device), 0
         with torch.no_grad():
             for i, batch in enumerate(data):
-                value, _ = self._summed(params, i, batch, buffers, train=False)
-                total, seen = total + value.double(), seen + self._size(batch)
+                value, _ = self.sum_scores(params, i, batch, buffers, train=False)
+                total, seen = total + value.double(), seen + self.count(batch)
             return (self.n_data / seen * total + self.log_prior(params)) / self.temperature
 
     def gradient(
@@ -81,10 +81,10 @@ class Target:
         leaves, factor = list(live.values()), factor / self.temperature
         total, seen, first = None, 0, 1
         for i, batch in enumerate(data):
-            size = self._size(batch)
+            size = self.count(batch)
             first = size if total is None else first
             with torch.enable_grad():
-                value, buffers = self._summed(live, i, batch, buffers, train=train)
+                value, buffers = self.sum_scores(live, i, batch, buffers, train=train)
             # The scale enters at the top of the backward pass, where it costs nothing, as if the first batch were all the data. The
             # sum builds up in `leaf.grad`, of which torch makes sure that nothing else shares it: it may be changed in place.
             torch.autograd.backward(value, torch.full_like(value, factor * self.n_data / first), inputs=leaves)
@@ -99,7 +99,8 @@ class Target:
         buffers = {name: leaf.detach() for name, leaf in buffers.items()}
         return Evaluation(gradient, buffers, total / seen)
 
-    def _size(self, batch: Any) -> int:
+    def count(self, batch: Any) -> int:
+        """The number of examples in a batch."""
         return batch_size(self.model.split(batch)[1])
 
     def _add_prior(self, gradient: Params, params: Params, factor: float) -> None:
@@ -118,7 +119,7 @@ class Target:
                     for name, slope in zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True):
                         gradient[name].add_(slope, alpha=factor)
 
-    def _summed(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
+    def sum_scores(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
         """Sum of log likelihoods over a batch, [] or [S], and the buffers after it."""
         x, y = self.model.split(batch)
         weights = None if self.weights is None else self.weights[index]

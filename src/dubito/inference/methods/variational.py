@@ -234,12 +234,12 @@ class Variational(Descent[VariationalState]):
     ) -> tuple[Tensor, Params]:
         """The mean log likelihood of the batches; minus its gradient, over the number of draws, is added to the `inputs`."""
         require(data, "there is no data: the loader gave no batch")
-        total, n = None, sum(target._size(batch) for batch in data)
+        total, n = None, sum(target.count(batch) for batch in data)
         for i, batch in enumerate(data):
             with torch.enable_grad():
                 means, drawing = outputs()
                 seen = target if drawing is None else replace(target, around=lambda _, drawing=drawing: drawing)
-                value, buffers = seen._summed({**means, **params}, i, batch, buffers, train=True)
+                value, buffers = seen.sum_scores({**means, **params}, i, batch, buffers, train=True)
             factor = torch.full_like(value, -1 / n / self.samples)
             torch.autograd.backward(value, factor, inputs=[*inputs, *(drawing.leaves if drawing else ())])
             if drawing:
