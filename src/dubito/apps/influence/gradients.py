@@ -23,6 +23,7 @@ from dubito.curvature.rows import Layer
 from dubito.model import Model
 from dubito.network.examples import batch_size
 from dubito.network.weights import mode
+from dubito.tensors.checks import require
 from dubito.tensors.covariances import Covariance, Kronecker
 from dubito.tensors.covariances.propagation import flat, pieces
 from dubito.tensors.tree import Buffers, Params
@@ -41,6 +42,7 @@ class Gradients:
 
     @property
     def like(self) -> Params:
+        """The weights whose gradients are meant."""
         return {name: self.params[name] for name in self.names}
 
     def losses(self, batch: Any, *, weigh: Weigh | None = None) -> Losses:
@@ -71,20 +73,20 @@ class Gradients:
             value = function(Network(self.model, {**self.params, **live}, self.buffers))
             if not isinstance(value, Tensor) or value.ndim > 1 or not value.requires_grad:
                 raise ValueError(
-                    "a function whose influences are asked for takes a network, calls it on inputs, network(x), and gives a number or "
-                    f"a vector of numbers with their gradients; this one gave {_told(value)}"
+                    "the function must call the network on inputs, network(x), and give a number or a vector of numbers with their "
+                    f"gradients; got {_described(value)}"
                 )
-            found = [
-                torch.autograd.grad(one, list(live.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-                for one in value.reshape(-1)
+            rows = [
+                torch.autograd.grad(number, list(live.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+                for number in value.reshape(-1)
             ]
-        return {name: torch.stack([row[i] for row in found]) for i, name in enumerate(live)}
+        return {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(live)}
 
     def inputs(self, batch: Any, direction: Params) -> Tensor:
         r""":math:`\nabla_x \langle u, \nabla_\theta \ell_n \rangle` of every example for a direction u, in the shape of x."""
         x, y = self.model.split(batch)
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise ValueError("influence through inputs is a gradient: it is for one tensor of real numbers, such as images")
+        real = isinstance(x, Tensor) and x.is_floating_point()
+        require(real, "influence through inputs is a gradient: x must be one tensor of real numbers, such as images")
         live = {name: leaf.detach().requires_grad_() for name, leaf in self.like.items()}
         fixed = {name: leaf.detach() for name, leaf in self.params.items() if name not in live}
         leaf = x.detach().clone().requires_grad_()
@@ -93,8 +95,7 @@ class Gradients:
             loss = -self.model.score(f, y, {**fixed, **live}).sum()
             slopes = torch.autograd.grad(loss, list(live.values()), create_graph=True, allow_unused=True, materialize_grads=True)
             inner = torch.stack([(s * direction[n]).sum() for n, s in zip(live, slopes, strict=True)]).sum()
-            (found,) = torch.autograd.grad(inner, leaf, allow_unused=True, materialize_grads=True)
-        return found
+            return torch.autograd.grad(inner, leaf, allow_unused=True, materialize_grads=True)[0]
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,23 @@ class Losses:
         for name, leaf in self.others.items():
             total += flat(directions[name], 1) @ flat(leaf, 1).mT
         for layer, g in zip(self.layers, self.rows, strict=True):
-            part = layer.part
-            if part.kind == "affine" and part.weight is not None and layer.positions == 1:
+            if layer.part.kind == "affine" and layer.part.weight is not None and layer.positions == 1:
                 self._add_single(total, layer, g.squeeze(1), directions)
-            elif part.kind == "lookup":
-                assert part.weight is not None
-                found, example, index = layer.lookups(g)
-                for piece in pieces(len(first), found.numel(), found):
-                    seen = (directions[part.weight][piece][:, index] * found).sum(-1)
-                    total[piece] = total[piece].index_add(1, example, seen)
+            elif layer.part.kind == "lookup":
+                self._add_lookup(total, layer, g, directions)
             else:
                 for piece, leaves in _leaves(layer, g):
                     for name, leaf in leaves.items():
                         total[:, piece] += flat(directions[name], 1) @ flat(leaf, 1).mT
         return total
+
+    def _add_lookup(self, total: Tensor, layer: Layer, g: Tensor, directions: Params) -> None:
+        """An embedding: only the rows that were looked up."""
+        assert layer.part.weight is not None
+        looked, example, index = layer.lookups(g)
+        for piece in pieces(len(total), looked.numel(), looked):
+            inner = (directions[layer.part.weight][piece][:, index] * looked).sum(-1)
+            total[piece] = total[piece].index_add(1, example, inner)
 
     def _add_single(self, total: Tensor, layer: Layer, g: Tensor, directions: Params) -> None:
         """A layer with one position: <U, g a^T> = g . (U a), without the outer products of all examples."""
@@ -221,9 +225,7 @@ def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[slice, Params]]:
         yield piece, layer.examples(piece).gradients(g[piece])
 
 
-def _told(value: Any) -> str:
-    return (
-        f"a {type(value).__name__}"
-        if not isinstance(value, Tensor)
-        else f"a tensor {list(value.shape)}, " + ("with gradients" if value.requires_grad else "without gradients")
-    )
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor {list(value.shape)}, {'with' if value.requires_grad else 'without'} gradients"

@@ -18,6 +18,7 @@ from dubito.model import Model
 from dubito.model.likelihoods import Categorical
 from dubito.model.priors import MultivariateNormal, Normal
 from dubito.posteriors import Gaussian, Point, Posterior
+from dubito.tensors.checks import at_least, one_of, positive, require
 
 STRUCTURES = {"ekfac": "kronecker", "kfac": "kronecker", "diagonal": "diagonal", "dense": "dense"}
 SOLVERS = (*STRUCTURES, "cg", "lissa", "posterior")
@@ -70,18 +71,15 @@ class Influence:
     memory: float = field(default=1.0, kw_only=True)  # gigabytes for gradients of what is asked about
 
     def __post_init__(self):
-        if self.solver not in SOLVERS:
-            raise ValueError(f"solver is one of {', '.join(SOLVERS)}; got {self.solver!r}")
-        if self.curvature not in ("ggn", "hessian"):
-            raise ValueError(f"curvature is 'ggn' or 'hessian'; got {self.curvature!r}")
-        if self.curvature == "hessian" and self.solver not in ("dense", "cg", "lissa"):
-            raise ValueError(f"a Hessian has no such structure as {self.solver!r}: use 'dense', 'cg' or 'lissa', or the GGN")
-        if self.damping < 0 or (self.solver == "posterior" and self.damping):
-            raise ValueError("damping is at least 0, and the covariance of a posterior is taken without any")
-        if min(self.steps, self.depth, self.repeats) < 1 or not self.tolerance > 0 or not self.memory > 0:
-            raise ValueError("steps, depth and repeats are at least 1, tolerance and memory positive")
-        if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"a scale is positive; got {self.scale}")
+        one_of(SOLVERS, solver=self.solver)
+        one_of(("ggn", "hessian"), curvature=self.curvature)
+        fits = self.curvature == "ggn" or self.solver in ("dense", "cg", "lissa")
+        require(fits, f"a Hessian has no such structure as {self.solver!r}: use 'dense', 'cg' or 'lissa', or the GGN")
+        at_least(0, damping=self.damping)
+        damped = self.solver == "posterior" and self.damping
+        require(not damped, f"solver='posterior' takes the covariance as it is: leave out damping={self.damping}")
+        at_least(1, steps=self.steps, depth=self.depth, repeats=self.repeats)
+        positive(tolerance=self.tolerance, memory=self.memory, scale=self.scale)
 
     def fit(
         self,
@@ -95,7 +93,7 @@ class Influence:
     ) -> Influences:
         """Influences of the training data (anything `dubito.fit` takes, but not shuffled) on the model that was trained on them.
 
-        A model, or a classifier that returns logits, is taken at its present weights; so is a posterior with a centre (a point, a
+        A model, or a classifier that returns logits, is taken at its present weights; so is a posterior with a center (a point, a
         Gaussian). The data must be those of the training, and the prior that of the training: of a classifier alone it is N(0, 1).
         """
         given = _point(posterior)
@@ -105,13 +103,12 @@ class Influence:
             if not isinstance(given, Gaussian):
                 raise ValueError(f"a {type(given).__name__} posterior has no covariance: use another solver than 'posterior'")
             names = tuple(given.covariance.shapes)
-            if any(":" in name for name in names):
-                raise ValueError("this posterior is also over a learned noise: use another solver than 'posterior'")
+            noisy = any(":" in name for name in names)
+            require(not noisy, "this posterior is also over a learned noise: use another solver than 'posterior'")
         at, rows = Gradients(model, network.params, network.buffers, names), Ordered(model, data, batch_size)
         count = rows.count() if n_data is None else n_data
         first = next(iter(rows), None)
-        if first is None:
-            raise ValueError("there is no data: the loader gave no batch")
+        require(first is not None, "the data are empty: the loader gave no batch")
         model.check(at.params, first, at.buffers)
         inverse = self._inverse(given, at, rows, count, seed, progress)
         return Influences(at, rows, inverse, count, self.memory)
@@ -121,27 +118,25 @@ class Influence:
             return ConjugateGradients(hessian(at, data, self.curvature, self.damping), self.steps, self.tolerance)
         if self.solver == "lissa":
             known = self.scale is not None
-            return LiSSA(
-                at, data, n_data, self.curvature, self.damping, self.depth, self.repeats, self.scale or 1.0, known, seed
-            )  # fmt: skip
+            scale = self.scale or 1.0
+            return LiSSA(at, data, n_data, self.curvature, self.damping, self.depth, self.repeats, scale, known, seed)
         if isinstance(given, Gaussian) and self.solver == "posterior":
             covariance = given.covariance
             return Structured(covariance if given.temperature == 1 else covariance.with_temperature(1.0))
         if not isinstance(at.model.prior, Normal | MultivariateNormal):
             raise ValueError(
-                f"{self.solver!r} adds the prior's precision to a structure, so the prior is a Normal; for a "
-                f"{type(at.model.prior).__name__} use solver='cg' or 'lissa', which take its Hessian"
+                f"solver={self.solver!r} needs a Normal prior, whose precision it adds to a structure; got "
+                f"{type(at.model.prior).__name__}. Then use solver='cg' or 'lissa', which take the prior's Hessian"
             )
         method = Laplace(
             STRUCTURES[self.solver], self.curvature, optimize_evidence=False, corrected=self.solver == "ekfac",  # pyright: ignore[reportArgumentType]
             damping=self.damping, check=False,
         )  # fmt: skip
         start = Point(at.model, at.params, at.buffers)
-        found = fit(
-            at.model, method, data.data, start=start, n_data=n_data, batch_size=data.size, seed=seed, progress=progress
-        )  # fmt: skip
-        assert isinstance(found, Gaussian)
-        return Structured(found.covariance)
+        options = {"n_data": n_data, "batch_size": data.size, "seed": seed, "progress": progress}
+        posterior = fit(at.model, method, data.data, start=start, **options)
+        assert isinstance(posterior, Gaussian)
+        return Structured(posterior.covariance)
 
 
 def _point(given: Posterior | Model | nn.Module) -> Posterior:
@@ -150,8 +145,8 @@ def _point(given: Posterior | Model | nn.Module) -> Posterior:
         return given
     model = Model(given, Categorical()) if isinstance(given, nn.Module) else given
     if not isinstance(model, Model):
-        raise TypeError(f"a posterior, a dubito.Model or a classifier (torch.nn.Module) is needed; got a {type(given).__name__}")
+        raise TypeError(f"Influence needs a posterior, a dubito.Model or a classifier (nn.Module); got a {type(given).__name__}")
     params = model.parameters()
     if learned := [name for name in params if ":" in name]:
-        raise ValueError(f"the weights of a network do not tell {learned}: give a posterior, such as fit(model, MAP(), data)")
+        raise ValueError(f"the weights of a network do not contain {learned}: give a posterior, such as fit(model, MAP(), data)")
     return Point(model, params, model.buffers())

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dubito.tensors.checks import between, require
+
 
 def inspection(scores: Tensor, wrong: Tensor, shares: Sequence[float] = (0.05, 0.1, 0.2, 0.3)) -> dict[float, float]:
     r"""For every share q of the data that is inspected, the largest scores first, the share of wrong labels that is among them:
@@ -18,20 +20,21 @@ def inspection(scores: Tensor, wrong: Tensor, shares: Sequence[float] = (0.05, 0
     >>> inspection(torch.tensor([0.9, 0.1, 0.8, 0.2]), torch.tensor([True, False, False, True]), [0.25, 0.5, 0.75])
     {0.25: 0.5, 0.5: 0.5, 0.75: 1.0}
     """
-    if scores.shape != wrong.shape or scores.ndim != 1 or wrong.dtype != torch.bool:
-        raise ValueError(
-            f"scores [N] and wrong [N], bool, are needed; got {list(scores.shape)}, {list(wrong.shape)} {wrong.dtype}"
-        )
-    if not bool(wrong.any()) or not bool(scores.isfinite().all()):
-        raise ValueError("at least one label must be wrong, and all scores finite")
+    fits = scores.shape == wrong.shape and scores.ndim == 1 and wrong.dtype == torch.bool
+    got = f"{list(scores.shape)} and {list(wrong.shape)} {wrong.dtype}"
+    require(fits, f"scores must be [N], and wrong [N] and bool; got {got}")
+    require(
+        bool(wrong.any()) and bool(scores.isfinite().all()), "at least one label must be wrong, and all scores must be finite"
+    )
     values, wrong = scores.double(), wrong.to(scores.device)
-    found = {}
-    for share in shares:
-        if not 0 < share <= 1:
-            raise ValueError(f"a share is above 0 and at most 1; got {share}")
-        count = -int(-share * len(values) // 1)
-        edge = values.topk(count).values[-1]
-        above, tied = values > edge, values == edge
-        part = (count - int(above.sum())) / int(tied.sum())  # of those at the edge
-        found[share] = (int((wrong & above).sum()) + part * int((wrong & tied).sum())) / int(wrong.sum())
-    return found
+    return {share: _found(values, wrong, share) for share in shares}
+
+
+def _found(values: Tensor, wrong: Tensor, share: float) -> float:
+    """The share of wrong labels among the largest values."""
+    between(0, 1, include="high", share=share)
+    count = -int(-share * len(values) // 1)
+    edge = values.topk(count).values[-1]
+    above, tied = values > edge, values == edge
+    part = (count - int(above.sum())) / int(tied.sum())  # of those at the edge
+    return (int((wrong & above).sum()) + part * int((wrong & tied).sum())) / int(wrong.sum())

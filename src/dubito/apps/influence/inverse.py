@@ -29,6 +29,8 @@ LARGEST = 1e12  # scale that LiSSA tries
 
 
 class Inverse(Protocol):
+    """The inverse of the Hessian as a function."""
+
     def __call__(self, v: Params) -> Params:
         """H^-1 v, for leaves [T, *shape]."""
         ...
@@ -51,7 +53,7 @@ def prior_product(at: Gradients, damping: float = 0.0) -> Product:
         precision = {name: prior.scale_of(name) ** -2 + damping for name in at.names}
         return lambda v: {name: leaf * precision[name] for name, leaf in v.items()}
 
-    def one(v: Params) -> Params:
+    def _times(v: Params) -> Params:
         live = {name: leaf.detach().requires_grad_() for name, leaf in at.like.items()}
         rest = {name: leaf.detach() for name, leaf in at.params.items() if name not in live}
         with torch.enable_grad():
@@ -60,10 +62,10 @@ def prior_product(at: Gradients, damping: float = 0.0) -> Product:
             inner = torch.stack([(s * v[n]).sum() for n, s in zip(live, slopes, strict=True)]).sum()
             if not inner.requires_grad:
                 return {name: damping * v[name] for name in live}
-            found = torch.autograd.grad(inner, list(live.values()), allow_unused=True, materialize_grads=True)
-        return {name: damping * v[name] - leaf for name, leaf in zip(live, found, strict=True)}
+            second = torch.autograd.grad(inner, list(live.values()), allow_unused=True, materialize_grads=True)
+        return {name: damping * v[name] - leaf for name, leaf in zip(live, second, strict=True)}
 
-    return lambda v: tree.stack([one(tree.select(v, i)) for i in range(tree.count(v))])
+    return lambda v: tree.stack([_times(tree.select(v, i)) for i in range(tree.count(v))])
 
 
 def hessian(at: Gradients, data: Ordered, kind: Kind, damping: float) -> Product:
@@ -81,19 +83,19 @@ class ConjugateGradients:
     tolerance: float
 
     def __call__(self, v: Params) -> Params:
-        found = []
+        solutions = []
         for i in range(tree.count(v)):
             b = tree.select(v, i)
             x = conjugate_gradients(self.times, b, steps=self.steps, tolerance=self.tolerance)
             left = _residual(self.times, x, b)
             if left > FAR:
                 warnings.warn(
-                    f"conjugate gradients left {left:.0%} of what they solve for after {self.steps} steps: use more `steps`, or more "
+                    f"conjugate gradients stopped after {self.steps} steps with a residual of {left:.0%}: use more `steps`, more "
                     "`damping`, or a network in float64",
                     stacklevel=3,
                 )
-            found.append(x)
-        return tree.stack(found)
+            solutions.append(x)
+        return tree.stack(solutions)
 
 
 @dataclass
@@ -119,9 +121,9 @@ class LiSSA:
     seed: int
 
     def __call__(self, v: Params) -> Params:
-        return tree.stack([self._solved(tree.select(v, i)) for i in range(tree.count(v))])
+        return tree.stack([self._solve(tree.select(v, i)) for i in range(tree.count(v))])
 
-    def _solved(self, b: Params) -> Params:
+    def _solve(self, b: Params) -> Params:
         while True:
             runs = []
             for repeat in range(self.repeats):
@@ -130,25 +132,23 @@ class LiSSA:
                     break
                 runs.append(run)
             else:
-                found = {name: torch.stack([run[name] for run in runs]).mean(0) for name in b}
-                self._check(found, b)
-                return found
+                mean = {name: torch.stack([run[name] for run in runs]).mean(0) for name in b}
+                self._check(mean, b)
+                return mean
             if self.fixed or self.scale * 10 > LARGEST:
-                raise ValueError(
-                    f"LiSSA diverges at scale={self.scale:g}: "
-                    + ("leave `scale` out, and it is found" if self.fixed else "the curvature is not positive; add damping=...")
-                )
+                way_out = "leave out `scale`, and it is found" if self.fixed else "the curvature is not positive; add damping=..."
+                raise ValueError(f"LiSSA diverges at scale={self.scale:g}: {way_out}")
             self.scale *= 10
 
     def _check(self, x: Params, b: Params) -> None:
-        r"""Tell of a series that is too short. Its x then is smaller than :math:`H^{-1} b` where H is small, and :math:`x^T (b - H x)`
+        r"""Warn of a series that is too short. Its x then is smaller than :math:`H^{-1} b` where H is small, and :math:`x^T (b - H x)`
         is positive; the noise of batches, which goes either way, has little part in that."""
         q = hessian(self.at, self.data, self.kind, self.damping)({name: leaf.unsqueeze(0) for name, leaf in x.items()})
         whole, had = _dot(x, b), _dot(x, {name: leaf[0] for name, leaf in q.items()})
         if whole - had > FAR * whole > 0:
             warnings.warn(
-                f"LiSSA's series is too short: {self.depth} batches at the scale {self.scale:g} leave {1 - had / whole:.0%} of what "
-                "they solve for, and influences come out too small. Use more `depth`, more `damping`, or solver='cg'",
+                f"LiSSA's series is too short: {self.depth} batches at scale={self.scale:g} leave a residual of {1 - had / whole:.0%}, "
+                "and influences are too small. Use more `depth`, more `damping`, or solver='cg'",
                 stacklevel=4,
             )
 
@@ -159,12 +159,12 @@ class LiSSA:
         for j in range(1, self.depth + 1):
             batch = next(source)
             n = batch_size(self.at.model.split(batch)[1])
-            one = {name: leaf.unsqueeze(0) for name, leaf in h.items()}
-            over, pull = batch_product(self.at.model, self.at.params, batch, self.at.buffers, one, self.kind), prior(one)
-            bent = {name: over[name][0] / n + pull[name][0] / self.n_data for name in h}
-            if not self.fixed and _dot(h, bent) > self.scale * _dot(h, h):
+            row = {name: leaf.unsqueeze(0) for name, leaf in h.items()}
+            over, pull = batch_product(self.at.model, self.at.params, batch, self.at.buffers, row, self.kind), prior(row)
+            curved = {name: over[name][0] / n + pull[name][0] / self.n_data for name in h}
+            if not self.fixed and _dot(h, curved) > self.scale * _dot(h, h):
                 return None
-            h = {name: b[name] + leaf - bent[name] / self.scale for name, leaf in h.items()}
+            h = {name: b[name] + leaf - curved[name] / self.scale for name, leaf in h.items()}
             if not _norm(h) <= (j + 1) * size * (1 + 1e-4):
                 return None
         return {name: leaf / (self.scale * self.n_data) for name, leaf in h.items()}
@@ -195,7 +195,7 @@ def leverages(fisher: Tensor, spread: Tensor, slopes: Tensor) -> Tensor:
     largest = float(torch.linalg.eigvalsh(root.mT @ spread @ root).max())
     if not largest < 1:
         raise ValueError(
-            f"an example has a leverage of {largest:.3g}, and none can have 1: the curvature is too rough for leverage=True; use "
+            f"the leverage of an example must be below 1; got {largest:.3g}, so the curvature is too rough for leverage=True. Use "
             "solver='dense', more damping, or leverage=False"
         )
     eye = torch.eye(fisher.shape[-1], dtype=fisher.dtype, device=fisher.device)

@@ -39,12 +39,12 @@ class Ordered:
     def __post_init__(self):
         if isinstance(self.data, DataLoader) and _shuffles(self.data):
             raise ValueError(
-                "the loader shuffles, so that there is no telling which example an influence belongs to: give a loader with "
-                "shuffle=False, or the data set itself"
+                "the loader shuffles, so it is unknown which example an influence belongs to: give a loader with shuffle=False, or the "
+                "data set itself"
             )
 
     def __iter__(self) -> Iterator[Any]:
-        return self._passed(shuffle=False, seed=0)
+        return self._pass(shuffle=False, seed=0)
 
     def count(self) -> int:
         """N, the examples in a pass."""
@@ -53,7 +53,7 @@ class Ordered:
     def endless(self, seed: int) -> Iterator[Any]:
         """Pass after pass, each in another order; a loader and a list of batches keep their own."""
         while True:
-            yield from self._passed(shuffle=True, seed=seed)
+            yield from self._pass(shuffle=True, seed=seed)
             seed += 1
 
     def picked(self, index: Tensor) -> Iterator[tuple[Tensor, Any]]:
@@ -73,7 +73,7 @@ class Ordered:
                 yield places, rows(batch, size, index[places] - start)
             start += size
 
-    def _passed(self, *, shuffle: bool, seed: int) -> Iterator[Any]:
+    def _pass(self, *, shuffle: bool, seed: int) -> Iterator[Any]:
         kind, source, i = next(self.model.network.parameters()).dtype, None, 0
         while True:
             # A DataLoader draws from the global generator, even unshuffled. It is lent out for one batch at a time: a pass over test
@@ -91,18 +91,18 @@ class Ordered:
 def _shuffles(loader: DataLoader) -> bool:
     """Whether its order is a random one, as far as can be seen. With a `batch_sampler` of one's own `sampler` says nothing."""
     known = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return any(isinstance(one, RANDOM) or getattr(one, "shuffle", False) is True for one in known)
+    return any(isinstance(sampler, RANDOM) or getattr(sampler, "shuffle", False) is True for sampler in known)
 
 
 def rows(batch: Any, size: int, which: slice | Tensor) -> Any:
     """Some examples of a batch of so many; what is the same for all of them stays."""
 
-    def some(leaf: Tensor) -> Tensor:
+    def _some(leaf: Tensor) -> Tensor:
         if leaf.shape[:1] != (size,):
             return leaf
         return leaf[which if isinstance(which, slice) else which.to(leaf.device)]
 
-    return tree.apply_leaves(some, batch)
+    return tree.apply_leaves(_some, batch)
 
 
 def cut(model: Model, data: Ordered, size: int) -> Iterator[Any]:
