@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dubito.apps.compression.pruning import moments, scores
+from dubito.apps.compression.pruning import moments, over_weights, scores, signal_to_noise
 from dubito.apps.network import gathered
 from dubito.evaluation import metrics
 from dubito.posteriors import Point, Posterior
 from dubito.tensors import tree
+from dubito.tensors.checks import at_least
 from dubito.tensors.tree import Params
 
 CLOSE = 0.002  # of all that could go: how closely the most that may go is found
@@ -36,46 +36,40 @@ def thresholds(posterior: Posterior, data: Any, *, allow: float = 0.001, size: i
     >>> mean, variance = torch.tensor([[2.0, 1.0, 0.001]]), torch.ones(1, 3)
     >>> posterior = dubito.posteriors.Gaussian.diagonal(model, {"weight": mean}, {"weight": variance})
     >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
-    >>> found = thresholds(posterior, (x, x @ mean.T + 0.1), allow=0.01)
-    >>> dubito.apps.compression.prune(posterior, threshold=found).params["weight"]
+    >>> chosen = thresholds(posterior, (x, x @ mean.T + 0.1), allow=0.01)
+    >>> dubito.apps.compression.prune(posterior, threshold=chosen).params["weight"]
     tensor([[2., 1., 0.]])
     """
-    if not allow >= 0:
-        raise ValueError(f"allow is a share of the score that pruning may cost, such as 0.001; got {allow}")
-    units = scores(posterior)
-    mean, variance = moments(posterior)
+    at_least(0, allow=allow)
+    units, (mean, variance) = scores(posterior), moments(posterior)
     if units is None:
-        needed = {name: (mean[name].abs() / variance[name].clamp_min(0).sqrt()).nan_to_num(0.0) for name in variance}
+        needed = {name: leaf.nan_to_num() for name, leaf in signal_to_noise(mean, variance).items()}
     else:
         needed = {name: -leaf for name, leaf in units.items()}
     order = {name: leaf.detach().flatten().sort().values for name, leaf in needed.items()}
-    score = _score(posterior, mean, needed, data, size)
+    cost = _cost(posterior, mean, needed, data, size)
 
-    def limits(gone: dict[str, int]) -> dict[str, float]:
+    def _limits(gone: dict[str, int]) -> dict[str, float]:
         """Between the last one to go and the first one to stay."""
-        found = {}
-        for name, k in gone.items():
-            values = order[name]
-            found[name] = float(values[k - 1] / 2 + values[k] / 2) if k else -torch.inf
-        return found
+        values = {name: order[name] for name in gone}
+        return {name: float(values[name][k - 1] / 2 + values[name][k] / 2) if k else -torch.inf for name, k in gone.items()}
 
-    def pooled(k: int) -> dict[str, int]:
-        limit = together[k]
-        return {name: min(int((values < limit).sum()), len(values) - 1) for name, values in order.items()}
+    def _pooled(k: int) -> dict[str, int]:
+        """How many go of every tensor, if those below the k-th of all do."""
+        return {name: min(int((values < together[k]).sum()), len(values) - 1) for name, values in order.items()}
 
     together = torch.cat(list(order.values())).sort().values
-    first = score(limits(dict.fromkeys(order, 0)))
-    k = _most(lambda k: score(limits(pooled(k))) <= first + 0.5 * allow, 0, len(together) - 1)
-    gone = pooled(k)
+    first = cost(_limits(dict.fromkeys(order, 0)))
+    gone = _pooled(_most(lambda k: cost(_limits(_pooled(k))) <= first + 0.5 * allow, 0, len(together) - 1))
     weights = {name: mean[name].numel() for name in order}
     largest = sorted((name for name, n in weights.items() if n >= FEW * sum(weights.values())), key=lambda name: -weights[name])
     for i, name in enumerate(largest):
         spent = allow * (0.5 + 0.5 * (i + 1) / len(largest))
         gone[name] = _most(
-            lambda k, name=name, spent=spent: score(limits({**gone, name: k})) <= first + spent, gone[name], len(order[name]) - 1
+            lambda k, name=name, spent=spent: cost(_limits({**gone, name: k})) <= first + spent, gone[name], len(order[name]) - 1
         )
     sign = 1 if units is None else -1
-    return {f"^{re.escape(name)}$": sign * limit for name, limit in limits(gone).items()}
+    return {f"^{re.escape(name)}$": sign * limit for name, limit in _limits(gone).items()}
 
 
 def _most(works: Callable[[int], bool], low: int, high: int) -> int:
@@ -90,7 +84,7 @@ def _most(works: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _score(posterior: Posterior, mean: Params, needed: Params, data: Any, size: int) -> Callable[[dict[str, float]], float]:
+def _cost(posterior: Posterior, mean: Params, needed: Params, data: Any, size: int) -> Callable[[dict[str, float]], float]:
     """The cost of thresholds: one minus accuracy, or the logarithm of the RMSE."""
     model = posterior.model
     x, y = gathered(model, data)
@@ -98,20 +92,14 @@ def _score(posterior: Posterior, mean: Params, needed: Params, data: Any, size: 
     buffers = getattr(posterior, "buffers", None) or model.buffers()
     params, discrete = {**model.parameters(), **mean}, bool(model.likelihood.discrete)
 
-    def shaped(name: str, gone: Tensor) -> Tensor:
-        leaf = params[name]
-        if gone.shape == leaf.shape:
-            return gone
-        axis = 1 if leaf.ndim == 2 else 0  # inputs of a matrix, filters of a convolution
-        return gone.reshape([-1 if d == axis else 1 for d in range(leaf.ndim)])
-
-    def score(limits: dict[str, float]) -> float:
-        pruned = {name: params[name].masked_fill(shaped(name, leaf < limits[name]), 0) for name, leaf in needed.items()}
+    def _of(limits: dict[str, float]) -> float:
+        gone = {name: over_weights(leaf < limits[name], params[name].shape) for name, leaf in needed.items()}
+        pruned = {name: params[name].masked_fill(mask, 0) for name, mask in gone.items()}
         point, total = Point(model, {**params, **pruned}, buffers), 0.0
         for rows in torch.arange(n, device=model.device).split(size):
             p, truth = point.predict(tree.apply_leaves(lambda leaf, rows=rows: leaf[rows], x)), y[rows]
-            one = 1 - metrics.accuracy(p, truth) if discrete else metrics.rmse(p, truth).square()
-            total += float(one) * len(rows) / n
+            loss = 1 - metrics.accuracy(p, truth) if discrete else metrics.rmse(p, truth).square()
+            total += float(loss) * len(rows) / n
         return total if discrete else 0.5 * math.log(total) if total > 0 else -math.inf
 
-    return score
+    return _of

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dubito.posteriors import Drawn, Gaussian, Posterior
+from dubito.tensors.checks import between, require
 from dubito.tensors.covariances import Diagonal
 from dubito.tensors.tree import Params
 
@@ -29,62 +30,71 @@ def moments(posterior: Posterior) -> tuple[Params, Params]:
     if isinstance(posterior, Gaussian):
         variance = posterior.covariance.variance()
         return dict(posterior.params), {name: leaf for name, leaf in variance.items() if ":" not in name}
-    own: Any = posterior
-    found = None
+    other: Any = posterior
+    known = None
     if isinstance(posterior, Drawn):
-        found = posterior.family.weight_moments(posterior.leaves)
-    elif hasattr(own, "moments"):  # a posterior of your own
-        found = own.moments()
-    if found is None:
+        known = posterior.family.weight_moments(posterior.leaves)
+    elif hasattr(other, "moments"):  # a posterior of your own
+        known = other.moments()
+    if known is None:
         kind = f"{type(posterior.family).__name__} " if isinstance(posterior, Drawn) else ""
         raise TypeError(
-            f"a {kind}{type(posterior).__name__} posterior has no mean and variance of each weight to decide by: take a Gaussian one, "
-            "such as that of Laplace or Variational, or `apps.compression.cut` the network by masks of your own"
+            f"a {kind}{type(posterior).__name__} posterior has no mean and variance of each weight: use a Gaussian one, such as that "
+            "of Laplace or Variational, or cut the network by masks with `apps.compression.cut`"
         )
-    return {**getattr(own, "points", {}), **found[0]}, found[1]
+    return {**getattr(other, "points", {}), **known[0]}, known[1]
 
 
 def scores(posterior: Posterior) -> Params | None:
     """Of posteriors with a factor for every unit: by weight, how little each unit is needed. None for others."""
-    own: Any = posterior
+    other: Any = posterior
     if isinstance(posterior, Drawn):
-        found = posterior.family.units(posterior.leaves)
+        units = posterior.family.units(posterior.leaves)
     else:
-        found = own.units() if hasattr(own, "units") else None
-    if found is None:
+        units = other.units() if hasattr(other, "units") else None
+    if units is None:
         return None
     mean = moments(posterior)[0]
-    return {name if name in mean else f"{name}.weight".lstrip("."): leaf for name, leaf in found.items()}
+    return {name if name in mean else f"{name}.weight".lstrip("."): leaf for name, leaf in units.items()}
+
+
+def signal_to_noise(mean: Params, variance: Params) -> Params:
+    r""":math:`|\mu| / \sigma` of every weight; 0 of one that is pruned already."""
+    ratios = {name: mean[name].abs() / leaf.clamp_min(0).sqrt() for name, leaf in variance.items()}
+    return {name: torch.where(leaf.isnan(), 0.0, leaf) for name, leaf in ratios.items()}
+
+
+def over_weights(mask: Tensor, shape: torch.Size) -> Tensor:
+    """A mask of units, broadcast over their weights: the inputs of a matrix, the filters of a convolution."""
+    if mask.shape == shape:
+        return mask
+    axis = 1 if len(shape) == 2 else 0
+    return mask.reshape([-1 if d == axis else 1 for d in range(len(shape))]).expand(shape)
 
 
 def masks(posterior: Posterior, *, threshold: Threshold | None = None, share: float | None = None) -> Params:
     """By weight, in its shape: True for what is pruned."""
-    if threshold is not None and share is not None:
-        raise ValueError("weights are pruned by threshold or by share: give one of the two")
-    if share is not None and not 0 <= share < 1:
-        raise ValueError(f"share is the part of all weights (or units) to prune, from 0 to below 1; got {share}")
-    units = scores(posterior)
-    mean, variance = moments(posterior)
+    require(threshold is None or share is None, "weights are pruned by threshold or by share: give one of the two")
+    between(0, 1, include="low", share=share)
+    units, (mean, variance) = scores(posterior), moments(posterior)
+    nothing = threshold is None and share is None
     if units is None:
-        needed = {name: mean[name].abs() / variance[name].clamp_min(0).sqrt() for name in variance}  # 0 / 0 is pruned already
-        needed = {name: torch.where(leaf.isnan(), 0.0, leaf) for name, leaf in needed.items()}
-        return _below(needed, threshold if threshold is not None or share is not None else THRESHOLD, share)
-    if threshold is None and share is None:
-        told = "; ".join(f"{name} {_spread(leaf)}" for name, leaf in list(units.items())[:8])
+        return _below(signal_to_noise(mean, variance), THRESHOLD if nothing else threshold, share)
+    if nothing:
+        quartiles = "; ".join(f"{name} {_spread(leaf)}" for name, leaf in list(units.items())[:8])
         raise ValueError(
-            "units are pruned whose score is above a threshold: give threshold=..., one or {pattern: threshold}, best in a gap of the "
+            "units whose score is above a threshold are pruned: give threshold=..., one or {pattern: threshold}, best in a gap of the "
             "scores, or as apps.compression.thresholds(posterior, held_out) finds them; or share=... The quartiles of the scores, from "
-            f"the smallest to the largest, are: {told}"
+            f"the smallest to the largest, are: {quartiles}"
         )
-    turned: Any = {name: -leaf for name, leaf in units.items()}
-    limit = {k: -v for k, v in threshold.items()} if isinstance(threshold, Mapping) else None if threshold is None else -threshold
-    gone = _below(turned, limit, share)
-    found = {}
-    for name, mask in gone.items():
-        shape = mean[name].shape
-        axis = 1 if len(shape) == 2 else 0  # inputs of a matrix, filters of a convolution
-        found[name] = mask.reshape([-1 if d == axis else 1 for d in range(len(shape))]).expand(shape)
-    return found
+    gone = _below({name: -leaf for name, leaf in units.items()}, _negative(threshold), share)
+    return {name: over_weights(mask, mean[name].shape) for name, mask in gone.items()}
+
+
+def _negative(threshold: Threshold | None) -> Threshold | None:
+    if threshold is None:
+        return None
+    return {k: -v for k, v in threshold.items()} if isinstance(threshold, Mapping) else -threshold
 
 
 def _spread(leaf: Tensor) -> str:
@@ -103,8 +113,7 @@ def _below(needed: Params, threshold: Threshold | None, share: float | None) -> 
     if not isinstance(threshold, Mapping):
         return {name: leaf < float(threshold or 0) for name, leaf in needed.items()}
     lost = [pattern for pattern in threshold if not any(re.search(pattern, name) for name in needed)]
-    if lost:
-        raise ValueError(f"{lost} match none of {list(needed)[:8]}")
+    require(not lost, f"the patterns {lost} match none of {list(needed)[:8]}")
     limits = {name: next((v for p, v in threshold.items() if re.search(p, name)), -torch.inf) for name in needed}
     return {name: leaf < limits[name] for name, leaf in needed.items()}
 
@@ -128,11 +137,10 @@ def prune(posterior: Posterior, *, threshold: Threshold | None = None, share: fl
     mean, variance = moments(posterior)
     params = {name: leaf.masked_fill(gone[name], 0) if name in gone else leaf for name, leaf in mean.items()}
     variance = {name: leaf.masked_fill(gone[name], 0) if name in gone else leaf for name, leaf in variance.items()}
-    covariance = Diagonal.of(
-        {name: leaf.detach().float() if leaf.dtype.itemsize < 4 else leaf.detach() for name, leaf in variance.items()}
-    )
+    wide = {name: leaf.detach().float() if leaf.dtype.itemsize < 4 else leaf.detach() for name, leaf in variance.items()}
+    covariance = Diagonal.of(wide)
     if isinstance(posterior, Gaussian):
         return replace(posterior, params=params, covariance=covariance, fitted=None, scale=None, temperature=1.0)
-    own: Any = posterior
+    other: Any = posterior
     known = posterior.model.parameters()
-    return Gaussian(posterior.model, {**known, **params}, own.buffers, covariance, how="sampled")
+    return Gaussian(posterior.model, {**known, **params}, other.buffers, covariance, how="sampled")

@@ -23,6 +23,7 @@ from dubito.model.likelihoods import Likelihood
 from dubito.network.weights import mode
 from dubito.posteriors import Point
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 from dubito.tensors.text import TextTable, rich_text
 from dubito.tensors.tree import Buffers, Params
 
@@ -66,28 +67,29 @@ class Report:
 
     @property
     def speedup(self) -> float:
+        """Seconds of the original for each of the smaller network."""
         return self.seconds[0] / self.seconds[1]
 
     @property
     def rows(self) -> list[tuple[str, str, str, str]]:
         """What a table shows: name, before, after, ratio."""
 
-        def ratio(pair: tuple[float, float]) -> str:
+        def _ratio(pair: tuple[float, float]) -> str:
             return f"{pair[0] / pair[1]:.3g} x" if pair[1] else ""
 
         dense = 32 * self.numbers[0]
-        found = [
-            ("parameters", f"{self.parameters[0]:,}", f"{self.parameters[1]:,}", ratio(self.parameters)),
+        rows = [
+            ("parameters", f"{self.parameters[0]:,}", f"{self.parameters[1]:,}", _ratio(self.parameters)),
             ("not zero (statistics included)", f"{self.nonzero[0]:,}", f"{self.nonzero[1]:,}", f"{self.rate_pruned:.3g} x"),
             ("size, 32 bits a number", _bytes(dense), _bytes(32 * self.numbers[1]), f"{self.rate_cut:.3g} x"),
             ("size, bits as the posterior allows", _bytes(dense), _bytes(self.bits), f"{self.rate_bits:.3g} x"),
             ("size, coded in a file", _bytes(dense), _bytes(self.coded), f"{self.rate_coded:.3g} x"),
-            ("multiply-adds an input", f"{self.operations[0]:,}", f"{self.operations[1]:,}", ratio(self.operations)),
-            ("time", *(f"{1e3 * one:.3g} ms" for one in self.seconds), f"{self.speedup:.3g} x"),
+            ("multiply-adds an input", f"{self.operations[0]:,}", f"{self.operations[1]:,}", _ratio(self.operations)),
+            ("time", *(f"{1e3 * seconds:.3g} ms" for seconds in self.seconds), f"{self.speedup:.3g} x"),
         ]
         if self.score is not None:
-            found.append((self.measure, *(f"{one:.4g}" for one in self.score), ""))
-        return found
+            rows.append((self.measure, *(f"{value:.4g}" for value in self.score), ""))
+        return rows
 
     def __str__(self) -> str:
         table = TextTable(self.rows, ("", "before", "after", "ratio"), right=(1, 2, 3), overflow="ellipsis")
@@ -114,16 +116,16 @@ def operations(network: nn.Module, x: Any) -> int:
 
 def interleaved(first: Callable[[], object], second: Callable[[], object], *, repeats: int) -> tuple[float, float]:
     """Seconds of two functions, the median of runs in turn, so that what disturbs the machine disturbs both."""
-    found: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
     for k in range(repeats + 2):  # two to warm up
-        for run, seconds in zip((first, second), found, strict=True):
+        for run, seconds in zip((first, second), times, strict=True):
             begin = time.perf_counter()
             run()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             if k >= 2:
                 seconds.append(time.perf_counter() - begin)
-    return median(found[0]), median(found[1])
+    return median(times[0]), median(times[1])
 
 
 def compare(
@@ -138,14 +140,9 @@ def compare(
     after_all = [leaf for leaf in state.values() if leaf.is_floating_point()]
     count = len(next(iter(tree.leaves(x))))
 
-    def original() -> object:
-        return call(model.network, x)
-
     with torch.no_grad(), mode(model.network, False):
-        seconds = interleaved(original, lambda: call(small, x), repeats=repeats)
-    score, measure = None, ""
-    if data is not None:
-        score, measure = _scores(model, params, buffers, small, data)
+        seconds = interleaved(lambda: call(model.network, x), lambda: call(small, x), repeats=repeats)
+    score, measure = (None, "") if data is None else _scores(model, params, buffers, small, data)
     return Report(
         parameters=(_count(before), _count(after)),
         nonzero=(_nonzero([*before, *statistics]), _nonzero(after_all)),
@@ -176,7 +173,6 @@ def _scores(model: Model, params: Params, buffers: Buffers, small: Compressed, d
     second = Point(other, {**dict(small.named_parameters()), **learned}, dict(small.named_buffers())).predict(x)
     discrete = bool(likelihood.discrete)
     score = metrics.accuracy if discrete else metrics.rmse
-    found = (float(score(first, y)), float(score(second, y)))
-    if not all(math.isfinite(one) for one in found):
-        raise ValueError("the score is not finite: the data or the network's output have numbers that are not")
-    return found, "accuracy" if discrete else "RMSE"
+    values = (float(score(first, y)), float(score(second, y)))
+    require(all(map(math.isfinite, values)), f"the score must be finite; got {values}: check the data and the network's output")
+    return values, "accuracy" if discrete else "RMSE"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dubito.apps.compression import bits, coding
 from dubito.apps.compression.cutting import follow
+from dubito.apps.compression.flows import Flows
 from dubito.apps.compression.writing import Compressed, Plan, architecture, choices, signature, write
 from dubito.network.examples import pick_output
 from dubito.tensors import store, tree
@@ -42,7 +43,7 @@ def save(module: Compressed, path: str | os.PathLike) -> int:
     example) is written as it is.
     """
     if not isinstance(module, Compressed):
-        raise TypeError(f"what dubito.compress or compression.cut made can be saved; got a {type(module).__name__}")
+        raise TypeError(f"save takes what dubito.compress or compression.cut made; got a {type(module).__name__}")
     data = packed(module)
     with store.replacing(path) as scratch:
         scratch.write_bytes(data)
@@ -130,7 +131,13 @@ def _like(shapes: Any) -> Any:
 
 
 def _unpacked(
-    path: Any, about: dict, masks: bytes, numbers: bytes, raw: bytes, network: nn.Module, output: Callable[[Any], Tensor]
+    path: str | os.PathLike,
+    about: dict[str, Any],
+    masks: bytes,
+    numbers: bytes,
+    raw: bytes,
+    network: nn.Module,
+    output: Callable[[Any], Tensor],
 ) -> Compressed:
     like = _like(about["x"])
     device = next(network.parameters()).device
@@ -140,39 +147,47 @@ def _unpacked(
         flows = follow(network, weights, x, output)
         if signature(flows) != about["trace"]:
             raise store.FileError(
-                f"{path}: made of a network whose weights have these names and shapes, but which computes something else with them; or "
-                "written by another version of dubito or torch, which is then needed to read it"
+                f"{path}: made of a network with these names and shapes that computes something else; or written by another version of "
+                "dubito or torch, which is then needed to read it"
             )
-        roots = flows.units.roots(np.arange(len(flows.units.parent)))
-        units, _ = choices(flows, np.zeros(len(roots), dtype=bool))
         (kept,) = coding.decode(masks, [about["masks"]])
-        live = np.zeros(len(roots), dtype=bool)
-        live[units] = kept[: len(units)] > 0
-        live, at, columns = live[roots], len(units), []
-        for site in flows.sites:
-            there = live[site.cols]
-            mask = np.zeros(len(there), dtype=bool)
-            mask[there] = kept[at : at + int(there.sum())] > 0
-            columns.append(mask)
-            at += int(there.sum())
-        biases = tuple(bool(one) for one in kept[at:])
-        module = write(network, flows, Plan(live, tuple(columns), biases, like))
-    state, groups, place = module.stored, {}, 0
-    for k, (leaf, t) in enumerate(zip(state.values(), about["steps"], strict=True)):
-        if t is not None:
-            groups.setdefault(_context(k, leaf), []).append((k, leaf.numel()))
-    keys = sorted(groups)
-    decoded = coding.decode(numbers, [sum(n for _, n in groups[key]) for key in keys])
-    found = {}
-    for key, array in zip(keys, decoded, strict=True):
-        pieces = np.split(array, np.cumsum([n for _, n in groups[key]])[:-1])
-        found |= {k: piece for (k, _), piece in zip(groups[key], pieces, strict=True)}
-    for k, (leaf, t) in enumerate(zip(state.values(), about["steps"], strict=True)):
-        if t is None:
-            flat = np.frombuffer(raw, np.uint8, leaf.numel() * leaf.dtype.itemsize, place).copy()
-            leaf.copy_(torch.from_numpy(flat).view(leaf.dtype).reshape(leaf.shape))
-            place += leaf.numel() * leaf.dtype.itemsize
-        else:
-            leaf.copy_((torch.from_numpy(found[k]).double() * 2.0**-t).reshape(leaf.shape))
+        module = write(network, flows, _plan(flows, kept > 0, like))
+    state = module.stored
+    _fill(list(state.values()), about["steps"], numbers, raw)
     module.meta["steps"] = {name: t for name, t in zip(state, about["steps"], strict=True) if t is not None}
     return module
+
+
+def _plan(flows: Flows, kept: np.ndarray, like: Any) -> Plan:
+    """The plan that a file tells of: which units, columns and biases are there, one after another."""
+    roots = flows.units.roots(np.arange(len(flows.units.parent)))
+    units, _ = choices(flows, np.zeros(len(roots), dtype=bool))
+    live = np.zeros(len(roots), dtype=bool)
+    live[units] = kept[: len(units)]
+    live, place, columns = live[roots], len(units), []
+    for site in flows.sites:
+        mask = live[site.cols]
+        count = int(mask.sum())
+        mask[mask] = kept[place : place + count]
+        columns.append(mask)
+        place += count
+    return Plan(live, tuple(columns), tuple(kept[place:].tolist()), like)
+
+
+def _fill(leaves: list[Tensor], steps: list[int | None], numbers: bytes, raw: bytes) -> None:
+    """The weights, from whole numbers (those with a step) and from bytes (the others)."""
+    groups: dict[int, list[int]] = {}
+    for k, (leaf, t) in enumerate(zip(leaves, steps, strict=True)):
+        if t is not None:
+            groups.setdefault(_context(k, leaf), []).append(k)
+    sizes = {key: [leaves[k].numel() for k in groups[key]] for key in sorted(groups)}
+    decoded = coding.decode(numbers, [sum(size) for size in sizes.values()])
+    for (key, size), array in zip(sizes.items(), decoded, strict=True):
+        for k, piece in zip(groups[key], np.split(array, np.cumsum(size)[:-1]), strict=True):
+            leaves[k].copy_((torch.from_numpy(piece).double() * 2.0 ** -(steps[k] or 0)).reshape(leaves[k].shape))
+    place = 0
+    for leaf in [leaf for leaf, t in zip(leaves, steps, strict=True) if t is None]:
+        length = leaf.numel() * leaf.dtype.itemsize
+        flat = np.frombuffer(raw, np.uint8, length, place).copy()
+        leaf.copy_(torch.from_numpy(flat).view(leaf.dtype).reshape(leaf.shape))
+        place += length

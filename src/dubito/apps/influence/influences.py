@@ -23,9 +23,7 @@ from dubito.tensors.covariances.propagation import flat
 from dubito.tensors.tree import Params
 
 GIGABYTE = 2**30
-What = (
-    Callable[[Network], Tensor] | Any
-)  # a function of a network that gives [T] numbers; or test data, for their T losses
+What = Callable[[Network], Tensor] | Any  # a function of a network that gives [T] numbers; or test data, for their T losses
 Index = int | Sequence[int] | Tensor
 
 
