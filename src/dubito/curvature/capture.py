@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
+from dubito.network.watch import Watch
 from dubito.network.weights import mode
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
@@ -108,13 +108,12 @@ def _scale(x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
     return x if bias is None else x + bias.view(shape)
 
 
-class Capture(TorchFunctionMode):
+class Capture(Watch):
     """Records the uses of the `named` weights; those in `skip` are left alone."""
 
     def __init__(self, named: Params, skip: Iterable[str] = ()):
-        super().__init__()
         skip = set(skip)
-        self.names = {id(leaf): name for name, leaf in named.items() if name not in skip}
+        super().__init__({name: leaf for name, leaf in named.items() if name not in skip})
         # In the recorded calls, copies stand in for the weights. What else reaches the output then comes from other uses, and the
         # layer's own output has a gradient even where its input has none.
         self.proxies = {name: leaf.detach().requires_grad_() for name, leaf in named.items()}
@@ -123,9 +122,6 @@ class Capture(TorchFunctionMode):
         self.spreads: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # by the id of an input: itself, so that the id stays its, and variances
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return self.call(func, args, kwargs or {})
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -151,26 +147,23 @@ class Capture(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def rescaled(self, x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
-        if self._name(weight) is None and self._name(bias) is None:
+        if self.name(weight) is None and self.name(bias) is None:
             return _scale(x, weight, bias, channel)
         h = _scale(x, self._proxy(weight), self._proxy(bias), channel)
         return self._record("scale", weight, bias, x, h, channel)
 
-    def _name(self, weight: Any) -> str | None:
-        return None if weight is None else self.names.get(id(weight))
-
     def _proxy(self, weight: Any) -> Any:
-        name = self._name(weight)
+        name = self.name(weight)
         return weight if name is None else self.proxies[name]
 
     def _record(self, kind: str, weight: Any, bias: Any, x: Tensor, h: Tensor, channel: int, convolution: tuple | None = None):
-        names = self._name(weight), self._name(bias)
+        names = self.name(weight), self.name(bias)
         spread = self.spreads[id(x)][1] if id(x) in self.spreads else None
         self.uses.append(Use(kind, *names, x.detach(), x._version, get_gradient_edge(h), h.shape, channel, convolution, spread))
         return h
 
     def _linear(self, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._name(weight) is None and self._name(bias) is None:
+        if self.name(weight) is None and self.name(bias) is None:
             return func(input, weight, bias)
         h = func(input, self._proxy(weight), self._proxy(bias))
         return self._record("affine", weight, bias, input, h, -1)
@@ -180,7 +173,7 @@ class Capture(TorchFunctionMode):
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> Tensor:  # fmt: skip
         axes = CONVOLUTIONS[func]
-        known = self._name(weight) is not None or self._name(bias) is not None
+        known = self.name(weight) is not None or self.name(bias) is not None
         if not known or groups != 1 or input.ndim != axes + 2:
             return func(input, weight, bias, stride, padding, dilation, groups)
         h = func(input, self._proxy(weight), self._proxy(bias), stride, padding, dilation, groups)
@@ -195,12 +188,10 @@ class Capture(TorchFunctionMode):
         self, func: Callable, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Tensor:  # fmt: skip
-        if self._name(weight) is None:
+        if self.name(weight) is None:
             return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if max_norm is not None:
-            raise ValueError(
-                f"{self._name(weight)} is renormalised while it is used (max_norm): curvature needs a fixed function"
-            )
+            raise ValueError(f"{self.name(weight)} is renormalised while it is used (max_norm): curvature needs a fixed function")
         h = func(input, self._proxy(weight), None)
         return without_padding(self._record("lookup", weight, None, input, h, -1), input, weight, padding_idx)
 
@@ -213,7 +204,7 @@ class Capture(TorchFunctionMode):
                 "the network in eval mode. Keep running statistics (track_running_stats=True), and do not override train()"
             )
         weight, bias = given.get("weight"), given.get("bias")
-        if self._name(weight) is None and self._name(bias) is None:
+        if self.name(weight) is None and self.name(bias) is None:
             return func(*args, **kwargs)
         normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in names else {})})
         channel = -1 if func in (F.layer_norm, F.rms_norm) else 1

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
+from dubito.network.watch import Watch
 from dubito.network.weights import in_mode
 from dubito.tensors import tree
 from dubito.tensors.randomness import fork_rng
@@ -121,23 +121,20 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True)
 
 
-class DirectUses(TorchFunctionMode):
+class DirectUses(Watch):
     """Notes which of a network's own parameters, of those that are inferred, enter a computation with gradients: while other weights
     are in their place none should. Reading a parameter's size, type or device is fine."""
 
     def __init__(self, network: nn.Module, inferred: Params):
-        super().__init__()
-        self.names = {id(p): name for name, p in network.named_parameters() if name in inferred}
+        super().__init__({name: p for name, p in network.named_parameters() if name in inferred})
         self.names_used: set[str] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call, whose weights are noted."""
+        out = func(*args, **kwargs)
         results = out if isinstance(out, list | tuple) else (out,)
         if any(isinstance(result, Tensor) and result.requires_grad and id(result) not in self.names for result in results):
-            for argument in (*args, *(kwargs or {}).values()):
-                for leaf in argument if isinstance(argument, list | tuple) else (argument,):
-                    if id(leaf) in self.names:
-                        self.names_used.add(self.names[id(leaf)])
+            self.names_used.update(self.used((args, kwargs)))
         return out
 
 

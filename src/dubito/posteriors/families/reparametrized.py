@@ -15,7 +15,7 @@ anew there: right for the variance of every output, but not for how outputs vary
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
+from dubito.network.watch import Watch
 from dubito.network.weights import mode
 from dubito.tensors import tree
 from dubito.tensors.randomness import Normals, forked
@@ -45,22 +46,22 @@ def _call(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Te
     return named["input"], named["weight"], named.get("bias"), args[3:], rest
 
 
-class Uses(TorchFunctionMode):
+class Uses(Watch):
     """Notes which weights are those of a linear layer or a convolution that is called once, and nothing else, on inputs with the `n`
     examples along their first axis."""
 
     def __init__(self, weights: Params, n: int):
-        super().__init__()
-        self.names, self.n = {id(leaf): name for name, leaf in weights.items()}, n
+        super().__init__(weights)
+        self.n = n
         self.layers: list[tuple[str | None, str | None]] = []
         self.other: set[str] = set()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        seen = [self.names[id(leaf)] for leaf in _tensors((args, kwargs)) if id(leaf) in self.names]
+    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call, whose weights are noted."""
+        seen = self.used((args, kwargs))
         if seen and func in LINEAR | CONVOLUTIONS:
             x, weight, bias, *_ = _call(func, args, kwargs)
-            pair = self.names.get(id(weight)), None if bias is None else self.names.get(id(bias))
+            pair = self.name(weight), self.name(bias)
             known = [name for name in pair if name is not None]
             if sorted(known) == sorted(seen) and pair[0] is not None and x.shape[0] == self.n:
                 self.layers.append(pair)
@@ -80,14 +81,6 @@ class Uses(TorchFunctionMode):
                     counts[name] = counts.get(name, 0) + 1
         sound = {name for name, n in counts.items() if n == 1} - self.other
         return {w: b for w, b in self.layers if w in sound and (b is None or b in sound) and w is not None}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [leaf for part in value for leaf in _tensors(part)] if isinstance(value, list | tuple) else []
 
 
 def layers(model: Model, params: Params, x: Any, buffers: Buffers) -> dict[str, str | None]:

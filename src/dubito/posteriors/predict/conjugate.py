@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
+from dubito.network.watch import Watch
 from dubito.network.weights import mode
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
@@ -47,20 +47,19 @@ class Call(NamedTuple):
     version: int  # of the output, which counts the changes made to it in place
 
 
-class Linears(TorchFunctionMode):
+class Linears(Watch):
     """Sees the calls of linear layers in a forward pass (of one layer only, if its weight is given), and who else uses weights."""
 
     def __init__(self, weights: Params, only: Tensor | None = None):
-        super().__init__()
-        self.names = {id(leaf): name for name, leaf in weights.items()}
+        super().__init__(weights)
         self.only, self.calls = only, list[Call]()
         self.uses = Counter[str]()
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call, whose weights are counted."""
         out = func(*args, **kwargs)
         if any(True for _ in tree.leaves(out)):  # to ask a weight for its shape or dtype is no use of it
-            self.uses.update(self.names[id(leaf)] for leaf in tree.leaves([args, kwargs]) if id(leaf) in self.names)
+            self.uses.update(self.used((args, kwargs)))
         if func is F.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             if self.only is None or given["weight"] is self.only:

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from dubito.curvature.capture import _attention, example_count
 from dubito.model import Model
 from dubito.network.recurrent import RECURRENT, unrolled
+from dubito.network.watch import Watch
 from dubito.network.weights import mode
 from dubito.posteriors.predict.dropout import ALPHA, CHANNELS, ELEMENTS, WEIGHTED, Dropout
 from dubito.posteriors.predict.streamlined.operations import (
@@ -46,11 +46,11 @@ VIEWS = {"get_T", "get_mT", "get_H", "get_data", "get_real"}  # attributes that 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Watch):
     """Records the operations that are called inside of it as `Step`s."""
 
     def __init__(self, weights: Params, where: list[str], dropout: Dropout | None = None):
-        super().__init__()
+        super().__init__(weights)
         self.dropout = dropout
         names = {f"{site}.{name}".lstrip("."): site for site in (dropout.sites if dropout else ()) for name in _INPUTS}
         self.sites = {id(weights[name]): site for name, site in names.items() if name in weights}
@@ -63,7 +63,6 @@ class Recorder(TorchFunctionMode):
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.stale: set[int] = set()
         self.dependent: set[int] = set()  # slots that depend on the inputs
-        self.owners: dict[int, str] = {id(leaf): name for name, leaf in weights.items()}
 
     def new_slot(self, tensor: Tensor) -> int:
         """A slot for a tensor that is an input or the result of an operation."""
@@ -76,16 +75,17 @@ class Recorder(TorchFunctionMode):
         """The slot of a tensor; one that no operation made is a weight or a constant."""
         if id(tensor) not in self.slots:
             slot = self.new_slot(tensor)
-            if id(tensor) in self.owners:
-                self.weights[slot] = self.owners[id(tensor)]
-            else:
+            name = self.name(tensor)
+            if name is None:
                 self.constants[slot] = tensor
+            else:
+                self.weights[slot] = name
         return self.slots[id(tensor)]
 
     def _refer(self, value: Any) -> Any:
         """Arguments, with a `Ref` in the place of every tensor."""
 
-        def refer(leaf: Any) -> Any:
+        def _ref(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             ref = Ref(self.slot(leaf))
@@ -96,13 +96,13 @@ class Recorder(TorchFunctionMode):
                 )
             return ref
 
-        return map_leaves(refer, value)
+        return map_leaves(_ref, value)
 
     def _results(self, value: Any) -> Any:
         return map_leaves(lambda leaf: Ref(self.new_slot(leaf)) if isinstance(leaf, Tensor) else None, value)
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, which is recorded; those that torch fuses are recorded step by step."""
         if self.dropout is not None:
             if func in ELEMENTS or func in CHANNELS:
                 return self._dropped(func, *args, **kwargs)
@@ -113,9 +113,9 @@ class Recorder(TorchFunctionMode):
         if func in RECURRENT:
             with self:
                 return unrolled(RECURRENT[func], args)
-        return self._call(func, args, kwargs)
+        return self._single(func, args, kwargs)
 
-    def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _single(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one operation, and record it unless it leaves its input as it is (`contiguous`, dropout in eval mode)."""
         name, given = canonical(func), leaves_of((args, kwargs), Tensor)
         self._check(func, given)
