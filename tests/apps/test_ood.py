@@ -234,7 +234,7 @@ def test_neighbours_of_normalised_features():
     unit = torch.cdist(at / at.norm(dim=-1, keepdim=True), x / x.norm(dim=-1, keepdim=True)).sort(-1).values
     torch.testing.assert_close(Neighbours(k=4).fit(network, (x, y))(at), unit[:, 3], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
-        Neighbours(k=4, normalised=False).fit(network, x)(at), torch.cdist(at, x).sort(-1).values[:, 3], rtol=1e-4, atol=1e-5
+        Neighbours(k=4, normalized=False).fit(network, x)(at), torch.cdist(at, x).sort(-1).values[:, 3], rtol=1e-4, atol=1e-5
     )
     assert len(Neighbours(k=4, most=10).fit(network, (x, y)).banks[0]) == 10
     with pytest.raises(ValueError, match="have no 61-th nearest"):

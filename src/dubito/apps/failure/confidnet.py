@@ -30,7 +30,7 @@ from dubito.posteriors import Posterior
 from dubito.posteriors.predict.dropout import Dropout, Masks
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import store, tree
-from dubito.tensors.checks import require
+from dubito.tensors.checks import at_least, between, one_of, positive, require
 from dubito.tensors.randomness import derive, forked, generator
 from dubito.tensors.tree import Buffers, Params
 
@@ -75,14 +75,12 @@ class ConfidNet:
     held_out: float = 0.1  # of the data, where no validation data are given
 
     def __post_init__(self):
-        if self.epochs < 1 or self.tune_epochs < 0 or self.batch_size < 1 or not self.hidden:
-            raise ValueError(
-                f"at least one epoch, one hidden layer and one example a batch are needed; got epochs={self.epochs}, "
-                f"tune_epochs={self.tune_epochs}, hidden={self.hidden}, batch_size={self.batch_size}"
-            )
-        if not (self.learning_rate > 0 and self.tune_rate > 0 and 0 < self.held_out < 1):
-            raise ValueError("learning_rate and tune_rate are positive, and held_out is a share between 0 and 1")
-        require(self.target in ("tcp", "ratio"), f"target is 'tcp' or 'ratio'; got {self.target!r}")
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size)
+        at_least(0, tune_epochs=self.tune_epochs)
+        require(self.hidden, "hidden must name at least one layer; got ()")
+        positive(learning_rate=self.learning_rate, tune_rate=self.tune_rate)
+        between(0, 1, held_out=self.held_out)
+        one_of(("tcp", "ratio"), target=self.target)
 
     def fit(
         self,
@@ -112,7 +110,7 @@ class ConfidNet:
         if layer not in dict(model.network.named_modules()):
             raise ValueError(f"the network has no layer {layer!r}; it has {[n for n, _ in model.network.named_modules() if n]}")
         held = _Held.of(network, network, layer, validation, self)
-        with forked(derive(seed, "confidnet")):  # layers are initialised from the global generator
+        with forked(derive(seed, "confidnet")):  # layers are initialized from the global generator
             head = _mlp(held.phi.shape[-1], self.hidden).to(held.phi)
         history: list[dict[str, float]] = []
         with torch.enable_grad(), Progress("ConfidNet", self.epochs + self.tune_epochs, show=progress) as bar:

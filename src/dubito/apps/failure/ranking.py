@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dubito.apps.failure.scores import USUAL, one_minus_true, read, scores, wrong
-from dubito.evaluation import metrics
+from dubito.evaluation.judge import rank
 from dubito.evaluation.metrics.reading import Array, tensor
 from dubito.posteriors.predictive import Predictive
 
@@ -34,8 +34,7 @@ def failure(score: Array, is_error: Array) -> Failure:
     >>> failure(torch.tensor([0.1, 0.2, 0.3, 0.9]), torch.tensor([False, False, False, True]))
     Failure(fpr95=0.0, aupr_error=1.0, aupr_success=1.0, auroc=1.0, aurc=0.0625, excess_aurc=0.0)
     """
-    figures = (metrics.fpr95, metrics.aupr_error, metrics.aupr_success, metrics.auroc, metrics.aurc, metrics.excess_aurc)
-    return Failure(*(float(figure(score, is_error)) for figure in figures))
+    return Failure(**rank(score, is_error, Failure._fields))
 
 
 def failures(

@@ -11,6 +11,7 @@ from dubito.evaluation.measures import MEASURES, one_minus_max, predictive_entro
 from dubito.evaluation.metrics.reading import Array, tensor
 from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import one_of
 
 # the names that the literature has for them, and those of all measures
 SCORES: dict[str, Callable[[Predictive], Tensor]] = {"mcp": one_minus_max, "entropy": predictive_entropy, **MEASURES}
@@ -25,9 +26,8 @@ def scores(p: Predictive, names: Sequence[str] = USUAL) -> dict[str, Tensor]:
     >>> scores(p, ["mcp", "variation_ratio"])
     {'mcp': tensor([0.3000]), 'variation_ratio': tensor([0.2500])}
     """
-    unknown = [name for name in names if name not in SCORES]
-    if unknown:
-        raise ValueError(f"there is no score {unknown[0]!r}; there are {', '.join(SCORES)}")
+    for name in names:
+        one_of(SCORES, score=name)
     return {name: SCORES[name](p) for name in names}
 
 

@@ -16,7 +16,7 @@ from dubito.evaluation import metrics
 from dubito.evaluation.metrics.reading import Array, tensor
 from dubito.model import Model
 from dubito.posteriors import Posterior
-from dubito.tensors.checks import require
+from dubito.tensors.checks import between, one_of, require
 
 Score = str | Callable[[Any], Array]
 
@@ -57,12 +57,9 @@ class Selective:
     confidence: float | None = None  # at which the risk is guaranteed; None takes the observed share for the risk
 
     def __post_init__(self):
-        if not 0 <= self.risk < 1:
-            raise ValueError(f"risk is the share of accepted answers that may be wrong, from 0 to below 1; got {self.risk}")
-        if self.confidence is not None and not 0 < self.confidence < 1:
-            raise ValueError(f"confidence is a probability between 0 and 1, such as 0.95; got {self.confidence}")
-        if isinstance(self.score, str) and self.score not in SCORES:
-            raise ValueError(f"there is no score {self.score!r}; there are {', '.join(SCORES)}")
+        between(0, 1, include="low", risk=self.risk)
+        between(0, 1, confidence=self.confidence)
+        one_of(SCORES, score=self.score if isinstance(self.score, str) else None)
 
     def fit(self, posterior: Posterior | Model | nn.Module, data: Any) -> Selector:
         """A threshold from held-out data, which is neither what the model was trained on nor what it will be judged by."""

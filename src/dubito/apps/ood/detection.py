@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.evaluation import metrics
+from dubito.evaluation.judge import rank
 
 
 class Detection(NamedTuple):
@@ -28,9 +28,4 @@ def detection(familiar: Tensor, unfamiliar: Tensor) -> Detection:
     """
     score = torch.cat([scores.detach().flatten().to(familiar.device, torch.float64) for scores in (familiar, unfamiliar)])
     unknown = torch.arange(len(score), device=score.device) >= familiar.numel()
-    return Detection(
-        float(metrics.auroc(score, unknown)),
-        float(metrics.aupr_error(score, unknown)),
-        float(metrics.aupr_success(score, unknown)),
-        float(metrics.fpr95(score, unknown)),
-    )
+    return Detection(*rank(score, unknown, ("auroc", "aupr_error", "aupr_success", "fpr95")).values())

@@ -22,7 +22,7 @@ class Energy:
 
     :math:`\bar f` is the mean of the logits over the posterior. The function being convex, that of the mean is never below the mean
     of the draws' energies, and above it where the draws differ: disagreement makes an input less familiar. Averaging the energies
-    would do the contrary. A linearised Laplace posterior has the logits of its point as means, and so its energies.
+    would do the contrary. A linearized Laplace posterior has the logits of its point as means, and so its energies.
 
     >>> import torch
     >>> net = torch.nn.Linear(1, 2, bias=False)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dubito._moved import renamed_fields
 from dubito.apps.network import Network, average_over, examples, last_linear, networks, posterior_of
 from dubito.apps.ood.detector import Given, required
 from dubito.evaluation.reservoir import Reservoir
@@ -18,9 +19,10 @@ from dubito.model import Model
 PAIRS = 2**24  # distances that are held in memory at once
 
 
+@renamed_fields(normalised="normalized")
 @dataclass(frozen=True)
 class Neighbours:
-    r"""The distance of features to the k-th nearest of familiar inputs (Sun et al. 2022), all scaled to length 1 if `normalised`.
+    r"""The distance of features to the k-th nearest of familiar inputs (Sun et al. 2022), all scaled to length 1 if `normalized`.
 
     Features are the input of `layer`, by default that of the last linear layer to run. Labels are not used. `most` keeps a random part
     of the data, which are held in memory. Each of several networks has neighbours of its own, and the distances are averaged.
@@ -32,7 +34,7 @@ class Neighbours:
     """
 
     k: int = 50
-    normalised: bool = True
+    normalized: bool = True
     most: int | None = None
     layer: str | None = None
     draws: int = 10  # networks at most, where the posterior is draws
@@ -65,7 +67,7 @@ class Neighbours:
 
     def scaled(self, phi: Tensor) -> Tensor:
         """Features of length 1, if asked for."""
-        return F.normalize(phi, dim=-1) if self.normalised else phi
+        return F.normalize(phi, dim=-1) if self.normalized else phi
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ODIN:
     temperature: float = 1000.0
     epsilon: float | None = None  # None: chosen among `epsilons`
     epsilons: tuple[float, ...] = EPSILONS
-    std: tuple[float, ...] = ()  # of the channels, as inputs were normalised; () if they were not
+    std: tuple[float, ...] = ()  # of the channels, as inputs were normalized; () if they were not
     draws: int = 10  # networks at most, where the posterior is draws
 
     def __post_init__(self):
