@@ -89,7 +89,7 @@ def test_links():
     for link in ("mc", "pairwise", "probit"):
         torch.testing.assert_close(means[link], means["nodes"], rtol=0, atol=0.1)
         assert not torch.equal(means[link], means["nodes"])
-    with pytest.raises(ValueError, match="link is one of nodes, mc, pairwise, probit, bridge; got 'logit'"):
+    with pytest.raises(ValueError, match="link must be one of 'nodes', 'mc', 'pairwise', 'probit', 'bridge'; got 'logit'"):
         posterior.predict(x, link="logit")
 
 
@@ -308,7 +308,7 @@ def test_what_makes_no_sense_is_refused_in_words():
         (lambda: posterior.with_prior({"nonsense": 9.0}), "match none of the weights"),
         (lambda: posterior.with_prior(temperature=-1.0), "temperature must be positive"),
         (lambda: posterior.log_evidence(noise=0.1), "the noise is not learned"),
-        (lambda: posterior.predict(data[0], "sampled", link="xyz"), "link is one of"),
+        (lambda: posterior.predict(data[0], "sampled", link="xyz"), "link must be one of"),
         (lambda: posterior.tuned([]), "there is no held-out data"),
     ):
         with pytest.raises(ValueError, match=words):

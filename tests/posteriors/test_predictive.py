@@ -332,7 +332,7 @@ def test_units_as_numbers_and_arrays(likelihood):
     expected = p.rescaled(torch.tensor([2e5]), torch.tensor([1e5])).log_prob(y)
     for shift, scale in ((y.mean(), y.std()), (2e5, 1e5), ([2e5], [1e5]), (y.numpy().mean(), y.numpy().std(0, ddof=1))):
         assert torch.allclose(p.rescaled(shift, scale).log_prob(y), expected)
-    with pytest.raises(ValueError, match="a scale is above 0"):
+    with pytest.raises(ValueError, match="scale must be positive"):
         p.rescaled(0.0, 0.0)
     with pytest.raises(ValueError, match="there are 1 targets"):
         p.rescaled([0.0, 1.0], 1.0)
@@ -366,8 +366,8 @@ def test_ignored_targets_score_zero():
     [
         (lambda: predictive(Categorical()).interval(0.9), "for regression; Categorical has classes"),
         (lambda: predictive(Bernoulli()).quantile(0.5), "for regression; Bernoulli"),
-        (lambda: predictive(Gaussian(scale=1.0)).quantile(0.0), "between 0 and 1; got 0.0"),
-        (lambda: predictive(Gaussian(scale=1.0)).interval(1.0), "between 0 and 1"),
+        (lambda: predictive(Gaussian(scale=1.0)).quantile(0.0), "level must be above 0 and below 1; got 0.0"),
+        (lambda: predictive(Gaussian(scale=1.0)).interval(1.0), "above 0 and below 1"),
         (lambda: predictive(Gaussian(scale=1.0)).task("a"), "only a MultiTask predictive has tasks"),
         (
             lambda: predictive(MultiTask({"a": (Gaussian(scale=1.0), 2)})).task("b"),
@@ -485,7 +485,7 @@ def test_links_against_monte_carlo(name, link, covariance):
         score = (
             p.mean.gather(1, y[:, None]).log()[:, 0]
             if name != "bernoulli"  # whose labels hang together: each component has its own
-            else sum(w * torch.where(y == 1, q, 1 - q).prod(1) for w, q in zip(p._weights, each, strict=True)).log()
+            else sum(w * torch.where(y == 1, q, 1 - q).prod(1) for w, q in zip(p.component_weights, each, strict=True)).log()
         )
         torch.testing.assert_close(p.log_prob(y), score, rtol=1e-5, atol=1e-5)
     split = p.uncertainty
@@ -536,7 +536,7 @@ def test_links_are_certain_where_f_is_certain(link):
 
 def test_links_that_do_not_exist_are_named():
     p = predictive(Bernoulli(), covariance="diagonal")
-    with pytest.raises(ValueError, match="link is one of nodes, mc, pairwise, probit, bridge; got 'logit'"):
+    with pytest.raises(ValueError, match="link must be one of 'nodes', 'mc', 'pairwise', 'probit', 'bridge'; got 'logit'"):
         replace(p, link="logit")
     with pytest.raises(ValueError, match="Bernoulli has no 'bridge' approximation: use link='nodes'"):
         replace(p, link="bridge").mean  # noqa: B018
@@ -556,7 +556,7 @@ def test_random_nodes_leave_the_global_generator_alone():
 @pytest.mark.parametrize("level", [1e-6, 0.05, 0.5, 0.9, 0.999])
 def test_quantiles_of_rugged_mixtures(dtype, level, monkeypatch):
     """Components far apart and of very different widths: the cdf is steep here and flat there. Bisection in float64 is the judge."""
-    monkeypatch.setattr("dubito.posteriors.predictive.CACHE", 700)  # several blocks
+    monkeypatch.setattr("dubito.posteriors.predictive.quantiles.CACHE", 700)  # several blocks
     g = torch.Generator().manual_seed(0)
     apart = torch.tensor([0.0, 0.1, 1.0, 10.0, 300.0], dtype=DOUBLE).repeat_interleave(40)
     means = (apart * torch.randn(7, 200, generator=g, dtype=DOUBLE)).to(dtype)

@@ -148,7 +148,7 @@ def test_single_precision_keeps_its_digits_with_much_data():
 
 def test_errors_in_words_and_a_figure():
     p = predictive()
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match="above 0 and below 1"):
         p.quantile(1.0)
     with pytest.raises(ValueError, match=r"expects \[6, 2\]"):
         p.log_prob(torch.zeros(6))

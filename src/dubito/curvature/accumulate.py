@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from dubito.curvature.setup import Setup
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import MultivariateNormal
+from dubito.network.examples import Batch, Inputs
 from dubito.tensors.covariances import Covariance
 from dubito.tensors.tree import Params
 
@@ -34,7 +34,7 @@ class Accumulated:
     counts: Tensor  # [G]
 
     @staticmethod
-    def zeros(passes: Passes, setup: Setup, x: Any, generator: torch.Generator, *, gradient: bool, what: str) -> Accumulated:
+    def zeros(passes: Passes, setup: Setup, x: Inputs, generator: torch.Generator, *, gradient: bool, what: str) -> Accumulated:
         """The state before any data; `x` is an example batch of inputs. What does not fit the memory is a `MemoryError`."""
         layout = setup.layout(x, anew=True)  # a flag of the network may have changed since it was last looked at
         check_memory(passes, setup, x, layout, what)
@@ -50,7 +50,7 @@ class Accumulated:
         self.seen = [0, 0]
 
     def add(
-        self, passes: Passes, setup: Setup, data: Iterable[Any], which: int, generator: torch.Generator, *, gradient: bool
+        self, passes: Passes, setup: Setup, data: Iterable[Batch], which: int, generator: torch.Generator, *, gradient: bool
     ) -> Tensor:
         """Add batches in pass `which`; returns their mean log likelihood."""
         statistic, sums = passes.statistic(setup, self.sums, which)

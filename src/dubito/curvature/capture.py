@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.network.watch import Watch
 from dubito.network.weights import mode
 from dubito.tensors import tree
@@ -133,6 +134,7 @@ class Capture(Watch):
             _LISTENING.capture = before
 
     def call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """What a torch function returns, with the use of a wanted weight recorded."""
         if func is F.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
@@ -147,6 +149,7 @@ class Capture(Watch):
         return func(*args, **kwargs)
 
     def rescaled(self, x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
+        """x times a weight plus a bias of each channel, recorded as a norm's scale and shift."""
         if self.name(weight) is None and self.name(bias) is None:
             return _scale(x, weight, bias, channel)
         h = _scale(x, self._proxy(weight), self._proxy(bias), channel)
@@ -248,7 +251,7 @@ class Forward:
     otherwise: set[str]  # wanted weights with a gradient that reach f by other ways than these uses
 
 
-def forward(model: Model, params: Params, x: Any, buffers: Buffers, *, wanted: Params, skip: Iterable[str] = ()) -> Forward:
+def forward(model: Model, params: Params, x: Inputs, buffers: Buffers, *, wanted: Params, skip: Iterable[str] = ()) -> Forward:
     """Run the network in eval mode at `params`, recording the uses of the `wanted` weights (leaves of `params`).
 
     Those of them that require a gradient are also looked for in the graph of the output, where no recorded use leaves a trace."""
@@ -281,5 +284,6 @@ def _reached(f: Tensor, names: dict[int, str]) -> set[str]:
     return found - {None}
 
 
-def example_count(x: Any) -> int:
+def example_count(x: Inputs) -> int:
+    """The number of examples in inputs x."""
     return next(iter(tree.leaves(x))).shape[0]

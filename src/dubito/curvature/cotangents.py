@@ -7,13 +7,14 @@ r"""What is back-propagated: vectors in output space whose outer products make t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dubito.model import Model
 from dubito.model.likelihoods import own
+from dubito.network.examples import Targets
 from dubito.tensors.covariances.covariance import normal
 from dubito.tensors.tree import Params
 
@@ -30,7 +31,7 @@ def monte_carlo(kind: Kind, draws: int | None, f: Tensor) -> int | None:
 
 
 def cotangents(
-    model: Model, f: Tensor, y: Any, params: Params, kind: Kind, draws: int | None, generator: torch.Generator | None
+    model: Model, f: Tensor, y: Targets, params: Params, kind: Kind, draws: int | None, generator: torch.Generator | None
 ) -> Iterator[tuple[int, Tensor]]:
     """(noise group, s [B, *D, C]) one after another. Where the noise is learned, `s` is that of unit noise."""
     likelihood = model.likelihood
@@ -41,6 +42,7 @@ def cotangents(
     groups = groups_of(model, f, kind)
 
     def masked(s: Tensor) -> Tensor:
+        """Zero where there is no target."""
         return s if seen is None else s * seen
 
     if kind == "empirical":

@@ -128,6 +128,7 @@ def _binned(values: Tensor, names: tuple[str, ...], exact: LogPrecision) -> LogP
     means = torch.bincount(index, weights=flat, minlength=BINS + 1) / counts.clamp_min(1)
 
     def log_precision(prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """The sum over bins; exactly where precisions differ."""
         if not alike(prior[name] for name in names):
             return exact(prior, scale)
         return (counts * (scale.double()[0] * means + prior[names[0]].double()).log()).sum()
@@ -156,6 +157,7 @@ def maximize(
     free = [p for p, wanted in ((log_prior, prior), (log_scale, noise)) if wanted]
 
     def precisions() -> Params:
+        """The prior precision of every leaf at the present point."""
         if not prior:
             return dict(evidence.prior)
         values = log_prior.clamp(-25, 25).exp().unbind()  # one tensor for all of a group, by which it is known as one precision
@@ -164,6 +166,7 @@ def maximize(
     quick = _quick(covariance)
 
     def value() -> Tensor:
+        """The log evidence at the present point."""
         at, noises = precisions(), log_scale.exp()
         squares, log_prior = evidence._prior_terms(covariance, at)
         occam = torch.stack([log_precision(at, noises) for log_precision in quick]).sum() - log_prior
@@ -176,6 +179,7 @@ def maximize(
         )
 
         def closure() -> Tensor:
+            """The loss and its gradient, for L-BFGS."""
             optimizer.zero_grad()
             loss = -value() / max(1.0, size)
             loss.backward()

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dubito.curvature.capture import without_padding
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import mode
 from dubito.tensors.covariances.propagation import pieces
@@ -48,7 +49,7 @@ def along(output: Callable[[Params], Tensor], live: Params, delta: Params) -> tu
 
 
 def example_gradients(
-    model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...], cotangents: Tensor
+    model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...], cotangents: Tensor
 ) -> Params:
     """Leaves [K, B, *shape]: gradients of <s_k, f> for cotangents [K, B, *D, C], each example on its own."""
     batch = cotangents.shape[1]
@@ -59,7 +60,10 @@ def example_gradients(
     own = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in inputs]  # the rest is the same for all examples
 
     def one(inputs: list[Any], s: Tensor) -> Params:  # s [K, *D, C]
+        """Gradients of one example for cotangents s [K, *D, C]."""
+
         def output(live: Params) -> Tensor:
+            """The network's output for one example."""
             x = tree_unflatten([leaf.unsqueeze(0) if each else leaf for leaf, each in zip(inputs, own, strict=True)], structure)
             with Unrolled():
                 return model.call({**fixed, **live}, x, buffers)[0].squeeze(0)
@@ -70,6 +74,7 @@ def example_gradients(
         return {name: torch.stack([row[name] for row in rows]) for name in live}
 
     def of(index: slice | int) -> list[Any]:
+        """The inputs of some examples."""
         return [leaf[index] if each else leaf for leaf, each in zip(inputs, own, strict=True)]
 
     found: list[Params] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dubito.curvature.capture import Forward, Use, forward
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
 
@@ -56,13 +57,14 @@ class Layout:
 
     @staticmethod
     def unpacked(packed: list[list]) -> Layout:
+        """The inverse of `packed`."""
         return Layout(tuple(Part(*part) for part in packed[0]), tuple(packed[1]))
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple, Layout]] = WeakKeyDictionary()
 
 
-def layout(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...], *, anew: bool = False) -> Layout:
+def layout(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...], *, anew: bool = False) -> Layout:
     """The layout of the layers that hold `names`, for inputs like x; `anew` if what is known may be out of date."""
     leaves = list(tree.leaves(x))
     kind = (type(model), names, model.output, model.likelihood.dim, *((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves))
@@ -76,7 +78,7 @@ def layout(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[
     return found
 
 
-def _find(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> Layout:
+def _find(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...]) -> Layout:
     live = {name: params[name].detach().requires_grad_() for name in names}
     everything = {**params, **live}
     done = forward(model, everything, x, buffers, wanted=live)
@@ -128,10 +130,11 @@ def _shared(uses: list[Use]) -> dict[str, str]:
     return wrong
 
 
-def _with_fewer(model: Model, params: Params, x: Any, buffers: Buffers, live: Params, batch: int) -> list[Use]:
+def _with_fewer(model: Model, params: Params, x: Inputs, buffers: Buffers, live: Params, batch: int) -> list[Use]:
     """The uses of a pass over one example less (or over two copies of a single one), whose shapes tell the axes apart."""
 
     def change(leaf: Tensor) -> Tensor:
+        """One example less, or the single one twice."""
         if leaf.shape[:1] != (batch,):
             return leaf
         return leaf[:-1] if batch > 1 else torch.cat([leaf, leaf])
@@ -187,7 +190,9 @@ class Pass(NamedTuple):
     uses: dict[Part, list[Use]]  # of each part; a part that these inputs do not use has none
 
 
-def passed(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...], found: Layout | None = None) -> Pass:
+def passed(
+    model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...], found: Layout | None = None
+) -> Pass:
     """One pass over x, with the uses of the weights `names`.
 
     A network may do with these inputs what it did not do with the first of their kind (it looks at the values, or one of its flags has

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from dubito.curvature.setup import Setup, Spec
 from dubito.curvature.statistics import EigenSquares, HessianColumns, LayerStatistic, Products, Statistic, from_pairs
 from dubito.model import Model
 from dubito.model.likelihoods import NOISE
+from dubito.network.examples import Batch, Inputs
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
 from dubito.tensors.tree import Buffers, Params
@@ -78,15 +79,19 @@ class SinglePass(Passes):
     """Diagonal, Kronecker or dense, in one pass."""
 
     def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        """The sums of one structure."""
         return _statistic(setup).zeros(layout)
 
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        """That of the structure."""
         return _statistic(setup), sums
 
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        """As the structure of the sums."""
         return single_pass_covariance(setup, sums, estimate)
 
     def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        """Sums, covariance and evidence of the structure."""
         sums = _numbers(_statistic(setup).shapes(layout)) * setup.dtype.itemsize
         groups, size, item = setup.groups(layout), setup.size, setup.dtype.itemsize
         if setup.spec.structure == "dense":
@@ -106,21 +111,25 @@ class EKFAC(Passes):
         return EigenSquares(setup, statistics.Kronecker(setup))
 
     def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        """The Kronecker factors, the squares, and the eigenvectors in between."""
         squares = self._squares(setup)
         if squares.shapes(layout) and setup.groups(layout) > 1:
             raise ValueError("corrected eigenvalues are for one learned noise: use Gaussian() without outputs=, or a fixed scale")
         return {**squares.kronecker.zeros(layout), **squares.zeros(layout)}
 
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        """Factors first, then squares along their eigenvectors."""
         return (statistics.Kronecker(setup), self._squares(setup))[which], sums
 
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
+        """Write the eigenvectors of the factors into the sums."""
         for block in single_pass_covariance(setup, sums, estimate).blocks:
             if isinstance(block, Kronecker):
                 sums[f"{block.weight}|left"].copy_(block.left)
                 sums[f"{block.weight}|right"].copy_(block.inputs)
 
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        """Kronecker blocks with corrected eigenvalues."""
         plain = single_pass_covariance(setup, sums, estimate)
         if not estimate.seen[1]:
             return plain
@@ -128,6 +137,7 @@ class EKFAC(Passes):
         return Blocks(tuple(_corrected(b, sums, factor) if isinstance(b, Kronecker) else b for b in plain.blocks))
 
     def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        """That of Kronecker, with both bases and the squares in them."""
         plain, item = SinglePass().need(setup, layout, by), setup.dtype.itemsize
         squares = self._squares(setup).shapes(layout)
         values = _numbers({key: shape for key, shape in squares.items() if key.endswith("|L")})
@@ -155,6 +165,7 @@ class Subnetwork(Passes):
         return 2 if self.by == "variance" else 1
 
     def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        """The dense matrix of the picked weights, and the squares by which they are picked."""
         if self.size > setup.size:
             raise ValueError(f"a subnetwork of {self.size} weights is more than the {setup.size} there are")
         index = _largest(torch.cat([leaf.detach().abs().flatten() for leaf in setup.like.values()]), self.size)
@@ -164,21 +175,25 @@ class Subnetwork(Passes):
         return sums
 
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        """Squares of all weights first, if they are picked by variance; then products of the picked."""
         if which == 0 and self.by == "variance":
             return statistics.Diagonal(setup), _squares(sums)
         return statistics.Dense(setup, sums["index"]), {"H": sums["H"]}
 
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
+        """Pick the weights of largest variance."""
         diagonal = replace(setup, spec=replace(setup.spec, structure="diagonal"))
         variance = single_pass_covariance(diagonal, _squares(sums), estimate).variance()
         sums["index"].copy_(_largest(torch.cat([variance[name].flatten() for name in setup.names]), self.size))
 
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        """Dense over the picked weights."""
         curvature, scale = sums["H"] * estimate.factor(self.count - 1), estimate.scale.to(setup.dtype)
         prior = {name: estimate.prior[name] for name in setup.names}
         return Blocks((Dense(_lists(setup, setup.names), curvature, prior, scale, estimate.temperature, sums["index"]),))
 
     def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        """A square of the picked weights, and a number for each weight."""
         k, groups, item = self.size, setup.groups(layout), setup.dtype.itemsize
         square, index = groups * k * k * item, k * 8
         diagonal = groups * setup.size * item if self.by == "variance" else 0
@@ -201,21 +216,25 @@ class TopEigen(Passes):
         return Products(setup, min(self.rank + OVERSAMPLING, setup.size))
 
     def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        """Random orthonormal directions, and zeros for their products."""
         products = self._products(setup)
         unit = torch.randn(products.count, setup.size, generator=generator, dtype=setup.dtype, device=generator.device)
         first = tree.unflatten(_orthonormal(unit.to(setup.model.device)), setup.like)
         return {**products.zeros(layout), **{f"Q|{name}": leaf for name, leaf in first.items()}}
 
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        """Products of the curvature with the directions."""
         return self._products(setup), sums
 
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
+        """Take an orthonormal basis of the products as directions."""
         y = tree.flatten({name: sums[f"Y|{name}"] for name in setup.names}, stacked=True)
         for name, leaf in tree.unflatten(_orthonormal(y), setup.like).items():
             sums[f"Q|{name}"].copy_(leaf)
             sums[f"Y|{name}"].zero_()
 
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        """Low rank: the eigenvectors of the curvature in the span of the directions."""
         factor = estimate.factor(1 if estimate.seen[1] else 0)
         q, y = (tree.flatten({name: sums[f"{key}|{name}"] for name in setup.names}, stacked=True) for key in "QY")
         small = (q @ y.mT).double()  # Q^T H Q
@@ -234,6 +253,7 @@ class TopEigen(Passes):
         return Blocks((LowRank.precision(directions, values, estimate.prior, scale=scale, temperature=estimate.temperature),))
 
     def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        """Twice the directions; in the end those of the rank."""
         size, item, k = setup.size, setup.dtype.itemsize, self._products(setup).count
         rank = min(self.rank, k)
         return Need(2 * k * size * item, (size + rank * size + rank) * item, 6 * rank * size * DOUBLE)
@@ -246,12 +266,15 @@ class Hessian(Passes):
     clip: bool = False
 
     def zeros(self, setup: Setup, layout: Layout, generator: torch.Generator) -> Params:
+        """A square matrix."""
         return HessianColumns(setup).zeros(layout)
 
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
+        """Columns of the Hessian."""
         return HessianColumns(setup), sums
 
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
+        """Dense, or its diagonal; an indefinite matrix is an error."""
         matrix = sums["H"] * estimate.factor(0)
         matrix = (matrix + matrix.mT) / 2
         if self.clip:
@@ -267,6 +290,7 @@ class Hessian(Passes):
         return Blocks((covariance,))
 
     def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
+        """A square, whatever the structure of the covariance."""
         size, item = setup.size, setup.dtype.itemsize
         square = size * size * item
         held = square if setup.spec.structure == "dense" else size * item
@@ -320,7 +344,7 @@ def _lists(setup: Setup, names: tuple[str, ...]) -> dict[str, list[int]]:
 def curvature(
     model: Model,
     params: Params,
-    data: Iterable[Any],
+    data: Iterable[Batch],
     buffers: Buffers,
     *,
     names: tuple[str, ...] | None = None,
@@ -384,12 +408,13 @@ def _kronecker_numbers(setup: Setup, layout: Layout, by: str) -> int:
     return total
 
 
-def alternatives(setup: Setup, x: Any) -> dict[str, int]:
+def alternatives(setup: Setup, x: Inputs) -> dict[str, int]:
     """Bytes that other structures need at the least, by what one would write."""
     spec = replace(setup.spec, kind="ggn" if setup.spec.kind == "hessian" else setup.spec.kind)
     layout = setup.layout(x)
 
     def least(structure: Literal["kronecker", "diagonal"], of: Setup, layout: Layout) -> int:
+        """Bytes that one pass of a structure needs at the least."""
         return SinglePass().need(replace(of, spec=replace(spec, structure=structure)), layout).least
 
     sizes = {
@@ -405,7 +430,7 @@ def alternatives(setup: Setup, x: Any) -> dict[str, int]:
     return sizes
 
 
-def check_memory(passes: Passes, setup: Setup, x: Any, layout: Layout, what: str) -> None:
+def check_memory(passes: Passes, setup: Setup, x: Inputs, layout: Layout, what: str) -> None:
     """Raise `MemoryError` where a structure alone cannot fit."""
     needed = passes.need(setup, layout).least
     if (free := least_room(setup.model.device, needed)) is not None:
@@ -415,7 +440,7 @@ def check_memory(passes: Passes, setup: Setup, x: Any, layout: Layout, what: str
 # -- which weights
 
 
-def last_layer(model: Model, params: Params, x: Any, buffers: Buffers, names: tuple[str, ...]) -> tuple[str, ...]:
+def last_layer(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...]) -> tuple[str, ...]:
     """The Bayesian weights of the last linear or convolutional layer that the network calls."""
     fixed = {name: buffers[name].detach() for name, _ in model.network.named_parameters() if name in buffers}
     wanted = {**{name: params[name].detach() for name in names}, **fixed}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from dubito.curvature.cotangents import observed
 from dubito.curvature.generic import Unrolled, along
 from dubito.model import Model
 from dubito.model.likelihoods import own
+from dubito.network.examples import Batch
 from dubito.network.weights import mode
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
@@ -26,7 +27,7 @@ Product = Callable[[Params], Params]
 
 
 def batch_product(
-    model: Model, params: Params, batch: Any, buffers: Buffers, v: Params, kind: Literal["ggn", "hessian"] = "ggn"
+    model: Model, params: Params, batch: Batch, buffers: Buffers, v: Params, kind: Literal["ggn", "hessian"] = "ggn"
 ) -> Params:
     """The curvature of one batch (a sum over its examples) times v, leaves stacked [k, *shape]."""
     x, y = model.split(batch)
@@ -36,10 +37,12 @@ def batch_product(
     learned = own({**fixed, **live})
 
     def output(live: Params) -> Tensor:
+        """The network's output, as a function of the weights."""
         with Unrolled():
             return model.call({**fixed, **live}, x, buffers)[0]
 
     def ggn(delta: Params) -> Params:
+        """The GGN times a vector."""
         f, slope = along(output, live, delta)
         fisher = model.likelihood.fisher(f.detach(), learned)
         seen = observed(model, model.likelihood.target(y, f), f)
@@ -48,6 +51,7 @@ def batch_product(
         return back(weighted if seen is None else weighted * seen)[0]
 
     def hessian(delta: Params) -> Params:
+        """The Hessian of the negative log likelihood times a vector."""
         points = {name: leaf.clone().requires_grad_() for name, leaf in live.items()}
         with torch.enable_grad():
             loss = -model.score(output(points), y, {**fixed, **points}).sum()
@@ -73,7 +77,7 @@ def batch_product(
 def product(
     model: Model,
     params: Params,
-    data: Iterable[Any],
+    data: Iterable[Batch],
     buffers: Buffers,
     *,
     kind: Literal["ggn", "hessian"] = "ggn",
@@ -82,6 +86,7 @@ def product(
     """v -> (curvature over all data + damping I) v, for leaves stacked [k, *shape]; `data` is gone through for every product."""
 
     def times(v: Params) -> Params:
+        """The matrix times stacked vectors."""
         total = {name: damping * leaf for name, leaf in v.items()}
         for batch in data:
             for name, leaf in batch_product(model, params, batch, buffers, v, kind).items():

@@ -125,6 +125,7 @@ class Layer:
 
     @property
     def positions(self) -> int:
+        """The number of positions T."""
         return self.a.shape[1]
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from dubito.curvature.cotangents import Kind
 from dubito.curvature.layout import Layout, layout
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.tensors.tree import Buffers, Params
 
 Structure = Literal["diagonal", "kronecker", "dense"]
@@ -56,7 +57,7 @@ class Setup:
         """The precision of sums: float32 or better, whatever the network computes in."""
         return torch.promote_types(self.params[self.names[0]].dtype, torch.float32)
 
-    def layout(self, x: Any, *, anew: bool = False) -> Layout:
+    def layout(self, x: Inputs, *, anew: bool = False) -> Layout:
         """Which layers hold the weights, for inputs like x; `anew` does not trust what was found before."""
         return layout(self.model, self.params, x, self.buffers, self.names, anew=anew)
 

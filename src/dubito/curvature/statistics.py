@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from dubito.curvature.products import batch_product
 from dubito.curvature.rows import Layer, add_gram, squared_products
 from dubito.curvature.setup import Setup
 from dubito.model.likelihoods import own
-from dubito.network.examples import batch_size
+from dubito.network.examples import Batch, Targets, batch_size
 from dubito.tensors import tree
 from dubito.tensors.covariances.propagation import pieces
 from dubito.tensors.tree import Params
@@ -70,7 +70,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def add(
-        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+        self, sums: Params, batch: Batch, *, generator: torch.Generator | None = None, gradient: Params | None = None
     ) -> Observed:
         """Add a batch to `sums`, and to `gradient`, if given, the gradient of the log likelihood."""
 
@@ -81,7 +81,7 @@ class Statistic(ABC):
 class LayerPass:
     """A batch after its forward pass: the output, and the layers with their inputs."""
 
-    def __init__(self, setup: Setup, batch: Any):
+    def __init__(self, setup: Setup, batch: Batch):
         self.setup = setup
         self.x, self.y = setup.model.split(batch)
         self.size = batch_size(self.y)
@@ -133,7 +133,7 @@ class LayerStatistic(Statistic):
     """Sums that follow from the layers' inputs and the gradients of their outputs, in one forward pass."""
 
     def add(
-        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+        self, sums: Params, batch: Batch, *, generator: torch.Generator | None = None, gradient: Params | None = None
     ) -> Observed:
         """Run the network forward, with the inputs of its layers recorded; look at the likelihood; propagate cotangents back to the
         layers; and add what follows for the weights."""
@@ -180,6 +180,7 @@ class _Squares:
         self.single: dict[tuple[Layer, int], Tensor] = {}
 
     def add(self, layer: Layer, group: int, g: Tensor) -> None:
+        """Add those of a layer."""
         if layer.part.kind == "affine" and layer.positions == 1:
             key, squared = (layer, group), g.squeeze(1) ** 2
             self.single[key] = squared if key not in self.single else self.single[key].add_(squared)
@@ -187,10 +188,12 @@ class _Squares:
             layer.add_squares(self.sums, group, g)
 
     def add_others(self, group: int, slopes: Params) -> None:
+        """Add those of weights in no layer."""
         for name, leaf in slopes.items():
             self.sums[name][group] += (leaf**2).sum(0)
 
     def finish(self) -> None:
+        """Add what was kept for the end."""
         for (layer, group), squared in self.single.items():
             layer.add_single(self.sums, group, squared)
 
@@ -199,10 +202,12 @@ class Diagonal(LayerStatistic):
     """Squared gradients of every weight."""
 
     def shapes(self, layout: Layout) -> Shapes:
+        """A number for each weight and noise."""
         groups = self.setup.groups(layout)
         return {name: (groups, *shape) for name, shape in self.setup.shapes.items()}
 
     def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        """Add squared gradients, cotangent by cotangent."""
         squares = _Squares(sums)
         for group, s in run.cotangents(generator):
             rows = run.backward(s)
@@ -212,6 +217,7 @@ class Diagonal(LayerStatistic):
         squares.finish()
 
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
+        """Add squared inputs times the diagonal of the Fisher information."""
         if not _plain(run):
             super().add_output_layer(sums, run)
             return
@@ -219,6 +225,7 @@ class Diagonal(LayerStatistic):
         run.layers[0].add_single(sums, 0, likelihood.fisher_diagonal(run.f, own(self.setup.params)))
 
     def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
+        """Add squared inputs times its diagonal."""
         layer.add_single(sums, group, fisher.diagonal(dim1=1, dim2=2), piece)
 
 
@@ -229,6 +236,7 @@ class Kronecker(LayerStatistic):
     """
 
     def shapes(self, layout: Layout) -> Shapes:
+        """Those of every layer."""
         groups = self.setup.groups(layout)
         sums: Shapes = {name: (groups, *self.setup.shapes[name]) for name in layout.generic}
         for part in layout.parts:
@@ -263,6 +271,7 @@ class Kronecker(LayerStatistic):
         return closed
 
     def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        """Add the inputs to A, and gradients to B cotangent by cotangent."""
         self._add_inputs(sums, run.layers)
         squares, reduce = _Squares(sums), self.setup.spec.shared == "reduce"
         for group, s in run.cotangents(generator):
@@ -295,6 +304,7 @@ class Kronecker(LayerStatistic):
             del layer.a  # unfolded, the inputs of a convolution are many times what they were: those of one layer at a time
 
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
+        """Add the inputs to A and the Fisher information to B."""
         self._add_inputs(sums, run.layers)
         if not _plain(run):
             super().add_output_layer(sums, run)
@@ -303,6 +313,7 @@ class Kronecker(LayerStatistic):
         sums[f"{run.layers[0].part.weight}|B"][0] += fisher
 
     def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
+        """Add it to B."""
         sums[f"{layer.part.weight}|B"][group] += fisher.sum(0)
 
 
@@ -313,6 +324,7 @@ class EigenSquares(LayerStatistic):
     kronecker: Kronecker
 
     def shapes(self, layout: Layout) -> Shapes:
+        """Squares and both bases of every matrix."""
         sides = {part.matrix: self.setup.sides(part.matrix, part.bias) for part in layout.parts if part.matrix is not None}
         squares: Shapes = {}
         for weight, (o, i) in sides.items():
@@ -320,10 +332,12 @@ class EigenSquares(LayerStatistic):
         return squares
 
     def fits(self, sums: Params, layout: Layout) -> bool:
+        """Checks the layers; there is no shorter way for an output layer."""
         self.kronecker.fits(sums, layout)
         return False
 
     def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        """Add squares in the bases, cotangent by cotangent."""
         chosen = [layer for layer in run.layers if f"{layer.part.weight}|left" in sums]
         inputs = [layer.rotated(sums[f"{layer.part.weight}|right"]) for layer in chosen]
         for _, s in run.cotangents(generator):
@@ -343,6 +357,7 @@ class Dense(LayerStatistic):
     index: Tensor | None = None
 
     def shapes(self, layout: Layout) -> Shapes:
+        """A square matrix, or blocks for pairs of outputs."""
         groups = self.setup.groups(layout)
         if self.closed(layout):
             part = layout.parts[0]
@@ -356,11 +371,13 @@ class Dense(LayerStatistic):
         return super().closed(layout) and self.index is None and layout.outputs <= MANY
 
     def fits(self, sums: Params, layout: Layout) -> bool:
+        """Whether the sums are blocks for pairs of outputs."""
         if "H" not in sums and not self.closed(layout):
             raise ValueError(_otherwise(self.setup.names[0]))
         return "H" not in sums
 
     def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
+        """Add outer products of gradients, cotangent by cotangent."""
         setup = self.setup
         for group, s in run.cotangents(generator):
             rows = run.backward(s)
@@ -436,11 +453,11 @@ class ProductStatistic(Statistic):
     """Sums of products of the curvature with vectors; no layer is looked at."""
 
     @abstractmethod
-    def add_products(self, sums: Params, batch: Any) -> None:
+    def add_products(self, sums: Params, batch: Batch) -> None:
         """Add the products of a batch."""
 
     def add(
-        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+        self, sums: Params, batch: Batch, *, generator: torch.Generator | None = None, gradient: Params | None = None
     ) -> Observed:
         """Add the products; then look at the likelihood, and its gradient, in passes of their own."""
         self.add_products(sums, batch)
@@ -457,7 +474,7 @@ class ProductStatistic(Statistic):
             f = setup.model.forward(setup.params, x, tree.clone(setup.buffers))[0]
             return observe(setup, _exact(f.detach()), y, f.shape[0])
 
-    def multiply(self, columns: Params, batch: Any, kind: Literal["ggn", "hessian"]) -> Params:
+    def multiply(self, columns: Params, batch: Batch, kind: Literal["ggn", "hessian"]) -> Params:
         """The curvature of a batch times columns [k, *shape]."""
         setup = self.setup
         columns = {name: leaf.to(setup.params[name].dtype) for name, leaf in columns.items()}
@@ -471,16 +488,18 @@ class Products(ProductStatistic):
     count: int
 
     def shapes(self, layout: Layout) -> Shapes:
+        """Directions and their products."""
         return {f"{key}|{name}": (self.count, *shape) for key in "QY" for name, shape in self.setup.shapes.items()}
 
-    def add_products(self, sums: Params, batch: Any) -> None:
+    def add_products(self, sums: Params, batch: Batch) -> None:
+        """Add the products with the directions."""
         columns = {name: sums[f"Q|{name}"] for name in self.setup.names}
         kind = "hessian" if self.setup.spec.kind == "hessian" else "ggn"
         for name, leaf in self.multiply(columns, batch, kind).items():
             sums[f"Y|{name}"] += leaf
 
     def add(
-        self, sums: Params, batch: Any, *, generator: torch.Generator | None = None, gradient: Params | None = None
+        self, sums: Params, batch: Batch, *, generator: torch.Generator | None = None, gradient: Params | None = None
     ) -> Observed:
         """As every statistic of products. A product holds the sum over several noises, so that these cannot be changed afterwards:
         nothing is told of them."""
@@ -494,9 +513,11 @@ class HessianColumns(ProductStatistic):
     """The full Hessian, some columns at a time."""
 
     def shapes(self, layout: Layout) -> Shapes:
+        """A square matrix."""
         return {"H": (1, self.setup.size, self.setup.size)}
 
-    def add_products(self, sums: Params, batch: Any) -> None:
+    def add_products(self, sums: Params, batch: Batch) -> None:
+        """Add the columns of the batch's Hessian."""
         setup, size = self.setup, self.setup.size
         for start in range(0, size, COLUMNS):
             columns = torch.zeros(min(COLUMNS, size - start), size, dtype=setup.dtype, device=setup.model.device)
@@ -508,7 +529,7 @@ class HessianColumns(ProductStatistic):
 # -- what all share
 
 
-def observe(setup: Setup, f: Tensor, y: Any, size: int) -> Observed:
+def observe(setup: Setup, f: Tensor, y: Targets, size: int) -> Observed:
     """The log likelihood of a batch at outputs f, and its squared residuals where a noise is learned."""
     log_likelihood = setup.model.score(f, y, setup.params).double().sum()
     groups = groups_of(setup.model, f, setup.spec.kind)

@@ -193,7 +193,7 @@ def _variances(p: Predictive, name: str) -> tuple[Tensor, Tensor]:
         return p.uncertainty.aleatoric.sum(-1), p.uncertainty.epistemic.sum(-1)
     mixture = _drawn(p, name)
     probs, weights = mixture.probs, mixture.draw_weights  # [S, B, *D, C], [S]
-    points = mixture._points
-    rest = points.likelihood.off(points.means, points._params) if isinstance(points.likelihood, Bernoulli) else 1 - probs
+    points = mixture.points
+    rest = points.likelihood.off(points.means, points.aligned_params) if isinstance(points.likelihood, Bernoulli) else 1 - probs
     noise = (probs * rest).clamp_min(0)  # a probability may round to more than 1
     return average(noise.sum(-1), weights), average(((probs - mixture.mean) ** 2).sum(-1), weights)

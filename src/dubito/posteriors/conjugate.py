@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dubito.model.likelihoods import NOISE, Gaussian
+from dubito.network.examples import Inputs, Targets
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.conjugate import Head, conjugate, features
@@ -89,7 +89,7 @@ class Conjugate(Posterior):
         return Functions(self.model, self.buffers, self.sample(draws or DRAWS, generator("cpu", seed, "conjugate")))
 
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture | StudentT:
         """In one pass, exactly ("conjugate"): a Student-t, or a Gaussian for known noise. "sampled" averages `draws` of the weights,
         "point" is the network at their mean."""
@@ -108,14 +108,14 @@ class Conjugate(Posterior):
             return LatentMixture(self.model.likelihood, means, (self._known * spread).to(kind))
         return StudentT(self.model.likelihood, means, spread.to(kind), self.shape, self.rate)
 
-    def _features(self, x: Any) -> tuple[Tensor, Tensor]:
+    def _features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """phi(x), [B, *D, d], and what a bias that is not Bayesian adds to f, [C] or []."""
         x = tree.move(tree.tensors(x, next(self.model.network.parameters()).dtype), self.model.device)
         head = Head(self.weight, self.bias)
         phi, _ = features(self.model, self.params, self.buffers, x, head)
         return phi, head.offset(self.buffers, self.mean)
 
-    def update(self, x: Any, y: Any) -> Conjugate:
+    def update(self, x: Inputs, y: Targets) -> Conjugate:
         r"""The posterior after further observations, one after another, each in :math:`O(d^2)`.
 
         With :math:`v = R^T \phi`, :math:`s = 1 + v^T v` and the error :math:`e = y - \phi^T m`:

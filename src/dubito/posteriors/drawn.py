@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from dubito.network.examples import Inputs
 from dubito.posteriors.families import Family
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
@@ -28,6 +28,7 @@ class Drawn(Posterior):
     draws: int = 30
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws of the family's weights; points are the same in all."""
         source = generator or fresh(self.model.device)
         with torch.no_grad():
             drawn = tree.stack([self.family.sampled(self.leaves, self.family.noise(self.leaves, source)) for _ in range(n)])
@@ -45,8 +46,9 @@ class Drawn(Posterior):
         return {**self.buffers, **self.points}, stacked
 
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
+        """The average over `draws` of the weights."""
         self._only(how, "sampled")
         shared, stacked = self._drawn(draws, seed)
         return sampled(self.model, x, shared=shared, stacked=stacked, memory=memory)

@@ -25,12 +25,12 @@ from torch import Tensor, fx, nn
 from dubito.curvature.capture import example_count
 from dubito.curvature.layout import layout
 from dubito.model.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, align, average, own, quadrature
-from dubito.network.examples import outputs_last
+from dubito.network.examples import Inputs, outputs_last
 from dubito.network.weights import copied
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.posteriors.predict.adjoint import Means
 from dubito.posteriors.predict.chain import find_chain, sweep
-from dubito.posteriors.predict.linearized import _Run
+from dubito.posteriors.predict.linearization import Linearization
 from dubito.posteriors.predict.streamlined import Moments, Streamlined, Weight
 from dubito.posteriors.predict.streamlined.engine import covariance_of
 from dubito.posteriors.predict.streamlined.moments import Output
@@ -56,7 +56,7 @@ class Prediction(TypedDict):
     f_cov: Tensor  # [B, *D, C], or [B, *D, C, C] where outputs move together
 
 
-def as_module(posterior: Posterior, x: Any, *, how: str | None = None, rank: int | None = None) -> fx.GraphModule:
+def as_module(posterior: Posterior, x: Inputs, *, how: str | None = None, rank: int | None = None) -> fx.GraphModule:
     """The posterior's prediction as a module that is called as the network is and gives a `Prediction`; x is an example input.
 
     A set of samples (an ensemble, the draws of a sampler) or a point becomes as many networks, each with its weights, and a pass goes
@@ -108,7 +108,7 @@ def as_module(posterior: Posterior, x: Any, *, how: str | None = None, rank: int
         return _swept(engine, x, readout) if how == "adjoint" else _joined(engine, x, readout, rank)
 
 
-def _joined(engine: Streamlined, x: Any, readout: Readout, rank: int) -> fx.GraphModule:
+def _joined(engine: Streamlined, x: Inputs, readout: Readout, rank: int) -> fx.GraphModule:
     """The program with its weights as buffers in the place of arguments, and the readout behind it."""
     if rank > 0:  # the signs by which directions are mixed
         torch.compiler.assume_constant_result(linear.mixing_signs)
@@ -130,7 +130,7 @@ def _joined(engine: Streamlined, x: Any, readout: Readout, rank: int) -> fx.Grap
     return fx.GraphModule(root, graph, "Streamlined")
 
 
-def _names(x: Any) -> list[str]:
+def _names(x: Inputs) -> list[str]:
     """Of the arguments: as the network is called."""
     if isinstance(x, dict) and all(isinstance(leaf, Tensor) for leaf in x.values()):
         return list(x)
@@ -176,6 +176,7 @@ class Readout(nn.Module):
             self.register_buffer("weights", weights)
 
     def forward(self, f: Any) -> Prediction:
+        """The prediction that follows from an output, or from its moments."""
         f = Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
         mean, cov = f.mean, covariance_of(f) * self.scale
         if mean.dtype.itemsize < 4:
@@ -203,7 +204,7 @@ class Readout(nn.Module):
         return _prediction(expected, split.total, split.aleatoric, split.epistemic, mean, cov)
 
 
-def _side_by_side(posterior: Samples, x: Any) -> fx.GraphModule:
+def _side_by_side(posterior: Samples, x: Inputs) -> fx.GraphModule:
     """The network once for every draw of the weights, and the average of what they say."""
     if not isinstance(x, Tensor) and not all(isinstance(leaf, Tensor) for leaf in (x.values() if isinstance(x, dict) else x)):
         raise ValueError("a module of samples takes tensors, by position or by name, and no trees of them")
@@ -239,6 +240,7 @@ class Average(nn.Module):
         self.register_buffer("weights", equal if posterior.weights is None else posterior.weights.clone())
 
     def forward(self, answers: list[Any]) -> Prediction:
+        """The prediction that follows from the outputs of all networks."""
         points = torch.stack([outputs_last(self.output(answer), self.likelihood.dim) for answer in answers])  # [S, B, *D, C]
         points = points.float() if points.dtype.itemsize < 4 else points
         weights = self.get_buffer("weights").to(points)
@@ -289,14 +291,16 @@ class _Known:
     lowered: fx.GraphModule
     weights: dict[str, Any]
 
-    def program(self, x: Any, **_: Any) -> fx.GraphModule:
+    def program(self, x: Inputs, **_: Any) -> fx.GraphModule:
+        """The program for inputs like x."""
         return self.lowered
 
-    def trace(self, x: Any) -> Trace:
+    def trace(self, x: Inputs) -> Trace:
+        """The recorded calls for inputs like x."""
         return self.found
 
 
-def _swept(engine: Streamlined, x: Any, readout: Readout) -> fx.GraphModule:
+def _swept(engine: Streamlined, x: Inputs, readout: Readout) -> fx.GraphModule:
     """The adjoint, forwards and backwards, as one graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -309,15 +313,18 @@ def _swept(engine: Streamlined, x: Any, readout: Readout) -> fx.GraphModule:
     count, old = next(n for n in range(11, 99, 2) if n not in sizes), example_count(x)
 
     def repeated(leaf: Tensor, n: int) -> Tensor:
+        """Examples repeated until there are n of them."""
         return leaf[torch.arange(n, device=leaf.device) % old] if leaf.shape[:1] == (old,) else leaf
 
-    def moments(inputs: Any) -> tuple[Tensor, Tensor]:
+    def moments(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the output."""
         if short is not None:
             return sweep(engine, found, short, inputs, None)
-        run = _Run(means, engine.params, engine.buffers, engine.covariance, inputs, whole, names)
+        run = Linearization(means, engine.params, engine.buffers, engine.covariance, inputs, whole, names)
         return run.f, run.covariances()[0]
 
     def predict(*leaves: Tensor) -> Prediction:
+        """The prediction for x."""
         given = iter(leaves)
         mean, cov = moments(tree.apply_leaves(lambda _: next(given), x))
         return readout(Moments(mean, cov) if cov.ndim == mean.ndim else Output(mean, cov))

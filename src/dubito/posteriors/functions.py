@@ -97,6 +97,7 @@ class Functions:
         fixed = {name: leaf for name, leaf in network.items() if name not in live}
 
         def output(live: Params) -> Tensor:
+            """The network's output, as a function of the weights that move."""
             with Unrolled():
                 return self.model.call(live, x, fixed)[0]
 
@@ -107,6 +108,7 @@ class Functions:
         stacked = {name: plain(leaf) for name, leaf in self.stacked.items()}
 
         def one(varying: Params) -> Tensor:
+            """One function at x."""
             with Unrolled():
                 return self._once(varying, x, shared)
 
@@ -118,6 +120,7 @@ class Functions:
         assert seeds is not None
 
         def one(varying: Params) -> Tensor:
+            """One function at x."""
             masks = Masks(dropout, shared, seed=varying["seed"] if self.consistent else None)
             with masks:
                 return self._once({}, x, shared)

@@ -17,14 +17,16 @@ from dubito.curvature.evidence import Evidence, highest
 from dubito.model import Model
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import MultivariateNormal
+from dubito.network.examples import Batch, Inputs, Targets
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
-from dubito.posteriors.predict.adjoint import adjoint
 from dubito.posteriors.predict.linearized import functions, joint, linearized, sweep
+from dubito.posteriors.predict.one_pass import ONE_PASS, one_pass, refuse_one_pass_options
 from dubito.posteriors.predict.sampled import GIGABYTE, sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predictive import LINKS, LatentMixture
 from dubito.tensors import tree
+from dubito.tensors.checks import one_of, require
 from dubito.tensors.covariances import Covariance, Diagonal
 from dubito.tensors.randomness import forked, fresh, generator, lent
 from dubito.tensors.tree import Buffers, Params
@@ -69,6 +71,7 @@ class Gaussian(Posterior):
         return tuple(dict.fromkeys((*own, *self.departures, *scaled)))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws of the weights, leaves [n, *shape]; parameters without a covariance are the same in all."""
         source = generator or fresh(self.model.device)
         drawn = self._noise(n, source)
         return {
@@ -121,7 +124,7 @@ class Gaussian(Posterior):
 
     def predict(
         self,
-        x: Any,
+        x: Inputs,
         how: str | None = None,
         *,
         draws: int | None = None,
@@ -143,17 +146,11 @@ class Gaussian(Posterior):
         """
         how = self.how if how is None else how
         self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point")
-        if link not in LINKS:
-            raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
-        if how in ("streamlined", "adjoint"):
-            engine, fallback = self.streamlined, draws or 0
-            if how == "streamlined":
-                p = engine.predict(x, rank=rank, x_var=x_var, fallback=fallback)
-            else:
-                p = adjoint(engine, x, x_var=x_var, memory=memory, fallback=fallback, top=top)
+        one_of(LINKS, link=link)
+        if how in ONE_PASS:
+            p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, x_var=x_var, rank=rank, top=top)
             return p.stretched(self.variance_scale).linked(link)
-        if x_var is not None or rank is not None or top is not None:
-            raise ValueError('x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
+        refuse_one_pass_options(x_var, rank, top)
         if how == "point":
             return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)
         source = generator(self.model.device, seed, "weights")
@@ -163,24 +160,27 @@ class Gaussian(Posterior):
                 draws=draws, fallback=self.draws, memory=memory, generator=source,
             )  # fmt: skip
             return p.linked(link)
-        parts, left = [], draws or self.draws
-        # as many weights at a time as a third of the memory holds; how many does not depend on x, so that all x see the same functions
+        return self._sampled(x, draws or self.draws, memory, source)
+
+    def _sampled(self, x: Inputs, draws: int, memory: float, source: torch.Generator) -> LatentMixture:
+        """By draws of the weights: as many at a time as a third of the memory holds. How many does not depend on x, so that all x see
+        the same functions."""
         group = max(1, int(memory * GIGABYTE / 3 / (4 * self.covariance.size)))
-        while left > 0:
-            shared, stacked = self._drawn(min(group, left), source)
+        parts = []
+        for first in range(0, draws, group):
+            shared, stacked = self._drawn(min(group, draws - first), source)
             parts.append(sampled(self.model, x, shared=shared, stacked=stacked, memory=memory))
-            left -= group
         if len(parts) == 1:
             return parts[0]
         own = [part.params or {} for part in parts]  # a learned noise is the same for all draws, or one for each
         learned = {name: torch.cat([one[name] for one in own]) if leaf.ndim > 1 else leaf for name, leaf in own[0].items()}
         return replace(parts[0], means=torch.cat([part.means for part in parts]), params=learned)
 
-    def joint(self, x: Any) -> tuple[Tensor, Tensor]:
+    def joint(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Mean [B, C] and covariance [B, C, B, C] of the linearised outputs at all inputs together."""
         return joint(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance)
 
-    def sample_functions(self, x: Any, n: int, generator: torch.Generator | None = None) -> Tensor:
+    def sample_functions(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of the linearised function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
         deltas = self.covariance.sample(n, generator or fresh(self.model.device))
         return functions(self.model, x, params=self.params, buffers=self.buffers, deltas=deltas)
@@ -243,7 +243,7 @@ class Gaussian(Posterior):
 
     def tuned(
         self,
-        data: Iterable[Any],
+        data: Iterable[Batch],
         *,
         precisions: Sequence[float] = tuple(10 ** (i / 4) for i in range(-16, 17)),
         temperatures: Sequence[float] = (1.0,),
@@ -256,20 +256,19 @@ class Gaussian(Posterior):
         which every multiple of the prior is diagonal, so that a grid point costs one matrix product a layer.
         """
         ratios = sorted({float(p) * float(s) ** 2 for p in precisions for s in noises})  # only prior over noise precision counts
-        if not ratios or ratios[0] <= 0 or min(temperatures, default=0) <= 0 or (len(noises) > 1 and not self._fitted.noisy):
-            raise ValueError("precisions, temperatures and noises are positive multipliers; several noises need a learned noise")
-        if self._fitted.base is not None:
-            raise ValueError(CONTINUED)
+        require(
+            ratios and ratios[0] > 0 and min(temperatures, default=0) > 0 and (len(noises) <= 1 or self._fitted.noisy),
+            "precisions, temperatures and noises are positive multipliers; several noises need a learned noise",
+        )
+        require(self._fitted.base is None, CONTINUED)
         scores = dict.fromkeys(((p, s, t) for p in precisions for s in noises for t in temperatures), 0.0)
         for batch in self._held_out(data):
             x, y = self.model.split(batch)
-            found = sweep(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance, factors=ratios)
-            for ratio, predictive in zip(ratios, found, strict=True):
+            swept = sweep(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance, factors=ratios)
+            for ratio, predictive in zip(ratios, swept, strict=True):
                 for p, s, t in scores:
                     if float(p) * float(s) ** 2 == ratio:
-                        learned = {k: v + math.log(s) if k == NOISE else v for k, v in (predictive.params or {}).items()}
-                        at = replace(predictive.stretched(t * float(s) ** 2), params=learned)
-                        scores[p, s, t] += float(at.log_prob(y).double().sum())
+                        scores[p, s, t] += _score(predictive, y, s, t)
         p, s, t = max(scores, key=lambda key: scores[key])
         if len(precisions) > 2 and p in (min(precisions), max(precisions)):
             warnings.warn(
@@ -281,15 +280,15 @@ class Gaussian(Posterior):
         tuned = self.with_prior(precision, noise=noise, temperature=self.temperature * t)
         return tuned.departing("tuned on held-out rows")
 
-    def _held_out(self, data: Iterable[Any]) -> list[Any]:
-        batches: Iterable[Any] = [data] if isinstance(data, tuple) else data
+    def _held_out(self, data: Iterable[Batch]) -> list[Any]:
+        batches: Iterable[Batch] = [data] if isinstance(data, tuple) else data
         with lent(batches), forked():  # a DataLoader draws from the global generator, even unshuffled
             batches = [tree.move(batch, self.model.device) for batch in batches]
         if not batches:
             raise ValueError("there is no held-out data: the loader gave no batch")
         return batches
 
-    def calibrated(self, data: Iterable[Any], how: str = "streamlined", *, rank: int | None = None) -> Gaussian:
+    def calibrated(self, data: Iterable[Batch], how: str = "streamlined", *, rank: int | None = None) -> Gaussian:
         """The posterior whose predictions in one pass have their variances of f multiplied by the factor, `variance_scale`, that scores
         held-out data best, (x, y) or batches. It is positive by construction, and 1 unless this is called."""
         self._only(how, "streamlined", "adjoint")
@@ -299,11 +298,11 @@ class Gaussian(Posterior):
             x, y = self.model.split(batch)
             found.append((plain.predict(x, how, rank=rank if how == "streamlined" else None), y))
 
-        def score(log: float) -> float:
+        def _total(log: float) -> float:
             return sum(float(p.stretched(math.exp(log)).log_prob(y).double().sum()) for p, y in found)
 
         end = math.log(1e4)
-        best = highest(score, -end, end, points=17, tolerance=0.01)
+        best = highest(_total, -end, end, points=17, tolerance=0.01)
         if abs(best) > 0.95 * end:
             warnings.warn(f"the best scale of variances, {math.exp(best):.0e}, is the end of what was tried", stacklevel=2)
         return replace(self, variance_scale=math.exp(best))
@@ -312,13 +311,20 @@ class Gaussian(Posterior):
         """This posterior as the prior of a fit on new data, which then continues from what is known.
 
         At a temperature, it is the posterior before tempering: the next fit, at the same temperature, will temper all of it."""
-        if any(":" in name for name in self.covariance.shapes):
-            raise ValueError(
-                "this posterior is also over a learned noise, which a prior of the weights has no word on: fix the noise"
-            )
-        if self.covariance.moving < self.covariance.size:
-            raise ValueError(
-                "a subnetwork's posterior says nothing of the other weights, so it cannot be the prior of all: use subset="
-            )
+        require(
+            not any(":" in name for name in self.covariance.shapes),
+            "this posterior is also over a learned noise, about which a prior of the weights says nothing: fix the noise",
+        )
+        require(
+            self.covariance.moving == self.covariance.size,
+            "a subnetwork's posterior says nothing of the other weights, so it cannot be the prior of all: use subset=",
+        )
         covariance = self.covariance if self.temperature == 1.0 else self.covariance.with_temperature(1.0)
         return MultivariateNormal({name: self.params[name] for name in covariance.shapes}, covariance)
+
+
+def _score(predictive: LatentMixture, y: Targets, noise: float, temperature: float) -> float:
+    """The log score of held-out targets, with the learned noise and the covariances times these factors."""
+    learned = {k: v + math.log(noise) if k == NOISE else v for k, v in (predictive.params or {}).items()}
+    changed = replace(predictive.stretched(temperature * float(noise) ** 2), params=learned)
+    return float(changed.log_prob(y).double().sum())

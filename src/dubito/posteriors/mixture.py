@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dubito.network.examples import Inputs
 from dubito.posteriors.conjugate import Conjugate
 from dubito.posteriors.functions import Functions, Mixed, Setting, on_cpu
 from dubito.posteriors.posterior import Posterior
@@ -37,6 +38,7 @@ class Mixture(Posterior):
         return tuple(dict.fromkeys((*self.departures, *(one for member in self.members for one in member._departures()))))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws of the weights, each from a member that is drawn by its weight."""
         source = generator or fresh(self.model.device)
         which = torch.multinomial(torch.tensor(self.weights, device=source.device), n, replacement=True, generator=source)
         counts = torch.bincount(which, minlength=len(self.members)).tolist()
@@ -76,7 +78,7 @@ class Mixture(Posterior):
         return replace(self, members=tuple(member.with_fixed_masks() for member in self.members))
 
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0, **options: Any
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0, **options: Any
     ) -> LatentMixture:
         """`draws` is shared out evenly among the members; `options`, such as `link` of Gaussians, are handed to each."""
         for member in self.members:

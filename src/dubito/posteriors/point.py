@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from dubito.network.examples import Inputs
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.sampled import sampled
@@ -32,10 +32,12 @@ class Point(Posterior):
         return Functions(self.model, {**self.buffers, **self.params}, {})
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """The setting, n times."""
         return tree.repeat(self.params, n)
 
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
+        """The predictive of the network at this setting."""
         self._only(how, "sampled", "point")
         return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dubito.model import Model
-from dubito.network.examples import LABELS, split_batch
+from dubito.network.examples import LABELS, Batch, Inputs, split_batch
 from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
@@ -86,7 +86,7 @@ class Posterior(ABC):
 
     @abstractmethod
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> Predictive:
         """The predictive at x (what the network takes: a tensor, a tuple or a dict).
 
@@ -166,7 +166,7 @@ class Posterior(ABC):
 
     def predict_batches(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[Batch],
         how: str | None = None,
         *,
         draws: int | None = None,
@@ -180,7 +180,7 @@ class Posterior(ABC):
 
     def predict_loader(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[Batch],
         how: str | None = None,
         *,
         draws: int | None = None,
@@ -210,7 +210,7 @@ class Posterior(ABC):
             raise ValueError(f"a {type(self).__name__} posterior predicts how={' or '.join(map(repr, known))}; got {how!r}")
 
 
-def _given(loader: Iterable[Any]) -> Iterator[Any]:
+def _given(loader: Iterable[Batch]) -> Iterator[Any]:
     """What a loader gives, drawing as it would alone; between two batches the generators are the caller's, as they were.
 
     A DataLoader draws from the global generator even unshuffled, and data sets that augment draw for every batch.
@@ -242,7 +242,7 @@ def _joined(targets: list[Any]) -> Any:
     return torch.cat(targets)
 
 
-def inputs_of(model: Model, batch: Any) -> tuple[Any, Any]:
+def inputs_of(model: Model, batch: Batch) -> tuple[Any, Any]:
     """(x, y) of a batch, y None where a batch holds inputs only."""
     if isinstance(batch, Tensor | np.ndarray):
         return batch, None

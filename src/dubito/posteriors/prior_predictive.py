@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dubito.model import Model
 from dubito.model.likelihoods import own
 from dubito.model.priors import concerned
+from dubito.network.examples import Inputs
 from dubito.posteriors.predict.sampled import GIGABYTE, sampled
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import randomness, tree
 
 
-def prior_predictive(model: Model, x: Any, *, draws: int = 100, seed: int = 0, memory: float = 1.0) -> LatentMixture:
+def prior_predictive(model: Model, x: Inputs, *, draws: int = 100, seed: int = 0, memory: float = 1.0) -> LatentMixture:
     """What the model expects at x before it sees data: the predictive of weights drawn from its prior.
 
     Its `means`, [draws, B, ..., C], are the functions. Hyperparameters are drawn too; a learned noise is taken where it starts, since

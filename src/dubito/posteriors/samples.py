@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dubito.network.examples import Inputs
 from dubito.posteriors.diagnostics import Summary, summarize, to_arviz
 from dubito.posteriors.functions import Functions, Setting, UnequalWeights, on_cpu, spaced, spaced_by_weight
 from dubito.posteriors.posterior import Posterior
@@ -84,13 +85,13 @@ class Samples(Posterior):
         return [Setting(p, {**self.buffers, **own}, share) for (p, own), share in zip(chosen, shares, strict=True)]
 
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """All draws by default; `draws` takes that many, evenly spaced."""
         self._only(how, "sampled")
         return sampled(self.model, x, shared=self.buffers, stacked=self._stacked(draws), weights=self.weights, memory=memory)
 
-    def summary(self, x: Any = None) -> Summary:
+    def summary(self, x: Inputs = None) -> Summary:
         """Whether the chains can be trusted, as a table to print: R-hat, effective draws, divergences, and a verdict in words.
 
         Give inputs x: what matters is whether the chains agree in what they predict there, class probabilities or means. Weights are
@@ -100,7 +101,7 @@ class Samples(Posterior):
         predictions = None if x is None else self.predict(x).probs
         return summarize(self.params, chains=self.chains, trace=self.trace, sampler=self.sampler, predictions=predictions)
 
-    def to_arviz(self, x: Any = None) -> Any:
+    def to_arviz(self, x: Inputs = None) -> Any:
         """The draws and what the sampler noted as ArviZ's DataTree (`pip install dubito[arviz]`); with x also the predictions, "f"."""
         self._chains("to_arviz")
         predictions = None if x is None else self.predict(x).probs

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from dubito.network.examples import Inputs
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
-from dubito.posteriors.predict.adjoint import adjoint
 from dubito.posteriors.predict.dropout import Dropout, learned_rates
+from dubito.posteriors.predict.one_pass import ONE_PASS, one_pass, refuse_one_pass_options
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predictive import LINKS, LatentMixture
+from dubito.tensors.checks import one_of
 from dubito.tensors.randomness import fresh, generator
 from dubito.tensors.tree import Buffers, Params
 
@@ -62,7 +63,7 @@ class Stochastic(Posterior):
 
     def predict(
         self,
-        x: Any,
+        x: Inputs,
         how: str | None = None,
         *,
         draws: int | None = None,
@@ -77,14 +78,10 @@ class Stochastic(Posterior):
         """The predictive at x, by draws of masks, in one pass, or (`how="point"`) of the network with dropout off, as it is
         used without Bayes; `link`, `x_var`, `rank` and `top` are as in `Gaussian.predict`."""
         self._only(how, "sampled", "streamlined", "adjoint", "point")
-        if link not in LINKS:
-            raise ValueError(f"link is one of {', '.join(LINKS)}; got {link!r}")
-        if how == "streamlined":
-            return self.streamlined.predict(x, rank=rank, x_var=x_var, fallback=draws or 0).linked(link)
-        if how == "adjoint":
-            return adjoint(self.streamlined, x, x_var=x_var, memory=memory, fallback=draws or 0, top=top).linked(link)
-        if x_var is not None or rank is not None or top is not None:
-            raise ValueError('x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
+        one_of(LINKS, link=link)
+        if how is not None and how in ONE_PASS:
+            return one_pass(self.streamlined, x, how, draws=draws, memory=memory, x_var=x_var, rank=rank, top=top).linked(link)
+        refuse_one_pass_options(x_var, rank, top)
         shared = {**self.buffers, **self.params}
         if how == "point":
             return sampled(self.model, x, shared=shared, memory=memory)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dubito.model import Model
+from dubito.network.examples import Batch, Inputs
 from dubito.posteriors.diagnostics import Summary, energy_error_per_dimension, summarize
 from dubito.posteriors.functions import Functions, Setting, on_cpu, spaced
 from dubito.posteriors.identity import belonging, differences
@@ -91,6 +92,7 @@ class Stored(Posterior):
 
     @property
     def folder(self) -> Path:
+        """Where the draws are."""
         return self.archive.folder
 
     @cached_property
@@ -182,14 +184,14 @@ class Stored(Posterior):
         return {name: leaf.to(self.model.device).to(leaves[name].dtype) for name, leaf in out.items()}
 
     def predict(
-        self, x: Any, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """All draws by default; `draws` takes that many, evenly spaced. Their outputs are kept, [S, B, ...], and no weights."""
         return self._predict([x], how, draws, memory)[0]
 
     def predict_loader(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[Batch],
         how: str | None = None,
         *,
         draws: int | None = None,
@@ -212,7 +214,7 @@ class Stored(Posterior):
         return predictive, _joined([y for _, y in batches])
 
     def _predict(
-        self, inputs: list[Any], how: str | None, draws: int | None, memory: float, device: torch.device | None = None
+        self, inputs: list[Inputs], how: str | None, draws: int | None, memory: float, device: torch.device | None = None
     ) -> list[LatentMixture]:
         """The predictive of every input, group after group of draws."""
         self._only(how, "sampled")
@@ -235,7 +237,7 @@ class Stored(Posterior):
         # in the order in which they lie on disk; half of the memory is for the weights
         yield from ((group, memory / 2) for group in (which % len(self.archive)).argsort(stable=True).split(max(1, size // 2)))
 
-    def summary(self, x: Any = None, *, memory: float = 1.0) -> Summary:
+    def summary(self, x: Inputs = None, *, memory: float = 1.0) -> Summary:
         """Whether the chains can be trusted: as `Samples.summary`, but of some weights only where all exceed `memory` gigabytes."""
         predictions = None if x is None else self.predict(x, memory=memory).probs
         sizes = [torch.Size(leaf.shape).numel() for name, leaf in self.archive.leaves.items() if self._is_weight(name)]
@@ -248,7 +250,7 @@ class Stored(Posterior):
             found = replace(found, energy_error=tuple(energy_error_per_dimension(errors, size).tolist()))
         return found
 
-    def to_arviz(self, x: Any = None) -> Any:
+    def to_arviz(self, x: Inputs = None) -> Any:
         """As `Samples.to_arviz`, which reads all draws into memory: ArviZ wants them there."""
         return self.load().to_arviz(x)
 

@@ -107,8 +107,8 @@ class View:
         assert isinstance(p, LatentMixture)
         discrete, values = p.likelihood.discrete, p.probs
         if isinstance(p.likelihood, Bernoulli) and values.shape[-1] == 1:  # yes or no: two classes
-            points = p._points
-            values = torch.cat([p.likelihood.off(points.means, points._params), values], -1)
+            points = p.points
+            values = torch.cat([p.likelihood.off(points.means, points.aligned_params), values], -1)
         elif discrete and not isinstance(p.likelihood, Classes):
             raise ValueError(
                 f"joint entropies need one answer for each input; got {values.shape[-1]}, each yes or no: use 'bald', their sum"

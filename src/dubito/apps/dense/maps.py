@@ -243,5 +243,5 @@ def _noise(p: LatentMixture) -> Tensor | None:
     """The variance that a network predicts for its own logits or numbers, averaged over channels and draws, [n]."""
     if not isinstance(p.likelihood, HeteroscedasticCategorical | HeteroscedasticGaussian):
         return None
-    points = p if p.certain else p._points
+    points = p if p.certain else p.points
     return average(points.means.chunk(2, -1)[1].exp().mean(-1), points.draw_weights)

@@ -121,13 +121,13 @@ class Terms:
 
 def class_terms(p: Predictive, y: Tensor, truth: Tensor, keep: Tensor, *, whole: bool) -> Terms:
     """The terms of all positions of `keep` [B, *D], in one pass over the draws where these are at hand; `whole`: all of them count."""
-    if not isinstance(p, LatentMixture) or not isinstance(p.likelihood, Classes) or p._linked is not None:
+    if not isinstance(p, LatentMixture) or not isinstance(p.likelihood, Classes) or p.linked_points is not None:
         split = p.uncertainty
         return Terms(precise(p.mean[keep]), p.log_prob(y), split.total[keep], split.aleatoric[keep])
-    points = p._points
+    points = p.points
     f = points.means.flatten(1, -2) if whole else points.means[:, keep]  # [S, n, C]
     draws, n, width = f.shape
-    weights = points._weights.to(torch.promote_types(f.dtype, torch.float32))
+    weights = points.component_weights.to(torch.promote_types(f.dtype, torch.float32))
     shapes = ((n, p.likelihood.width(f)), (n,), (n,))
     probs, aleatoric, log_prob = (f.new_empty(*shape, dtype=weights.dtype) for shape in shapes)
     rows = max(1, (CACHE if f.device.type == "cpu" else 2**8 * CACHE) // (draws * width))

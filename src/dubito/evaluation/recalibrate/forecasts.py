@@ -160,15 +160,15 @@ def log_forecasts(p: Predictive) -> Tensor:
     """
     if isinstance(p, RecalibratedClasses):
         return p.logits.double()
-    if isinstance(p, LatentMixture) and p._linked is not None:
-        p = p._linked
+    if isinstance(p, LatentMixture) and p.linked_points is not None:
+        p = p.linked_points
     if not isinstance(p, LatentMixture):
         probs = p.mean.double()
         return torch.logit(probs, eps=1e-12) if isinstance(p.likelihood, Bernoulli) else probs.log().clamp_min(FLOOR)
-    points = p._points
-    weights = points._weights.double().log().reshape(-1, *[1] * (points.means.ndim - 1))
+    points = p.points
+    weights = points.component_weights.double().log().reshape(-1, *[1] * (points.means.ndim - 1))
     if isinstance(p.likelihood, Bernoulli):
-        f = p.likelihood._logits(points.means, points._params).double()
+        f = p.likelihood._logits(points.means, points.aligned_params).double()
         return (F.logsigmoid(f) + weights).logsumexp(0) - (F.logsigmoid(-f) + weights).logsumexp(0)
     assert isinstance(p.likelihood, Classes)
-    return (p.likelihood.log_probs(points.means, points._params).double() + weights).logsumexp(0)
+    return (p.likelihood.log_probs(points.means, points.aligned_params).double() + weights).logsumexp(0)

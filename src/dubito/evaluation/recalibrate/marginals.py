@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from dubito.model.likelihoods import average
-from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT, _log_beta, _student_t_tail
+from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT
+from dubito.posteriors.predictive.student_t import log_beta, student_t_tail
 
 Exact = LatentMixture | StudentT
 
@@ -26,7 +27,7 @@ def log_density(p: Exact, y: Tensor) -> Tensor:
     if isinstance(p, StudentT):
         z, dof = ((y - p.mean) / p._scale).double(), 2 * p.shape.double()
         return (
-            -(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - _log_beta(dof.new_tensor(0.5), dof / 2) - p._scale.log()
+            -(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - log_beta(dof.new_tensor(0.5), dof / 2) - p._scale.log()
         )
     marginal, weights = p.marginals
     scores = marginal.log_prob(y.to(p.means)).double()
@@ -42,7 +43,7 @@ def below(p: Exact, q: Tensor) -> tuple[Tensor, Tensor]:
     """
     if isinstance(p, StudentT):
         z, dof = (q / p._scale).double(), 2 * p.shape.double()
-        log_t = -(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - _log_beta(dof.new_tensor(0.5), dof / 2)
+        log_t = -(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - log_beta(dof.new_tensor(0.5), dof / 2)
         first = -(dof + z * z) / (dof - 1) * log_t.exp()
         less = (dof - 2).clamp_min(1e-3)
         second = dof * ((dof - 1) / less * _student_t_cdf(z * (less / dof).sqrt(), less) - _student_t_cdf(z, dof))
@@ -76,5 +77,5 @@ def cdf(p: Exact, y: Tensor) -> Tensor:
 
 
 def _student_t_cdf(z: Tensor, dof: Tensor) -> Tensor:
-    tail = _student_t_tail(z.abs(), dof)
+    tail = student_t_tail(z.abs(), dof)
     return torch.where(z > 0, 1 - tail, tail)

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import Gaussian as GaussianLikelihood
 from dubito.model.priors import MultivariateNormal, Normal
+from dubito.network.examples import Batch
 from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store
 from dubito.tensors.checks import at_least, one_of, require
@@ -110,6 +111,7 @@ class Laplace:
 
     @property
     def data(self) -> Literal["batches", "full"]:
+        """Batches, one after another."""
         return "batches"
 
     @property
@@ -127,7 +129,8 @@ class Laplace:
         """One step for each batch of each pass."""
         return self.passes.count * n_batches
 
-    def init(self, target: Target, start: Start, batch: Any, generator: torch.Generator, *, steps: int) -> LaplaceState:
+    def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> LaplaceState:
+        """Check the prior and the weights, and begin with empty sums."""
         if not isinstance(target.model.prior, Normal | MultivariateNormal):
             raise ValueError(
                 f"Laplace adds the prior's precision to the curvature, so the prior is a Normal or an earlier posterior; got a "
@@ -152,7 +155,7 @@ class Laplace:
         return LaplaceState(start.params, start.buffers, list(names), sums, guessed, 0, steps)
 
     def step(
-        self, target: Target, state: LaplaceState, data: Iterable[Any], generator: torch.Generator
+        self, target: Target, state: LaplaceState, data: Iterable[Batch], generator: torch.Generator
     ) -> tuple[LaplaceState, Info]:
         """Add batches to the sums of the current pass."""
         setup = self.setup(target, state.params, state.buffers, tuple(state.names))
@@ -230,7 +233,7 @@ class Laplace:
         structure = "dense" if self.structure == "lowrank" else self.structure
         return Setup(target.model, params, buffers, names, Spec(structure, self.curvature, self.draws, self.shared))
 
-    def names(self, target: Target, start: Start, batch: Any) -> tuple[str, ...]:
+    def names(self, target: Target, start: Start, batch: Batch) -> tuple[str, ...]:
         """The weights that `subset` chooses."""
         names = tuple(name for name in start.params if ":" not in name)
         if self.subset == "all":

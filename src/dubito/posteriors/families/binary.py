@@ -44,6 +44,7 @@ class Binary(Family):
         object.__setattr__(self, "values", tuple(self.values))  # from a file it comes as a list
 
     def leaves(self, start: Params, scale: Params) -> Params:
+        """The parameters at the beginning."""
         low, high = self.values
         binary = {name: leaf for name, leaf in start.items() if re.search(self.at, name)}
         if not binary:
@@ -55,6 +56,7 @@ class Binary(Family):
         return {**of_kind("logit", logits), **of_kind("mean", tree.clone(rest)), **of_kind("rho", rho)}
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """What a draw is made of."""
         uniform = {
             name: torch.empty_like(leaf, requires_grad=False).uniform_(EDGE, 1 - EDGE, generator=generator)
             for name, leaf in kind(leaves, "logit").items()
@@ -62,6 +64,7 @@ class Binary(Family):
         return {**uniform, **MeanField().noise(leaves, generator)}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
+        """Weights, differentiable in the leaves."""
         low, high = self.values
         relaxed = {
             name: low + (high - low) * torch.sigmoid((leaf + torch.logit(noise[name])) / self.temperature)
@@ -70,6 +73,7 @@ class Binary(Family):
         return {**relaxed, **MeanField().draw(leaves, noise)}
 
     def sampled(self, leaves: Params, noise: Params) -> Params:
+        """A draw of the posterior."""
         low, high = self.values
         drawn = self.draw(leaves, noise)
         for name in kind(leaves, "logit"):
@@ -77,6 +81,7 @@ class Binary(Family):
         return drawn
 
     def divergence(self, leaves: Params, noise: Params, prior: Prior, hyper: Params) -> Tensor:
+        """KL(q || p), or an estimate of it."""
         total, q = [], MeanField()
         parts = {name: prior.priors[prior.pattern_of(name)] if isinstance(prior, ByName) else prior for name in noise}
         for name, logit in kind(leaves, "logit").items():
@@ -96,6 +101,7 @@ class Binary(Family):
         return torch.stack(total).sum()
 
     def weight_moments(self, leaves: Params) -> tuple[Params, Params]:
+        """Mean and variance of every weight."""
         low, high = self.values
         mean, variance = MeanField().moments(leaves)
         for name, logit in kind(leaves, "logit").items():

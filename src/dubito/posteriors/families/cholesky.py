@@ -38,6 +38,7 @@ class Layerwise(Family):
         return found
 
     def leaves(self, start: Params, scale: Params) -> Params:
+        """The parameters at the beginning."""
         made = of_kind("mean", tree.clone(start))
         for block, names in self.blocks(list(start)).items():
             size = sum(start[name].numel() for name in names)
@@ -63,9 +64,11 @@ class Layerwise(Family):
         return {block: {name: mean[name] for name in names} for block, names in self.blocks(list(mean)).items()}
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """What a draw is made of."""
         return noise_like(kind(leaves, "mean"), generator)
 
     def draw(self, leaves: Params, noise: Params) -> Params:
+        """Weights, differentiable in the leaves."""
         factors, drawn = self._factors(leaves), {}
         for block, mean in self._blocks(leaves).items():
             flat = tree.flatten(mean) + factors[block] @ tree.flatten({name: noise[name] for name in mean})
@@ -73,16 +76,19 @@ class Layerwise(Family):
         return {name: drawn[name] for name in kind(leaves, "mean")}
 
     def moments(self, leaves: Params) -> tuple[Params, Params]:
+        """Mean and variance of every weight."""
         factors, variance = self._factors(leaves), {}
         for block, mean in self._blocks(leaves).items():
             variance |= tree.unflatten(factors[block].square().sum(1), mean)
         return kind(leaves, "mean"), variance
 
     def entropy(self, leaves: Params) -> Tensor:
+        """Entropy of q in nats."""
         logs = torch.stack([factor.diagonal().log().sum() for factor in self._factors(leaves).values()]).sum()
         return logs + tree.size(kind(leaves, "mean")) * 0.5 * (1 + math.log(2 * math.pi))
 
     def log_prob(self, leaves: Params, params: Params) -> Tensor:
+        """Log density of some weights."""
         factors, total = self._factors(leaves), []
         for block, mean in self._blocks(leaves).items():
             away = tree.flatten({name: params[name] for name in mean}) - tree.flatten(mean)
@@ -93,6 +99,7 @@ class Layerwise(Family):
         return torch.stack(total).sum()
 
     def covariance(self, leaves: Params) -> Covariance:
+        """The covariance of q."""
         factors, made = self._factors(leaves), []
         for block, mean in self._blocks(leaves).items():
             precision = torch.cholesky_inverse(factors[block].double()).to(factors[block])
@@ -113,4 +120,5 @@ class Full(Layerwise):
     """
 
     def blocks(self, names: list[str]) -> dict[str, list[str]]:
+        """All weights in one block."""
         return {"": names}

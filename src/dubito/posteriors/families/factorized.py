@@ -48,12 +48,15 @@ class Factorised(Family):
             raise ValueError(f"shape is one of {', '.join(SHAPES)}; got {self.shape!r}: for another, derive from Factorised")
 
     def distribution(self, location: Tensor, scale: Tensor) -> distributions.Distribution:
+        """The distribution of one weight."""
         return SHAPES[self.shape](location, scale)
 
     def leaves(self, start: Params, scale: Params) -> Params:
+        """The parameters at the beginning."""
         return {**of_kind("mean", tree.clone(start)), **of_kind("rho", tree.apply(inverse_softplus, scale))}
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """What a draw is made of."""
         like = kind(leaves, "mean")
         return {name: torch.empty_like(leaf).uniform_(EDGE, 1 - EDGE, generator=generator) for name, leaf in like.items()}
 
@@ -62,12 +65,15 @@ class Factorised(Family):
         return {name: self.distribution(leaf, F.softplus(rho[name])) for name, leaf in kind(leaves, "mean").items()}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
+        """Weights, differentiable in the leaves."""
         return {name: part.icdf(noise[name]) for name, part in self._parts(leaves).items()}
 
     def log_prob(self, leaves: Params, params: Params) -> Tensor:
+        """Log density of some weights."""
         return torch.stack([part.log_prob(params[name]).sum() for name, part in self._parts(leaves).items()]).sum()
 
     def weight_moments(self, leaves: Params) -> tuple[Params, Params] | None:
+        """Mean and variance of every weight."""
         parts = self._parts(leaves)
         if self.shape == "logistic" and type(self) is Factorised:  # of which torch does not know them
             rho = kind(leaves, "rho")
@@ -79,6 +85,7 @@ class Factorised(Family):
         return (mean, variance) if all(bool(leaf.isfinite().all()) for leaf in variance.values()) else None
 
     def entropy(self, leaves: Params) -> Tensor | None:
+        """Entropy of q in nats."""
         try:
             return torch.stack([part.entropy().sum() for part in self._parts(leaves).values()]).sum()
         except NotImplementedError:

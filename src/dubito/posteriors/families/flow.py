@@ -46,6 +46,7 @@ class Flow(Family):
             raise ValueError(f"steps and hidden are at least 1; got {self.steps} and {self.hidden}")
 
     def leaves(self, start: Params, scale: Params) -> Params:
+        """The parameters at the beginning."""
         made = {**of_kind("mean", tree.clone(start)), **of_kind("rho", tree.apply(inverse_softplus, scale))}
         generator = torch.Generator().manual_seed(0)
         for name, leaf in start.items():
@@ -54,6 +55,7 @@ class Flow(Family):
             units = leaf.shape[unit_axis(leaf)]
 
             def small(*shape: int, leaf: Tensor = leaf) -> Tensor:
+                """Small random numbers."""
                 return 0.1 * torch.randn(*shape, generator=generator).to(leaf) / math.sqrt(shape[-1])
 
             made |= {f"start/{name}": leaf.new_ones(units), f"start_spread/{name}": leaf.new_full((units,), math.log(0.1))}
@@ -84,6 +86,7 @@ class Flow(Family):
         return z, -0.5 * (eps.square() + LOG_TWO_PI).sum() - spread.sum() - logdet
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """What a draw is made of."""
         mean = kind(leaves, "mean")
         units = {
             f"unit/{name}": torch.empty_like(leaf).normal_(generator=generator) for name, leaf in kind(leaves, "start").items()
@@ -104,10 +107,12 @@ class Flow(Family):
         return found, scales, torch.stack(logs).sum(), factors
 
     def draw(self, leaves: Params, noise: Params) -> Params:
+        """Weights, differentiable in the leaves."""
         mean, scales, *_ = self._given(leaves, noise)
         return {name: torch.addcmul(leaf, scales[name], noise[name]) for name, leaf in mean.items()}
 
     def divergence(self, leaves: Params, noise: Params, prior: Prior, hyper: Params) -> Tensor:
+        """KL(q || p), or an estimate of it."""
         mean, scales, log_q, factors = self._given(leaves, noise)
         drawn = {name: torch.addcmul(leaf, scales[name], noise[name]) for name, leaf in mean.items()}
         entropy = torch.stack([scale.log().sum() for scale in scales.values()]).sum()

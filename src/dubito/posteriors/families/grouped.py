@@ -71,6 +71,7 @@ class Grouped(Family):
         return {} if self.limit is None else self.limit if isinstance(self.limit, Mapping) else {"": self.limit}
 
     def leaves(self, start: Params, scale: Params) -> Params:
+        """The parameters at the beginning."""
         for pattern in self._limits:
             if not any(re.search(pattern, name) for name in start):
                 raise ValueError(f"the limit's pattern {pattern!r} matches no weight; there are {list(start)}")
@@ -139,9 +140,11 @@ class Grouped(Family):
     # ---- q
 
     def scales(self, leaves: Params) -> Params:
+        """Standard deviations of every weight."""
         return tree.apply(F.softplus, kind(leaves, "rho"))
 
     def bounded(self, leaves: Params) -> None:
+        """Put leaves back into their bounds."""
         # here and not in `scales`: a clamped scale has no slope, so what had once come to the limit could never leave it
         for pattern, limit in self._limits.items():
             for name, rho in kind(leaves, "rho").items():
@@ -149,6 +152,7 @@ class Grouped(Family):
                     rho.clamp_(max=math.log(math.expm1(limit)))
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """What a draw is made of."""
         mean = kind(leaves, "mean")
         units = {
             f"unit/{name}": mean[name].new_empty(mean[name].shape[unit_axis(mean[name])]).normal_(generator=generator)
@@ -157,6 +161,7 @@ class Grouped(Family):
         return {**noise_like(mean, generator), **units}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
+        """Weights, differentiable in the leaves."""
         scales, drawn = self.scales(leaves), {}
         for name, mean in kind(leaves, "mean").items():
             drawn[name] = torch.addcmul(mean, scales[name], noise[name])
@@ -176,6 +181,7 @@ class Grouped(Family):
         return mean, variance
 
     def divergence(self, leaves: Params, noise: Params, prior: Prior, hyper: Params) -> Tensor:
+        """KL(q || p), or an estimate of it."""
         scales, total = self.scales(leaves), []
         for name, mean in kind(leaves, "mean").items():
             total.append((0.5 * (scales[name].square() + mean.square() - 1) - scales[name].log()).sum())
@@ -196,6 +202,7 @@ class Grouped(Family):
     def outputs(
         self, leaves: Params, layers: dict[str, str | None], estimator: Estimator, generator: torch.Generator
     ) -> tuple[Params, Reparametrized]:
+        """What draws the outputs of layers."""
         mean, scales = kind(leaves, "mean"), self.scales(leaves)
         names = [name for pair in layers.items() for name in pair if name is not None]
         return {name: mean[name] for name in names}, _Factored(self, leaves, mean, scales, layers, estimator, generator)

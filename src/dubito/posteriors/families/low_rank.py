@@ -36,6 +36,7 @@ class LowRank(Family):
     local: ClassVar[bool] = True
 
     def leaves(self, start: Params, scale: Params) -> Params:
+        """The parameters at the beginning."""
         # columns that begin at zero have no slope, so they begin small, each different
         generator = torch.Generator().manual_seed(0)
         columns = {
@@ -46,9 +47,11 @@ class LowRank(Family):
         return {**of_kind("mean", tree.clone(start)), **of_kind("rho", rho), **of_kind("columns", columns)}
 
     def opened(self, leaves: Params) -> Params:
+        """The leaves with standard deviations in the place of rho."""
         return {**MeanField().opened(leaves), **of_kind("columns", kind(leaves, "columns"))}
 
     def closed(self, leaves: Params, slopes: Params) -> Params:
+        """The gradient in the leaves."""
         return MeanField().closed(leaves, slopes)
 
     def scales(self, leaves: Params) -> Params:
@@ -58,6 +61,7 @@ class LowRank(Family):
     def outputs(
         self, leaves: Params, layers: dict[str, str | None], estimator: Estimator, generator: torch.Generator
     ) -> tuple[Params, Reparametrized]:
+        """What draws the outputs of layers."""
         means, columns, scales = kind(leaves, "mean"), kind(leaves, "columns"), self.scales(leaves)
         along = self._along(leaves, generator)  # one for the batch: it is what all layers share
         moved = {
@@ -71,9 +75,11 @@ class LowRank(Family):
         return torch.empty(self.rank, dtype=first.dtype, device=first.device).normal_(generator=generator)
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """What a draw is made of."""
         return {**noise_like(kind(leaves, "mean"), generator), "": self._along(leaves, generator)}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
+        """Weights, differentiable in the leaves."""
         scales, columns = self.scales(leaves), kind(leaves, "columns")
         return {
             name: torch.addcmul(leaf, scales[name], noise[name] + torch.tensordot(noise[""], columns[name], 1))
@@ -81,6 +87,7 @@ class LowRank(Family):
         }
 
     def moments(self, leaves: Params) -> tuple[Params, Params]:
+        """Mean and variance of every weight."""
         columns = kind(leaves, "columns")
         variance = {name: scale.square() * (1 + columns[name].square().sum(0)) for name, scale in self.scales(leaves).items()}
         return kind(leaves, "mean"), variance
@@ -95,10 +102,12 @@ class LowRank(Family):
         return 2 * torch.stack([scale.log().sum() for scale in scales.values()]).sum() + torch.linalg.slogdet(inner)[1]
 
     def entropy(self, leaves: Params) -> Tensor:
+        """Entropy of q in nats."""
         scales, inner = self._inner(leaves)
         return 0.5 * self._logdet(scales, inner) + tree.size(scales) * 0.5 * (1 + math.log(2 * math.pi))
 
     def log_prob(self, leaves: Params, params: Params) -> Tensor:
+        """Log density of some weights."""
         (scales, inner), columns, mean = self._inner(leaves), kind(leaves, "columns"), kind(leaves, "mean")
         away = {name: (params[name] - leaf) / scales[name] for name, leaf in mean.items()}
         along = torch.stack([columns[name].reshape(self.rank, -1) @ away[name].flatten() for name in mean]).sum(0)
@@ -106,5 +115,6 @@ class LowRank(Family):
         return -0.5 * (square + self._logdet(scales, inner) + tree.size(mean) * math.log(2 * math.pi))
 
     def covariance(self, leaves: Params) -> Covariance:
+        """The covariance of q."""
         scales, columns = self.scales(leaves), kind(leaves, "columns")
         return Structure.of(tree.apply(torch.square, scales), {name: scale * columns[name] for name, scale in scales.items()})

@@ -46,6 +46,7 @@ class MatrixNormal(Family):
             raise ValueError(f"pseudo is at least 1; got {self.pseudo}")
 
     def leaves(self, start: Params, scale: Params) -> Params:
+        """The parameters at the beginning."""
         made, generator = of_kind("mean", tree.clone(start)), torch.Generator().manual_seed(0)
         for name, leaf in start.items():
             if leaf.ndim < 2:
@@ -68,6 +69,7 @@ class MatrixNormal(Family):
         return c, r, a, torch.linalg.cholesky_ex(a @ a.T + torch.eye(len(a), dtype=a.dtype, device=a.device)).L
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """What a draw is made of."""
         mean = kind(leaves, "mean")
         extra = {
             f"pseudo/{name}": mean[name].new_empty(len(mean[name]), len(a)).normal_(generator=generator)
@@ -76,6 +78,7 @@ class MatrixNormal(Family):
         return {**noise_like(mean, generator), **extra}
 
     def draw(self, leaves: Params, noise: Params) -> Params:
+        """Weights, differentiable in the leaves."""
         drawn = {}
         for name, mean in kind(leaves, "mean").items():
             if mean.ndim < 2:
@@ -91,11 +94,13 @@ class MatrixNormal(Family):
     def outputs(
         self, leaves: Params, layers: dict[str, str | None], estimator: Estimator, generator: torch.Generator
     ) -> tuple[Params, Reparametrized]:
+        """What draws the outputs of layers."""
         mean = kind(leaves, "mean")
         names = [name for pair in layers.items() for name in pair if name is not None]
         return {name: mean[name] for name in names}, _Correlated(self, leaves, mean, layers, generator)
 
     def moments(self, leaves: Params) -> tuple[Params, Params]:
+        """Mean and variance of every weight."""
         mean, variance = kind(leaves, "mean"), {}
         for name, leaf in mean.items():
             if leaf.ndim < 2:
@@ -107,6 +112,7 @@ class MatrixNormal(Family):
         return mean, variance
 
     def entropy(self, leaves: Params) -> Tensor:
+        """Entropy of q in nats."""
         mean, logs = kind(leaves, "mean"), []
         for name, leaf in mean.items():
             if leaf.ndim < 2:
@@ -117,6 +123,7 @@ class MatrixNormal(Family):
         return torch.stack(logs).sum() + tree.size(mean) * 0.5 * (1 + math.log(2 * math.pi))
 
     def covariance(self, leaves: Params) -> Covariance:
+        """The covariance of q."""
         made: list[Covariance] = []
         for name, leaf in kind(leaves, "mean").items():
             if leaf.ndim < 2:

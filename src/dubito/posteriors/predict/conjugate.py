@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.network.watch import Watch
 from dubito.network.weights import mode
 from dubito.tensors import tree
@@ -67,7 +68,7 @@ class Linears(Watch):
         return out
 
 
-def find(model: Model, params: Params, buffers: Buffers, x: Any) -> Head:
+def find(model: Model, params: Params, buffers: Buffers, x: Inputs) -> Head:
     """The last layer of a network, or an error that says why it has none of the kind that is needed."""
     watch = Linears({**buffers, **params})
     with torch.no_grad(), mode(model.network, False), watch:
@@ -94,7 +95,7 @@ def find(model: Model, params: Params, buffers: Buffers, x: Any) -> Head:
     return Head(weight, bias)
 
 
-def features(model: Model, params: Params, buffers: Buffers, x: Any, head: Head) -> tuple[Tensor, Tensor]:
+def features(model: Model, params: Params, buffers: Buffers, x: Inputs, head: Head) -> tuple[Tensor, Tensor]:
     """phi(x) [B, *D, d], with 1 as its last entry where the bias is Bayesian, and the network's output f [B, *D, C]."""
     watch = Linears({}, params[head.weight])
     with torch.no_grad(), mode(model.network, False), watch:

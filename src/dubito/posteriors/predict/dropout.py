@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import mode
 from dubito.tensors.randomness import derive, forked
@@ -44,7 +45,8 @@ def _signed(constant: int) -> int:
 def hashed_uniform(seed: Tensor, site: str, shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers in [0, 1) that depend on nothing but the seed, the site and the position (splitmix64)."""
 
-    def shifted(z: Tensor, by: int) -> Tensor:  # logical shift; torch's is arithmetic
+    def shifted(z: Tensor, by: int) -> Tensor:  # torch's shift is arithmetic
+        """A logical shift to the right."""
         return (z >> by) & ((1 << (64 - by)) - 1)
 
     z = torch.arange(1, math.prod(shape) + 1, device=seed.device) * _signed(0x9E3779B97F4A7C15)
@@ -90,7 +92,7 @@ class Dropout:
         words = tuple(name for name in sites if isinstance(modules[name], nn.Embedding))
         return Dropout(sites, words, recurrent, flags.pop() if flags else None)
 
-    def check(self, model: Model, x: Any) -> None:
+    def check(self, model: Model, x: Inputs) -> None:
         """Raise, with advice, if there is no dropout in the network at all, or a place where it never comes to be, or where time and
         sequences stand the other way round than in the recurrent layers."""
         own = any(drops(module) for module in model.network.modules())
@@ -159,6 +161,7 @@ class Folding:
 
     @staticmethod
     def of(network: nn.Module) -> Folding:
+        """The dropout layers of a network whose masks can go on the weights of the layer behind them."""
         found = set()
         for prefix, module in network.named_modules():
             names = list(module._modules) if type(module) is nn.Sequential else []
@@ -356,6 +359,7 @@ class Masks(TorchFunctionMode):
         placed = 0.0 if site is None else self._rate(site)
 
         def mask(part: str, shape: tuple[int, ...]) -> Tensor | None:
+            """The mask of one part of the layer, or None where its rate is zero."""
             own = between if part.startswith("input") and part != "input0" else 0.0
             shape = (1, *shape[1:]) if self.dropout.recurrent == "batch" else shape
             return self.mask(f"{name}/{part}", shape, own or placed, flat[0])

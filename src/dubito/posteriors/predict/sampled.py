@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
 from dubito.model.likelihoods import own
+from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import mode
 from dubito.posteriors.predict.dropout import Dropout, Folding, Masks
@@ -76,6 +77,7 @@ class Common(TorchFunctionMode):
         self.position = self.peak = 0
 
     def again(self) -> Common:
+        """Itself, at the start of another pass, in which what is known is not computed again."""
         self.replay, self.position, self.seen = bool(self.calls) and not self.diverged, 0, False
         return self
 
@@ -104,7 +106,7 @@ class Common(TorchFunctionMode):
 
 def sampled(
     model: Model,
-    x: Any,
+    x: Inputs,
     *,
     shared: Buffers,
     stacked: Params | None = None,
@@ -126,6 +128,7 @@ def sampled(
     known = _KNOWN.setdefault(model.network, {}).setdefault(kind, Known(Folding.of(model.network)))
 
     def once(varying: Params, common: Common | None) -> Tensor:
+        """The output f for one draw, or for stacked ones under vmap."""
         params = {name: leaf for name, leaf in varying.items() if name != "dropout:seed"}
         # `shared` may hold learned quantities too ("dropout:..."), which are not the network's
         buffers = {name: leaf for name, leaf in shared.items() if ":" not in name}
@@ -151,12 +154,13 @@ def sampled(
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 
 
-def _all_draws(once: Callable, varying: Params, draws: int, x: Any, budget: float, known: Known) -> Tensor:
+def _all_draws(once: Callable, varying: Params, draws: int, x: Inputs, budget: float, known: Known) -> Tensor:
     inputs = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(x))
     sizes = sum(leaf.numel() * leaf.element_size() for leaf in varying.values())
     common = Common()
 
     def chunk(start: int, size: int) -> Tensor:
+        """The outputs of `size` draws in one batched pass."""
         part = tree.select(varying, slice(start, start + size))
         return vmap(lambda one: once(one, common.again()), randomness="different")(part)
 

@@ -128,7 +128,7 @@ def test_options_are_those_of_a_gaussian():
     assert posterior.predict(x, "adjoint", top=2).how == "adjoint, 2 largest outputs"
     with pytest.raises(ValueError, match="in one pass"):
         posterior.predict(x, rank=3)
-    with pytest.raises(ValueError, match="link is one of"):
+    with pytest.raises(ValueError, match="link must be one of"):
         posterior.predict(x, "adjoint", link="logit")
 
 

@@ -1,0 +1,113 @@
+"""What every predictive can be asked, with definitions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dubito.model.likelihoods import Likelihood, Uncertainty
+from dubito.tensors.checks import positive
+
+Units = Tensor | np.ndarray | Sequence[float] | float
+
+
+class Predictive(ABC):
+    r"""The predictive distribution of a target y at each of B inputs x, given the data D:
+
+    .. math:: p(y \mid x, D) = \int p\big(y \mid f_\theta(x)\big)\, p(\theta \mid D)\, d\theta
+
+    The likelihood :math:`p(y \mid f)` holds the noise of observations, which is always included. From the predictive follow
+
+    * the mean :math:`E[y \mid x, D]`, which for classes are their probabilities;
+    * the log score :math:`\log p(y \mid x, D)` of an observed y (`log_prob`), of which the mean over new data is what to maximize;
+    * the uncertainty, which is total = aleatoric + epistemic:
+
+    .. math:: \underbrace{\mathrm{Var}[y]}_{\text{total}} = \underbrace{E_\theta\, \mathrm{Var}[y \mid \theta]}_{\text{aleatoric}}
+              + \underbrace{\mathrm{Var}_\theta\, E[y \mid \theta]}_{\text{epistemic}}, \qquad
+              \underbrace{H[y]}_{\text{total}} = \underbrace{E_\theta\, H[y \mid \theta]}_{\text{aleatoric}}
+              + \underbrace{I[y; \theta]}_{\text{epistemic}}
+
+    with variances for numbers and entropies in nats for classes, all given x and D.
+
+    What the split can do: the epistemic part is what more data at x would remove, if the model is right. It is large far from the
+    data, ranks inputs that are worth a label, and is zero where all plausible weights agree. What it cannot do: it is a property of the
+    model, not of the world. If no weights fit the data, or the approximate posterior is too narrow, noise and ignorance are mixed up
+    between the two parts; with few data the aleatoric part is an estimate as uncertain as any other. For classes the two parts often
+    rise and fall together, since both are largest where probabilities are far from 0 and 1: on images that people label differently,
+    both parts follow the disagreement of people about equally well. Use the total to say how sure a prediction is.
+    """
+
+    likelihood: Likelihood
+    means: Tensor  # [S, B, *D, C]: of the network's output, one for each draw or component
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """E[y | x, D]: class probabilities [B, *D, C], or the regression mean [B, *D, C]."""
+
+    @property
+    def complement(self) -> Tensor:
+        """P(y = 0 | x, D) of labels, [B, *D, C]: 1 - mean, with the digits that this loses near 1 where they are known."""
+        return 1 - self.mean
+
+    @property
+    @abstractmethod
+    def uncertainty(self) -> Uncertainty:
+        """Total = aleatoric + epistemic, as defined above: entropies [B, *D] for classes, variances [B, *D, C] for numbers."""
+
+    @property
+    @abstractmethod
+    def f_mean(self) -> Tensor:
+        """Mean of the network's output, [B, *D, C]."""
+
+    @property
+    @abstractmethod
+    def f_var(self) -> Tensor:
+        """Variance of the network's output over the posterior, noise not included, [B, *D, C]."""
+
+    @abstractmethod
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log p(y | x, D) for every input, [B]. Positions of dense outputs are scored one by one and summed."""
+
+    @abstractmethod
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y for every input, [n, B, *D] for classes and [n, B, *D, C] for numbers."""
+
+    @abstractmethod
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Central interval of every output of a regression, (lower, upper), each [B, *D, C]."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> Predictive:
+        """The same predictive on another device."""
+
+    def rescaled(self, shift: Units, scale: Units) -> Predictive:
+        """The predictive of shift + scale * y, each [C] or one number: back to the units that the targets of a regression were
+        standardised from."""
+        raise ValueError(f"a {type(self).__name__} has no other units to be seen in")
+
+    def followed_by(self, others: Sequence[Any]) -> Predictive:
+        """This predictive and those of further batches, from the same draws, as one of all their inputs."""
+        raise ValueError(f"predictives of the kind {type(self).__name__} cannot be put one after another")
+
+
+def as_units(shift: Units, scale: Units, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as [C], in the precision in which they come as tensors, or else in that of the mean."""
+
+    def _each(value: Units) -> Tensor:
+        found = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=mean.dtype)
+        found = found.to(mean.device)
+        if found.numel() not in (1, mean.shape[-1]):
+            raise ValueError(
+                f"there are {mean.shape[-1]} targets, whose shift and scale are one number or one for each; got {value}"
+            )
+        return found.reshape(-1).expand(mean.shape[-1])
+
+    shift, scale = _each(shift), _each(scale)
+    positive(scale=scale)
+    return shift, scale
