@@ -29,7 +29,7 @@ import torch
 from measure import show, write
 from torch import Tensor
 
-from dubito.inference.integrators import Point, minimal_norm, on_sphere, refreshed, turn
+from dubito.inference.integrators import Point, minimal_norm, on_sphere, refresh_direction, turn
 from dubito.inference.log_density import Value
 
 SIZES = (2000, 200, 50)
@@ -76,7 +76,7 @@ class Problem:
 def mclmc(density: Any, point: Point, step: Tensor, path: float, scale: Tensor, generator: torch.Generator) -> Point:
     moved, _ = minimal_norm(density, point, step=step, scale=scale)
     noise = torch.randn(moved.velocity.shape, dtype=moved.velocity.dtype, generator=generator)
-    return moved._replace(velocity=refreshed(moved.velocity, noise, step, path))
+    return moved._replace(velocity=refresh_direction(moved.velocity, noise, step, path))
 
 
 def mclmc_leapfrog(density: Any, point: Point, step: Tensor, path: float, scale: Tensor, generator: torch.Generator) -> Point:
@@ -85,7 +85,7 @@ def mclmc_leapfrog(density: Any, point: Point, step: Tensor, path: float, scale:
     gradient, *rest = density(position)
     velocity, _ = turn(velocity, scale * gradient, 0.5 * step)
     noise = torch.randn(velocity.shape, dtype=velocity.dtype, generator=generator)
-    return Point(position, refreshed(velocity, noise, step, path), gradient, *rest)
+    return Point(position, refresh_direction(velocity, noise, step, path), gradient, *rest)
 
 
 def sghmc(density: Any, point: Point, step: Tensor, path: float, scale: Tensor, generator: torch.Generator) -> Point:

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
 from dubito import Gaussian, Model
-from dubito.inference.integrators import Point, kinetic, leapfrog, minimal_norm, on_sphere, potential, refreshed, rise, turn
+from dubito.inference.integrators import (
+    Point,
+    kinetic,
+    leapfrog,
+    minimal_norm,
+    on_sphere,
+    potential,
+    refresh_direction,
+    rise,
+    turn,
+)
 from dubito.inference.log_density import Density, Value
 from dubito.model import Target
 
@@ -256,6 +266,6 @@ def test_a_step_of_zero_moves_nothing(network):
 def test_a_direction_is_forgotten_over_its_length(step):
     """Its correlation with what it was falls to exp(-step / length), and it stays a direction."""
     v = on_sphere(noise(3, 20_000))
-    new = refreshed(v, noise(3, 20_000, seed=1), torch.full((3,), step).double(), 2.0)
+    new = refresh_direction(v, noise(3, 20_000, seed=1), torch.full((3,), step).double(), 2.0)
     assert torch.allclose(new.square().mean(1), torch.ones(3).double())
     assert torch.allclose((v * new).mean(1), torch.full((3,), math.exp(-step / 2)).double(), atol=5 / math.sqrt(20_000))

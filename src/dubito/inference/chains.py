@@ -90,13 +90,13 @@ def _evenly(count: int, chains: int) -> Tensor:
     return torch.linspace(0, count - 1, chains).round().long()
 
 
-def supported(prior: Prior, params: Params) -> bool:
+def has_density(prior: Prior, params: Params) -> bool:
     """Whether the prior has a density there."""
     with torch.no_grad():
         return not prior.log_prob(tree.apply(Tensor.double, concerned(params))).isneginf()
 
 
-def within(prior: Prior, stacked: Params, generator: torch.Generator) -> Params:
+def move_into_support(prior: Prior, stacked: Params, generator: torch.Generator) -> Params:
     """Starts where the prior has a density.
 
     Networks are initialized without regard to it: leaves of a chain that lie outside its support become draws of the prior, and all
@@ -112,11 +112,11 @@ def within(prior: Prior, stacked: Params, generator: torch.Generator) -> Params:
 def _move_inside(prior: Prior, params: Params, generator: torch.Generator) -> None:
     """Replace leaves outside the prior's support, in place."""
     for _ in range(10):  # a draw may be rounded to the edge of the support
-        if supported(prior, params):
+        if has_density(prior, params):
             return
         drawn = prior.sample(concerned(params), generator)
-        if supported(prior, drawn):
-            params |= {name: leaf for name, leaf in drawn.items() if not supported(prior, {**drawn, name: params[name]})}
+        if has_density(prior, drawn):
+            params |= {name: leaf for name, leaf in drawn.items() if not has_density(prior, {**drawn, name: params[name]})}
 
 
 def units(target: Target, params: Params) -> Tensor:

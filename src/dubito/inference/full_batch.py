@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dubito.inference.chains import TRACE, check_precision, own_buffers, samples, starts, supported, units, within
+from dubito.inference.chains import TRACE, check_precision, has_density, move_into_support, own_buffers, samples, starts, units
 from dubito.inference.log_density import Density
 from dubito.inference.method import Info, Start, Traits
 from dubito.inference.tuning import ChainState as ChainState
@@ -68,7 +68,7 @@ class Chains(ABC):
         for _ in range(self.thin):
             yield self.move(density, state, generator)
 
-    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
         """What adapts during the burn-in, at its start."""
         return {}
 
@@ -93,7 +93,7 @@ class Chains(ABC):
         stacked = starts(target, start, self.chains, generator)
         _check_shared(own_buffers(start, self.chains))
         if not start.given:
-            stacked = within(target.model.prior, stacked, generator)
+            stacked = move_into_support(target.model.prior, stacked, generator)
         position = tree.flatten(stacked, stacked=True)
         zeros = torch.zeros(self.chains, dtype=torch.float64, device=position.device)
         state = ChainState(
@@ -111,7 +111,7 @@ class Chains(ABC):
         )
         if self.resamples and any(conjugate := self._conjugate(target, start, batch, generator)):
             state.scale = state.scale * ~torch.tensor(conjugate, device=position.device)  # the gradient leaves these alone
-        state.tuning = self.tuned(target, state)
+        state.tuning = self.initial_tuning(target, state)
         return state
 
     def _conjugate(self, target: Target, start: Start, batch: Batch, generator: torch.Generator) -> list[bool]:
@@ -159,7 +159,7 @@ class Chains(ABC):
         if not lost:
             return
         prior, params = density.target.model.prior, density.unflatten(state.position)
-        outside = sum(not supported(prior, tree.select(params, number)) for number in range(self.chains))
+        outside = sum(not has_density(prior, tree.select(params, number)) for number in range(self.chains))
         require(
             not outside,
             f"the prior, {type(prior).__name__}, has no density where {outside} of {self.chains} chains start: give a start "

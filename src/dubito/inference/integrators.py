@@ -119,7 +119,7 @@ def minimal_norm(density: Density, point: Point, *, step: Tensor, scale: Tensor)
     return Point(position, velocity, gradient, likelihood, prior), first + second + third
 
 
-def refreshed(velocity: Tensor, noise: Tensor, step: Tensor, length: Tensor | float) -> Tensor:
+def refresh_direction(velocity: Tensor, noise: Tensor, step: Tensor, length: Tensor | float) -> Tensor:
     """The direction partly drawn anew, so that it is forgotten over a path of `length`."""
     share = torch.expm1((2 * step / length).clamp(max=60.0)).sqrt().unsqueeze(1).to(velocity.dtype)  # beyond, nothing is left
     return on_sphere(velocity + share * noise)

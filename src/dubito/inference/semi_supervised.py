@@ -72,7 +72,7 @@ class Stream:
 
     def __call__(self, index: int, seed: int) -> tuple[Any, Tensor]:
         """The inputs of a batch, counted from the first pass on, and their rows."""
-        k = batches_of(self.n, self.size)
+        k = batch_count(self.n, self.size)
         turn, i = divmod(index, k)
         if self.order is None or self.order[0] != (seed, turn):
             source = torch.Generator().manual_seed(derive(seed, "unlabelled", turn))
@@ -113,19 +113,19 @@ def count(unlabelled: Unlabelled) -> int:
     return n
 
 
-def batches_of(n: int, size: int) -> int:
+def batch_count(n: int, size: int) -> int:
     """The number of batches of at most `size` of n examples."""
     return math.ceil(n / size)
 
 
-def joined(x: Any, more: Any) -> Any:
+def join_inputs(x: Any, more: Any) -> Any:
     """Labelled inputs and, after them, unlabelled ones."""
     if isinstance(x, Tensor) and isinstance(more, Tensor) and x.shape[1:] == more.shape[1:]:
         return torch.cat([x, more.to(x.dtype)])
     if isinstance(x, dict) and isinstance(more, dict) and x.keys() == more.keys():
-        return {key: joined(x[key], more[key]) for key in x}
+        return {key: join_inputs(x[key], more[key]) for key in x}
     if isinstance(x, list | tuple) and isinstance(more, list | tuple) and len(x) == len(more):
-        return tuple(joined(a, b) for a, b in zip(x, more, strict=True))
+        return tuple(join_inputs(a, b) for a, b in zip(x, more, strict=True))
     told = [
         list(one.shape if isinstance(one, Tensor) else one) if isinstance(one, Tensor | dict) else type(one).__name__
         for one in (x, more)
@@ -170,7 +170,7 @@ class Consistent(Target):
         n, rows = batch_size(y), torch.empty(0, dtype=torch.long, device=self.model.device)
         if self.batch is not None:
             more, rows = self.batch(index)
-            x = joined(x, more)
+            x = join_inputs(x, more)
 
         def view() -> Any:
             """Another random view of the inputs."""
@@ -272,7 +272,7 @@ class Consistency(ABC):
     def steps(self, n_batches: int) -> int:
         """An epoch is a pass over the labelled or the unlabelled examples, whichever takes more batches."""
         if self.unlabelled is not None:
-            n_batches = max(n_batches, batches_of(count(self.unlabelled), self.unlabelled_size))
+            n_batches = max(n_batches, batch_count(count(self.unlabelled), self.unlabelled_size))
         return self._inner.steps(n_batches)
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> ConsistencyState:
@@ -290,7 +290,7 @@ class Consistency(ABC):
         digest = "" if stream is None else stream.digest()
         state = ConsistencyState(student, 0, steps, 0, seed, digest, stream=stream, given=digest)
         if stream is not None:
-            x = joined(x, stream(0, seed)[0])  # fails early where they are not alike
+            x = join_inputs(x, stream(0, seed)[0])  # fails early where they are not alike
         return self.begin(target, state, x, generator)
 
     def step(self, target: Target, state: Any, data: Iterable[Batch], generator: torch.Generator) -> tuple[Any, Info]:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.inference.chains import BUFFER, TRACE, batching_pays, check_precision, own_buffers, samples, starts, within
+from dubito.inference.chains import BUFFER, TRACE, batching_pays, check_precision, move_into_support, own_buffers, samples, starts
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Model, Target
 from dubito.model.likelihoods import own as learned
@@ -199,7 +199,7 @@ class Langevin(ABC):
         check_precision(start.params)
         params, (shared, moving) = starts(target, start, self.chains, generator), _apart(target.model, start.buffers)
         if not start.given:
-            params = within(target.model.prior, params, generator)
+            params = move_into_support(target.model.prior, params, generator)
         own = {name: leaf for name, leaf in own_buffers(start, self.chains).items() if name in moving}
         buffers = {**shared, **tree.repeat(moving, self.chains), **own}
         preconditioned, noise = self.preconditioner != "none", self._noise(target.model, params)

@@ -77,7 +77,7 @@ class HMC(Chains):
         """Whether a learned noise is drawn from its conditional between trajectories."""
         return self.gibbs
 
-    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
         """Dual averaging of the step size, from the one given."""
         return start_average(self.step_size or 0.01, state)
 

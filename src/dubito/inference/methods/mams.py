@@ -59,7 +59,7 @@ class MAMS(Chains):
         """Whether a learned noise is drawn from its conditional between trajectories."""
         return self.gibbs
 
-    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
         """Dual averaging of the step size, from the one given."""
         require(state.position.shape[1] > 1, "MAMS turns a direction, and one weight has none to turn: use HMC")
         return start_average(self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1]), state)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.inference.full_batch import Chains, ChainState
-from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, refreshed, rise
+from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, refresh_direction, rise
 from dubito.inference.log_density import Density
 from dubito.inference.method import Traits
 from dubito.inference.tuning import adapt_units, check_step_size, start_average
@@ -65,7 +65,7 @@ class MCLMC(Chains):
         """Whether step sizes are tuned during the burn-in."""
         return self.tune
 
-    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
         """Dual averaging of the step size, from the one given."""
         require(state.position.shape[1] > 1, "MCLMC turns a direction, and one weight has none to turn: use HMC")
         start = self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1])
@@ -106,7 +106,7 @@ class MCLMC(Chains):
         noise = state.noise(generator)
         # a chain that has run off the edge of what numbers hold turns round
         velocity = torch.where(sound.unsqueeze(1), after.velocity, -before.velocity)
-        state.velocity = refreshed(velocity, noise, step, self.path_length)
+        state.velocity = refresh_direction(velocity, noise, step, self.path_length)
         if state.step < self.burn_in and self.tune:
             self._tune(state, error, sound)
         return {

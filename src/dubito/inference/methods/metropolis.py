@@ -58,7 +58,7 @@ class Metropolis(Chains):
         """Whether step sizes are tuned during the burn-in."""
         return self.tune
 
-    def tuned(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
         """Dual averaging of the step size, from the one given."""
         return start_average(self.step_size or 2.4 / math.sqrt(state.position.shape[1]), state)
 
