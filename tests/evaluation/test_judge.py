@@ -340,6 +340,14 @@ def test_standard_errors_say_how_often_the_truth_is_missed():
     torch.testing.assert_close(torch.tensor(means).std(0), torch.tensor(errors).mean(0), rtol=0.1, atol=0)
 
 
+def test_a_share_without_exception_is_no_certainty_and_constants_have_no_error():
+    p, y = LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 50, 1)), torch.zeros(50)
+    found = fed(p, y)
+    assert found["coverage"] == 1
+    assert found.standard_errors["coverage"] == pytest.approx((51 / 53) ** 0.5 / 52)
+    assert found.standard_errors["width"] == found.standard_errors["sharpness"] == 0
+
+
 def test_one_example_has_no_standard_error():
     found = fed(LatentMixture(Categorical(), spread(2, 1, 3)), torch.tensor([1]), metrics=["nll", "accuracy"])
     assert all(map(math.isnan, found.standard_errors.values()))

@@ -20,6 +20,9 @@ from torch import Tensor
 from dubito.evaluation.metrics import QuantileCalibration
 from dubito.evaluation.metrics.regression import LEVELS
 
+SHARES = ("accuracy", "coverage")  # means of zeros and ones
+ROUNDING = 1e-13  # of a sum of squares: a variance below that is rounding
+
 
 class Means:
     """Means of quantities that every position has, added up batch by batch; nothing is kept of single examples.
@@ -55,7 +58,11 @@ class Means:
         return {name: float(sums[0]) / n for name, sums in self._sums.items()}
 
     def standard_errors(self) -> dict[str, float]:
-        """The standard error of every mean; nan for fewer than two examples."""
+        """The standard error of every mean; nan for fewer than two examples.
+
+        A share (of `SHARES`) of exactly 0 or 1 gets the standard deviation of the rule of succession, about 1 / m for m examples, since
+        a share without a single exception is no certainty.
+        """
         if self._counts is None or float(self._counts[0]) < 2:
             return dict.fromkeys(self._sums, math.nan)
         examples, n, squares = self._counts.tolist()
@@ -64,12 +71,15 @@ class Means:
             total, square, product = sums.tolist()
             mean = total / n
             off = square - 2 * mean * product + mean * mean * squares
-            found[name] = math.sqrt(examples / (examples - 1) * max(off, 0.0)) / n if math.isfinite(off) else math.nan
+            off = 0.0 if off <= ROUNDING * square else off
+            found[name] = math.sqrt(examples / (examples - 1) * off) / n if math.isfinite(off) else math.nan
+            if name in SHARES and mean in (0.0, 1.0):
+                found[name] = math.sqrt((examples + 1) / (examples + 3)) / (examples + 2)
         return found
 
 
 def row_sums(values: Tensor, keep: Tensor) -> Tensor:
-    """Values [..., n] of the positions that count, `keep` [B, *D], by_row over the positions of each row: [..., B]."""
+    """Values [..., n] of the positions that count, `keep` [B, *D], summed over the positions of each row: [..., B]."""
     if keep.ndim == 1 and values.shape[-1] == len(keep):
         return values
     row = torch.arange(len(keep), device=keep.device).view(-1, *[1] * (keep.ndim - 1)).expand_as(keep)[keep]
