@@ -63,22 +63,22 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(accuracy, True, False, "higher", "share of rows whose most probable class is right"),
     "nll": Metric(nll, True, True, "lower", "negative log likelihood of a row; lower is better"),
-    "brier": Metric(brier, True, False, "lower", "squared error of probabilities; lower is better"),
-    "ece": Metric(ece, True, False, "lower", "gap between confidence and accuracy; 0 is calibrated"),
-    "ece_mass": Metric(partial(ece, by="mass"), True, False, "lower", "the same, in bins with as many rows each"),
-    "classwise_ece": Metric(classwise_ece, True, False, "lower", "the same gap of every class's probability, averaged"),
-    "mce": Metric(mce, True, False, "lower", "the largest gap of any bin; by chance where bins have few rows"),
+    "brier": Metric(brier, True, False, "lower", "squared error of the probabilities; lower is better"),
+    "ece": Metric(ece, True, False, "lower", "mean gap between confidence and accuracy; 0 is calibrated"),
+    "ece_mass": Metric(partial(ece, by="mass"), True, False, "lower", "the same, in bins with equally many rows"),
+    "classwise_ece": Metric(classwise_ece, True, False, "lower", "the same gap for every class's probability, averaged"),
+    "mce": Metric(mce, True, False, "lower", "the largest gap of any bin; large by chance where bins have few rows"),
     "rmse": Metric(rmse, False, True, "lower", "root mean squared error, in the target's units"),
-    "crps": Metric(crps, False, True, "lower", "distance to the target, in its units; lower is better"),
+    "crps": Metric(crps, False, True, "lower", "continuous ranked probability score, in the target's units; lower is better"),
     "coverage": Metric(coverage, False, True, None, "share inside the 90 % interval; 0.9 is calibrated"),
     "width": Metric(width, False, True, "lower", "mean width of the 90 % interval, in the target's units"),
     "interval_score": Metric(
-        interval_score, False, True, "lower", "that width, plus a fine for targets outside; lower is better"
+        interval_score, False, True, "lower", "that width plus a penalty for targets outside; lower is better"
     ),
     "quantile_error": Metric(
-        quantile_error, False, True, "lower", "gap between levels and shares below quantiles; 0 is calibrated"
+        quantile_error, False, True, "lower", "average gap between nominal and observed quantile levels; 0 is calibrated"
     ),
-    "sharpness": Metric(sharpness, False, True, "lower", "standard deviation that is predicted, in the target's units"),
+    "sharpness": Metric(sharpness, False, True, "lower", "predicted standard deviation, in the target's units"),
 }
 
 # (scores [n], errors [n]) -> scalar
@@ -87,6 +87,6 @@ DECISIONS: dict[str, Metric] = {
     "fpr95": Metric(fpr95, True, False, "lower", "share of errors accepted where 95 % of the successes are"),
     "aupr_error": Metric(aupr_error, True, False, "higher", "average precision of finding errors"),
     "aupr_success": Metric(aupr_success, True, False, "higher", "average precision of finding successes"),
-    "aurc": Metric(aurc, True, True, "lower", "mean risk over all coverages"),
-    "excess_aurc": Metric(excess_aurc, True, True, "lower", "the same, above that of an oracle"),
+    "aurc": Metric(aurc, True, True, "lower", "mean risk over all coverages; lower is better"),
+    "excess_aurc": Metric(excess_aurc, True, True, "lower", "AURC above that of an oracle that knows the errors"),
 }

@@ -87,7 +87,7 @@ def width(p: Predictive, y: Array | None = None, *, level: float = 0.9) -> Tenso
 
 
 def interval_score(p: Predictive, y: Array, *, level: float = 0.9) -> Tensor:
-    r"""The width of the central interval plus a fine for targets outside it, the mean over examples and outputs: lower is better.
+    r"""The width of the central interval plus a penalty for targets outside it, the mean over examples and outputs: lower is better.
 
     .. math:: (u - l) + \tfrac{2}{\alpha} \max(l - y, 0) + \tfrac{2}{\alpha} \max(y - u, 0), \qquad \alpha = 1 - \mathrm{level}
 
