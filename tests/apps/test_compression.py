@@ -416,7 +416,7 @@ def test_an_intercept_stays():
 def test_other_shapes_have_moments_to_decide_by(shape):
     model = dubito.Model(nn.Linear(3, 2), Categorical())
     x, y = torch.randn(30, 3), torch.randint(2, (30,))
-    posterior = dubito.fit(model, dubito.Variational(dubito.families.Factorised(shape), epochs=1, init_scale=0.3), (x, y))
+    posterior = dubito.fit(model, dubito.Variational(dubito.families.Factorized(shape), epochs=1, init_scale=0.3), (x, y))
     mean, variance = posterior.family.weight_moments(posterior.leaves)
     drawn = posterior.sample(3000, torch.Generator().manual_seed(0))
     for leaf in mean:
@@ -428,7 +428,7 @@ def test_other_shapes_have_moments_to_decide_by(shape):
 def test_what_has_no_moments_is_refused_with_advice():
     model = dubito.Model(nn.Linear(3, 2), Categorical())
     data = torch.randn(30, 3), torch.randint(2, (30,))
-    posterior = dubito.fit(model, dubito.Variational(dubito.families.Factorised("cauchy"), epochs=1), data)
+    posterior = dubito.fit(model, dubito.Variational(dubito.families.Factorized("cauchy"), epochs=1), data)
     with pytest.raises(TypeError, match="use a Gaussian one"):
         dubito.compress(posterior, data[0])
 

@@ -131,7 +131,7 @@ def leaves_of(family: families.Family) -> dict[str, Tensor]:
 def drawn_from(family: families.Family, leaves: dict[str, Tensor], n: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        rows = tree.stack([family.sampled(leaves, family.noise(leaves, generator)) for _ in range(n)])
+        rows = tree.stack([family.sample(leaves, family.noise(leaves, generator)) for _ in range(n)])
     return tree.flatten({name: rows[name] for name in SHAPES}, stacked=True)
 
 
@@ -156,14 +156,14 @@ def gaussian(family: families.Family) -> None:
         close(density, q.log_prob(tree.flatten(point)), 1e-5)
 
 
-def factorised() -> None:
+def factorized() -> None:
     """Independent normal, Laplace and logistic weights, against the distributions of torch."""
     logistic = partial(
         torch.distributions.TransformedDistribution,
         torch.distributions.Uniform(torch.tensor(0.0, dtype=DOUBLE), torch.tensor(1.0, dtype=DOUBLE)),
     )
     for shape in ("normal", "laplace", "logistic"):
-        family = families.Factorised(shape)
+        family = families.Factorized(shape)
         leaves = leaves_of(family)
         scales = {name: F.softplus(leaves[f"rho/{name}"]) for name in SHAPES}
         point = {name: numbers(*size, seed=7) for name, size in SHAPES.items()}
@@ -233,7 +233,7 @@ FAMILIES: dict[str, Oracle] = {
     "Layerwise": partial(gaussian, families.Layerwise()),
     "Full": partial(gaussian, families.Full()),
     "MatrixNormal": partial(gaussian, families.MatrixNormal(pseudo=2)),
-    "Factorised": factorised,
+    "Factorized": factorized,
     "Grouped": grouped,
     "Flow": flow,
     "Binary": binary,
@@ -339,7 +339,7 @@ def stochastic_form() -> None:
 
 def drawn_form() -> None:
     """A family that is not Gaussian: the moments that it states are those of its draws and of its functions."""
-    family = families.Factorised("laplace")
+    family = families.Factorized("laplace")
     start = mode()
     leaves = family.leaves(start, {name: torch.full_like(leaf, 0.2) for name, leaf in start.items()})
     form = posteriors.Drawn(problem().model, family, leaves, {}, {}, draws=4000)

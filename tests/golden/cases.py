@@ -167,7 +167,7 @@ LIKELIHOODS: dict[str, tuple[Any, int, Any]] = {  # likelihood, outputs of the n
 }
 FAMILIES: dict[str, Any] = {
     "mean field": families.MeanField(),
-    "factorized": families.Factorised("laplace"),
+    "factorized": families.Factorized("laplace"),
     "low rank": families.LowRank(2),
     "layerwise": families.Layerwise(),
     "full": families.Full(),

@@ -98,7 +98,7 @@ def _drawn_bound(posterior: Drawn, batches: list[Batch], draws: int, seed: int) 
     source, family, divergences, scores = generator(posterior.model.device, seed, "elbo"), posterior.family, [], []
     for _ in range(draws):
         noise = family.noise(posterior.leaves, source)
-        params = {**family.sampled(posterior.leaves, noise), **posterior.points}
+        params = {**family.sample(posterior.leaves, noise), **posterior.points}
         divergences.append(_estimated(posterior, params, noise))
         scores.append(_log_likelihood(posterior, params, batches))
     improper = posterior.model.prior.improper

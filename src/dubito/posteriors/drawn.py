@@ -31,7 +31,7 @@ class Drawn(Posterior):
         """n draws of the family's weights; points are the same in all."""
         source = generator or fresh(self.model.device)
         with torch.no_grad():
-            drawn = tree.stack([self.family.sampled(self.leaves, self.family.noise(self.leaves, source)) for _ in range(n)])
+            drawn = tree.stack([self.family.sample(self.leaves, self.family.noise(self.leaves, source)) for _ in range(n)])
         return {**drawn, **tree.repeat(self.points, n)}
 
     def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:

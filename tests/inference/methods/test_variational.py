@@ -9,11 +9,11 @@ from torch import nn
 
 import dubito
 from dubito import Variational
-from dubito.families import Binary, Factorised, Grouped, LowRank, MeanField
+from dubito.families import Binary, Factorized, Grouped, LowRank, MeanField
 from dubito.inference.method import Start
 from dubito.model import Target
 from dubito.posteriors import Drawn, Gaussian
-from dubito.posteriors.families.reparametrized import layers
+from dubito.posteriors.families.reparametrized import drawable_layers
 from dubito.priors import Bernoulli, ByName, Hierarchical, InverseGamma, Laplace, LogUniform, Normal
 from dubito.tensors import tree
 
@@ -109,7 +109,7 @@ def test_the_full_family_is_exact_and_its_bound_the_evidence():
     assert "bits" in str(known)
 
 
-@pytest.mark.parametrize("family", [LowRank(rank=2), "matrix_normal", "flow", Factorised("normal")], ids=str)
+@pytest.mark.parametrize("family", [LowRank(rank=2), "matrix_normal", "flow", Factorized("normal")], ids=str)
 def test_other_families_find_the_mean(family):
     x, y = regression()
     mean, precision, _ = exact(x, y)
@@ -211,7 +211,7 @@ def test_the_divergence_does_not_depend_on_how_weights_are_cut():
     generator, plain = torch.Generator().manual_seed(0), Variational()
     for temperature in (1.0, 0.5):
         target = Target(model, 60, temperature)
-        live = {n: leaf.detach().requires_grad_() for n, leaf in plain.q.opened(state.params).items()}
+        live = {n: leaf.detach().requires_grad_() for n, leaf in plain.q.constrain(state.params).items()}
         value = plain._closed(target, live, 1.0, report=True)
         slopes = [leaf.grad for leaf in live.values()]
         general = plain._divergence(target, live, generator)
@@ -232,7 +232,7 @@ def test_layers_that_can_be_drawn_by_their_outputs():
             return nn.functional.linear(self.norm(x) @ self.free, 2 * self.scaled.weight, self.scaled.bias)
 
     model = dubito.Model(Net(), dubito.Gaussian(scale=1.0))
-    found = layers(model, model.parameters(), torch.zeros(3, 2), {})
+    found = drawable_layers(model, model.parameters(), torch.zeros(3, 2), {})
     assert found == {"a.weight": "a.bias"}, (
         "tied weights, weights that are changed first, and other parameters are drawn themselves"
     )
@@ -260,10 +260,12 @@ class Positions(nn.Module):
 def test_all_positions_of_an_example_see_the_same_weights(layout, drawn):
     model = dubito.Model(Positions(layout), dubito.Gaussian(scale=1.0))
     x, q, generator = torch.ones(8, 8, 3), MeanField(), torch.Generator().manual_seed(0)
-    found = layers(model, model.parameters(), x, {})
+    found = drawable_layers(model, model.parameters(), x, {})
     assert found == ({"layer.weight": "layer.bias"} if drawn else {})
     if drawn:
-        leaves = q.opened(q.leaves(model.parameters(), tree.apply(lambda leaf: torch.full_like(leaf, 0.5), model.parameters())))
+        leaves = q.constrain(
+            q.leaves(model.parameters(), tree.apply(lambda leaf: torch.full_like(leaf, 0.5), model.parameters()))
+        )
         rows = []
         for _ in range(100):
             means, drawing = q.outputs(leaves, found, "auto", generator)
@@ -272,7 +274,7 @@ def test_all_positions_of_an_example_see_the_same_weights(layout, drawn):
         assert abs(float(torch.stack(rows).std()) - 1) < 0.15, "four weights that each add 1/4 of a variance"
 
 
-@pytest.mark.parametrize("family", ["full", Factorised("normal")])
+@pytest.mark.parametrize("family", ["full", Factorized("normal")])
 def test_scales_that_are_points_are_taken_as_given(family):
     """The bound is that of the same Gaussian prior, in which nothing was learned; that of log p(D, scale) would be none of log p(D)."""
     scale = {"prior:log_scale": torch.full((1,), math.log(0.8)).double()}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dubito
-from dubito.families import FAMILIES, Binary, Factorised, Flow, Full, Grouped, Layerwise, LowRank, MatrixNormal, MeanField
+from dubito.families import FAMILIES, Binary, Factorized, Flow, Full, Grouped, Layerwise, LowRank, MatrixNormal, MeanField
 from dubito.priors import Bernoulli, Normal
 from dubito.tensors import tree
 
@@ -22,8 +22,8 @@ GAUSSIAN = {
     "matrix_normal": MatrixNormal(pseudo=2),
 }
 OTHERS = {
-    "laplace": Factorised("laplace"),
-    "logistic": Factorised("logistic"),
+    "laplace": Factorized("laplace"),
+    "logistic": Factorized("logistic"),
     "flow": Flow(hidden=4),
     "normal_jeffreys": Grouped(),
     "horseshoe": Grouped("horseshoe", tau=0.5),
@@ -96,8 +96,8 @@ def test_inverse_distribution_functions(name):
 
 
 def test_an_unknown_shape_is_refused():
-    with pytest.raises(ValueError, match="derive from Factorised"):
-        Factorised("triangle")
+    with pytest.raises(ValueError, match="derive from Factorized"):
+        Factorized("triangle")
 
 
 @pytest.mark.parametrize("name", ["normal_jeffreys", "horseshoe"])
@@ -112,8 +112,8 @@ def test_factors_of_units(name):
             torch.testing.assert_close(rows[key].var(0), variance[key], rtol=0.15, atol=0)
     else:
         noise = torch.randn(200_000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        z, (first, second) = family.factors(leaves, "0.weight", noise), family.factor_moments(leaves, "0.weight")
-        torch.testing.assert_close(z.log().mean(0), family._log_factor(leaves, "0.weight")[0], rtol=0.05, atol=0.01)
+        z, (first, second) = family.factors.draw(leaves, "0.weight", noise), family.factors.moments(leaves, "0.weight")
+        torch.testing.assert_close(z.log().mean(0), family.factors.log_moments(leaves, "0.weight")[0], rtol=0.05, atol=0.01)
         assert (z.mean(0) - first).abs().div((second / 200_000).sqrt()).max() < 6
     assert {key: leaf.shape for key, leaf in family.units(leaves).items()} == {"0.weight": (2,), "1.weight": (3,)}
 
@@ -161,7 +161,7 @@ def test_a_horseshoe_begins_near_its_prior():
     """The global factor where its prior is, and not at 1; all factors are one, which costs ln(1 / tau) nats for each unit."""
     family = Grouped("horseshoe")
     leaves = family.leaves({"w": torch.zeros(2, 3)}, {"w": torch.ones(2, 3)})
-    torch.testing.assert_close(family.factor_moments(leaves, "w")[0], torch.ones(3), rtol=1e-3, atol=0)
+    torch.testing.assert_close(family.factors.moments(leaves, "w")[0], torch.ones(3), rtol=1e-3, atol=0)
     assert float(family.divergence(leaves, {}, Normal(), {})) < 120
 
 
@@ -226,7 +226,7 @@ def test_the_flow_bounds_the_divergence_from_above():
         noises = [family.noise(leaves, generator) for _ in range(2000)]
         bound = torch.stack([family.divergence(leaves, noise, Normal(), {}) for noise in noises]).mean()
         w = torch.stack([family.draw(leaves, noise)["w"] for noise in noises]).flatten()
-        given = torch.stack([family._given(leaves, noise)[0]["w"] for noise in noises]).flatten()
+        given = torch.stack([family._conditional(leaves, noise)[0]["w"] for noise in noises]).flatten()
         scale = torch.nn.functional.softplus(leaves["rho/w"]).flatten()
         density = torch.distributions.Normal(given, scale).log_prob(w[:, None]).logsumexp(1) - math.log(len(given))
         exact = (density - torch.distributions.Normal(0.0, 1.0).log_prob(w)).mean()
@@ -255,7 +255,7 @@ def test_binary_weights():
     family, prior = Binary((-1.0, 1.0)), Bernoulli(0.3, values=(-1.0, 1.0))
     leaves = leaves_of(family)
     generator, n = torch.Generator().manual_seed(0), 4000
-    rows = tree.stack([family.sampled(leaves, family.noise(leaves, generator)) for _ in range(n)])
+    rows = tree.stack([family.sample(leaves, family.noise(leaves, generator)) for _ in range(n)])
     mean, variance = family.weight_moments(leaves)
     for name in NAMES:
         assert set(rows[name].unique().tolist()) == {-1.0, 1.0}
@@ -267,7 +267,7 @@ def test_binary_weights():
     assert ((relaxed > -1) & (relaxed < 1)).all()
     with pytest.raises(ValueError, match="Bernoulli"):
         family.divergence(leaves, family.noise(leaves, generator), Normal(), {})
-    with pytest.raises(ValueError, match="names none"):
+    with pytest.raises(ValueError, match="matches none"):
         Binary(at="head").leaves({"w": torch.zeros(1)}, {})
 
 

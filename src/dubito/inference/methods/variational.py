@@ -20,9 +20,9 @@ from dubito.model.priors import Normal
 from dubito.network.examples import Batch
 from dubito.posteriors import Drawn, Gaussian, Posterior
 from dubito.posteriors.families import FAMILIES, Family, LowRank, MeanField
-from dubito.posteriors.families.family import kind
+from dubito.posteriors.families.leaves import pick
 from dubito.posteriors.families.mean_field import pieces
-from dubito.posteriors.families.reparametrized import Estimator, Reparametrized, layers
+from dubito.posteriors.families.reparametrized import Estimator, Reparametrized, drawable_layers
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require
 from dubito.tensors.tree import Params
@@ -152,7 +152,7 @@ class Variational(Descent[VariationalState]):
         q = self.q
         if self.estimator == "weights" or self.path_only or not q.local:
             return {}
-        drawn = layers(target.model, start.params, target.model.split(batch)[0], start.buffers)
+        drawn = drawable_layers(target.model, start.params, target.model.split(batch)[0], start.buffers)
         # the directions of a low-rank family are of all weights, and these would be drawn in two ways
         return {} if isinstance(q, LowRank) and _names(drawn) != set(_split(start.params)[0]) else drawn
 
@@ -174,19 +174,19 @@ class Variational(Descent[VariationalState]):
     def update(self, target: Target, state: VariationalState, data: list[Batch], generator: torch.Generator) -> dict[str, Tensor]:
         """A gradient of minus the evidence bound, estimated by `samples` draws, and a step of the optimizer."""
         q, (leaves, points) = self.q, _split(state.params)
-        live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.opened(leaves), **points}.items()}
+        live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.constrain(leaves), **points}.items()}
         scores, buffers = [], state.buffers
         for _ in range(self.samples):
             score, buffers = self._likelihood(target, state, live, data, buffers, generator)
             scores.append(score)
         complexity = self._complexity(target, state, live, generator)
         gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
-        gradient = q.closed(leaves, gradient)
+        gradient = q.unconstrain_gradient(leaves, gradient)
         slopes = [gradient[name] for name in state.params]
         if self.clip is not None:
             clip(slopes, self.clip, stacked=False)
         advance(state.optimizer, state.params, slopes, pace=self.pace)
-        q.bounded(leaves)
+        q.enforce_bounds(leaves)
         tree.become(state.buffers, {name: leaf.detach() for name, leaf in buffers.items()})
         info = {"log_likelihood": torch.stack(scores).mean()}
         return info if complexity is None else {**info, "complexity": complexity / target.n_data}
@@ -220,7 +220,7 @@ class Variational(Descent[VariationalState]):
                 self._score_prior(target, state, weights, points, slopes)
             if self.path_only:
                 self._score_density(target, state, whole, weights, slopes)
-            q.pull(whole, noise, drawn, slopes)
+            q.backward(whole, noise, drawn, slopes)
         return score, buffers
 
     def _score(
@@ -243,7 +243,7 @@ class Variational(Descent[VariationalState]):
             factor = torch.full_like(value, -1 / n / self.samples)
             torch.autograd.backward(value, factor, inputs=[*inputs, *(drawing.leaves if drawing else ())])
             if drawing:
-                drawing.pull()
+                drawing.collect_gradients()
             total = value.detach() if total is None else total + value.detach()
         assert total is not None
         return total / n, buffers
@@ -306,7 +306,7 @@ class Variational(Descent[VariationalState]):
         """`_divergence` of independent Gaussians from one another and `factor` times its gradient, in few passes over the memory."""
         prior, temperature, total = target.model.prior, target.temperature, []
         assert isinstance(prior, Normal)
-        for name, mean in kind(live, "mean").items():
+        for name, mean in pick(live, "mean").items():
             scale = live[f"scale/{name}"]
             mu, sigma, s = mean.detach(), scale.detach(), prior.scale_of(name)
             for leaf in (mean, scale):

@@ -1,9 +1,15 @@
-"""Families of distributions q(theta) for variational inference, one a file."""
+"""Families of distributions q(theta) for variational inference, one family in each file.
 
+`Family` is the interface, `FAMILIES` the table by name. Read leaves and family; the Gaussian mean_field, low_rank, cholesky
+and matrix_normal; the others, factorized, flow, grouped and binary; and reparametrized, for drawing the outputs of layers instead of
+weights. The package imports from the rooms `tensors`, `network` and `model`.
+"""
+
+from dubito._moved import renamed
 from dubito.posteriors.families.binary import Binary as Binary
 from dubito.posteriors.families.cholesky import Full as Full
 from dubito.posteriors.families.cholesky import Layerwise as Layerwise
-from dubito.posteriors.families.factorized import Factorised as Factorised
+from dubito.posteriors.families.factorized import Factorized as Factorized
 from dubito.posteriors.families.family import Family as Family
 from dubito.posteriors.families.flow import Flow as Flow
 from dubito.posteriors.families.grouped import Grouped as Grouped
@@ -13,7 +19,7 @@ from dubito.posteriors.families.mean_field import MeanField as MeanField
 
 FAMILIES: dict[str, type[Family]] = {
     "mean_field": MeanField,
-    "factorised": Factorised,
+    "factorized": Factorized,
     "low_rank": LowRank,
     "layerwise": Layerwise,
     "full": Full,
@@ -21,4 +27,7 @@ FAMILIES: dict[str, type[Family]] = {
     "flow": Flow,
     "grouped": Grouped,
     "binary": Binary,
+    "factorised": Factorized,  # as version 0.1 wrote it, also into files
 }
+
+__getattr__ = renamed(__name__, {"Factorised": "Factorized"})

@@ -1,29 +1,31 @@
-"""Gaussians with a covariance matrix: of every layer, or of all weights."""
+"""Gaussians with a full covariance matrix for every layer, or for all weights."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.posteriors.families.family import Family, inverse_softplus, kind, of_kind
-from dubito.posteriors.families.mean_field import noise_like
+from dubito.posteriors.families.family import Family
+from dubito.posteriors.families.leaves import LOG_TWO_PI, inverse_softplus, label, normal_like, pick, standard_entropy, total
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 from dubito.tensors.covariances import Blocks, Covariance, Dense
 from dubito.tensors.tree import Params
 
-LARGEST = 8192  # weights that share a matrix
+LARGEST = 8192  # weights in a matrix
 
 
 @dataclass(frozen=True)
 class Layerwise(Family):
-    r"""The weights of a layer vary together: :math:`w_l = \mu_l + L_l \epsilon` with a lower triangular :math:`L_l`, whose rows are in
-    units of its diagonal, so that steps of one size suit weights of any.
+    r"""Gaussian weights with a full covariance in each layer: :math:`w_l = \mu_l + L_l \epsilon`, :math:`\epsilon \sim N(0, I)`.
 
-    A layer is what shares a name up to its last dot. Its matrix has as many rows as the layer has weights, so this is for small ones.
+    :math:`L_l` is lower triangular, with rows in units of its diagonal, so that the same step size suits weights of any scale.
+
+    The weights of a layer are those with the same name up to the last dot. The entropy is
+    :math:`\sum_l \ln \det L_l + \frac n2 (1 + \ln 2\pi)`. The matrix has a row for each weight, so layers must be small.
 
     >>> leaves = Layerwise().leaves({"0.weight": torch.zeros(1, 2), "0.bias": torch.zeros(1)}, {})
     >>> leaves["factor/0"].shape
@@ -31,89 +33,87 @@ class Layerwise(Family):
     """
 
     def blocks(self, names: list[str]) -> dict[str, list[str]]:
-        """The weights that vary together, by the name of what they share."""
-        found: dict[str, list[str]] = {}
+        """The names of the weights that share a matrix, by their common prefix."""
+        blocks: dict[str, list[str]] = {}
         for name in names:
-            found.setdefault(name.rpartition(".")[0], []).append(name)
-        return found
+            blocks.setdefault(name.rpartition(".")[0], []).append(name)
+        return blocks
 
     def leaves(self, start: Params, scale: Params) -> Params:
-        """The parameters at the beginning."""
-        made = of_kind("mean", tree.clone(start))
+        """Means, and diagonal matrices of the raw scales (.01 where none is given)."""
+        leaves = label("mean", tree.clone(start))
         for block, names in self.blocks(list(start)).items():
             size = sum(start[name].numel() for name in names)
-            if size > LARGEST:
-                raise ValueError(
-                    f"a covariance matrix of {size:,} weights ({block or 'all'}) does not fit: use family='low_rank' or "
-                    "'matrix_normal', or set `only` to Bayesian weights that are fewer"
-                )
+            require(
+                size <= LARGEST,
+                f"a covariance matrix of {size:,} weights ({block or 'all'}) is too large: use family='low_rank' or 'matrix_normal', "
+                "or give Model(only=...) a pattern of fewer weights",
+            )
             spread = [scale.get(name, torch.full_like(start[name], 0.01)).flatten() for name in names]
-            made[f"factor/{block}"] = torch.diag(inverse_softplus(torch.cat(spread)))
-        return made
+            leaves[f"factor/{block}"] = torch.diag(inverse_softplus(torch.cat(spread)))
+        return leaves
 
     def _factors(self, leaves: Params) -> dict[str, Tensor]:
-        """The lower triangular matrices, whose diagonal is kept positive."""
-        found = {}
-        for block, raw in kind(leaves, "factor").items():
+        """The lower triangular matrices by block, with positive diagonals."""
+        factors = {}
+        for block, raw in pick(leaves, "factor").items():
             scale = F.softplus(raw.diagonal())
-            found[block] = raw.tril(-1) * scale.unsqueeze(1) + torch.diag(scale)
-        return found
+            factors[block] = raw.tril(-1) * scale.unsqueeze(1) + torch.diag(scale)
+        return factors
 
     def _blocks(self, leaves: Params) -> dict[str, Params]:
-        mean = kind(leaves, "mean")
+        mean = pick(leaves, "mean")
         return {block: {name: mean[name] for name in names} for block, names in self.blocks(list(mean)).items()}
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
-        """What a draw is made of."""
-        return noise_like(kind(leaves, "mean"), generator)
+        """A standard normal number for every weight."""
+        return normal_like(pick(leaves, "mean"), generator)
 
     def draw(self, leaves: Params, noise: Params) -> Params:
-        """Weights, differentiable in the leaves."""
+        r""":math:`\mu_l + L_l \epsilon_l` for every block."""
         factors, drawn = self._factors(leaves), {}
         for block, mean in self._blocks(leaves).items():
             flat = tree.flatten(mean) + factors[block] @ tree.flatten({name: noise[name] for name in mean})
             drawn |= tree.unflatten(flat, mean)
-        return {name: drawn[name] for name in kind(leaves, "mean")}
+        return {name: drawn[name] for name in pick(leaves, "mean")}
 
     def moments(self, leaves: Params) -> tuple[Params, Params]:
-        """Mean and variance of every weight."""
+        r""":math:`\mu`, and the sums of squares of the rows of L."""
         factors, variance = self._factors(leaves), {}
         for block, mean in self._blocks(leaves).items():
             variance |= tree.unflatten(factors[block].square().sum(1), mean)
-        return kind(leaves, "mean"), variance
+        return pick(leaves, "mean"), variance
 
     def entropy(self, leaves: Params) -> Tensor:
-        """Entropy of q in nats."""
-        logs = torch.stack([factor.diagonal().log().sum() for factor in self._factors(leaves).values()]).sum()
-        return logs + tree.size(kind(leaves, "mean")) * 0.5 * (1 + math.log(2 * math.pi))
+        r""":math:`\sum_l \ln \det L_l + \frac n2 (1 + \ln 2\pi)`."""
+        logs = total(factor.diagonal().log().sum() for factor in self._factors(leaves).values())
+        return logs + standard_entropy(pick(leaves, "mean"))
 
     def log_prob(self, leaves: Params, params: Params) -> Tensor:
-        """Log density of some weights."""
-        factors, total = self._factors(leaves), []
+        """The Gaussian log density, by solving with the triangular matrices."""
+        factors, terms = self._factors(leaves), []
         for block, mean in self._blocks(leaves).items():
-            away = tree.flatten({name: params[name] for name in mean}) - tree.flatten(mean)
-            white = torch.linalg.solve_triangular(factors[block], away.unsqueeze(1), upper=False)
-            total.append(
-                -0.5 * white.square().sum() - factors[block].diagonal().log().sum() - 0.5 * len(away) * math.log(2 * math.pi)
-            )
-        return torch.stack(total).sum()
+            factor, away = factors[block], tree.flatten({name: params[name] for name in mean}) - tree.flatten(mean)
+            white = torch.linalg.solve_triangular(factor, away.unsqueeze(1), upper=False)
+            terms.append(-0.5 * white.square().sum() - factor.diagonal().log().sum() - 0.5 * len(away) * LOG_TWO_PI)
+        return total(terms)
 
     def covariance(self, leaves: Params) -> Covariance:
-        """The covariance of q."""
-        factors, made = self._factors(leaves), []
+        r"""A dense precision :math:`(L_l L_l^T)^{-1}` for each block."""
+        factors, blocks = self._factors(leaves), []
         for block, mean in self._blocks(leaves).items():
             precision = torch.cholesky_inverse(factors[block].double()).to(factors[block])
             shapes = {name: list(leaf.shape) for name, leaf in mean.items()}
-            # in the weights' own dtype, as its users expect; what rounding takes from a precision is given back where it has to be
-            lost = bool(torch.linalg.cholesky_ex(precision.double())[1])
-            shift = precision.diagonal().max() * (len(precision) * torch.finfo(precision.dtype).eps * lost)
-            made.append(Dense(shapes, precision.unsqueeze(0), dict.fromkeys(mean, shift), precision.new_ones(1)))
-        return made[0] if len(made) == 1 else Blocks(tuple(made))
+            # rounding to the dtype of the weights may leave a precision that is not positive definite: then shift its diagonal
+            indefinite = bool(torch.linalg.cholesky_ex(precision.double())[1])
+            shift = precision.diagonal().max() * (len(precision) * torch.finfo(precision.dtype).eps * indefinite)
+            blocks.append(Dense(shapes, precision.unsqueeze(0), dict.fromkeys(mean, shift), precision.new_ones(1)))
+        return blocks[0] if len(blocks) == 1 else Blocks(tuple(blocks))
 
 
 @dataclass(frozen=True)
 class Full(Layerwise):
-    """All weights vary together. On a linear model with Gaussian noise this is the posterior itself.
+    """Gaussian weights with one covariance matrix for all of them. For a linear model with Gaussian noise this is the exact posterior.
 
     >>> list(Full().leaves({"0.weight": torch.zeros(1, 2), "1.weight": torch.zeros(1)}, {}))
     ['mean/0.weight', 'mean/1.weight', 'factor/']

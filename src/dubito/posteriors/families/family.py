@@ -1,117 +1,115 @@
-"""What every variational family can do."""
+"""The interface of a variational family."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.model.priors import Prior
-from dubito.posteriors.families.reparametrized import Estimator, Reparametrized
+from dubito.posteriors.families.leaves import inverse_softplus, label, normal_like, pick
+from dubito.posteriors.families.reparametrized import Estimator, Layers, Reparametrized
+from dubito.tensors import tree
 from dubito.tensors.covariances import Covariance
 from dubito.tensors.tree import Params
 
+Drawing: TypeAlias = tuple[Params, Reparametrized]
+
 
 class Family(ABC):
-    r"""A set of distributions q over the weights: a frozen dataclass of options, and functions of its parameters.
+    r"""A set of distributions q over the weights: a frozen dataclass of options, and functions of the parameters of q.
 
-    The parameters are a flat dict, `leaves`, named "kind/weight", such as "mean/0.weight". A draw is a differentiable function of them
-    and of noise that does not depend on them. A family that knows its entropy, its marginal moments or its density says so by
-    giving them; the KL divergence to a prior is put together from what there is.
+    The parameters are a flat dict, `leaves`, with names "kind/weight", such as "mean/0.weight". A draw is a differentiable function of
+    them and of noise that does not depend on them (the reparametrization trick). Entropy, marginal moments and density are given
+    where they have a closed form; `Variational` puts the KL divergence to the prior together from those that there are.
     """
+
+    local: ClassVar[bool] = False  # whether `outputs` can draw the outputs of layers instead of their weights
 
     @abstractmethod
     def leaves(self, start: Params, scale: Params) -> Params:
-        """The parameters at the beginning: around the weights `start`, with the standard deviations `scale`."""
+        """The initial parameters: a distribution around the weights `start` with the standard deviations `scale`."""
 
-    def opened(self, leaves: Params) -> Params:
-        """The leaves as the functions below take them as well, computed from them once a step; gradients are taken there."""
+    def constrain(self, leaves: Params) -> Params:
+        """The transformed leaves (scale instead of rho), computed once a step; all functions below accept these too."""
         return leaves
 
-    def closed(self, leaves: Params, slopes: Params) -> Params:
-        """The gradient in the leaves, of the gradient in what was opened."""
+    def unconstrain_gradient(self, leaves: Params, slopes: Params) -> Params:
+        """The gradient in the leaves, given the gradient in what `constrain` returned."""
         return slopes
 
-    def bounded(self, leaves: Params) -> None:  # noqa: B027  (most have none)
-        """Put leaves that a step took out of their bounds back to them, in place."""
+    def enforce_bounds(self, leaves: Params) -> None:  # noqa: B027  (most families have no bounds)
+        """Move leaves that a step took out of their bounds back to them, in place."""
 
     @abstractmethod
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
-        """What a draw is made of."""
+        """The random numbers of a draw."""
 
     @abstractmethod
     def draw(self, leaves: Params, noise: Params) -> Params:
-        """Weights, differentiable in the leaves."""
+        """A draw of the weights, differentiable in the leaves."""
 
-    def sampled(self, leaves: Params, noise: Params) -> Params:
-        """A draw of the posterior, where that is not what training draws."""
+    def sample(self, leaves: Params, noise: Params) -> Params:
+        """A draw for predictions, where it differs from a draw in training."""
         return self.draw(leaves, noise)
 
-    def pull(self, leaves: Params, noise: Params, drawn: Params, slopes: Params) -> None:
-        """Add to the gradients of the leaves what the gradient in a draw, which this may consume, comes to there."""
+    def backward(self, leaves: Params, noise: Params, drawn: Params, slopes: Params) -> None:
+        """Add the gradient in the leaves, given the gradient `slopes` in a draw. It may overwrite noise and slopes."""
         torch.autograd.backward(list(drawn.values()), list(slopes.values()), inputs=list(leaves.values()))
 
-    local: ClassVar[bool] = False  # whether `outputs` can draw the outputs of layers in the place of their weights
+    def outputs(self, leaves: Params, layers: Layers, estimator: Estimator, generator: torch.Generator) -> Drawing:
+        """The tensors to put in place of the weights of `layers`, and the context in which the outputs of these layers are drawn.
 
-    def outputs(
-        self, leaves: Params, layers: dict[str, str | None], estimator: Estimator, generator: torch.Generator
-    ) -> tuple[Params, Reparametrized]:
-        """What stands in the network in the place of the weights of some layers, and what draws their outputs. A family that ties
-        layers together is only asked where these are all there is."""
-        raise NotImplementedError(f"{type(self).__name__} draws weights only")
+        A family in which layers depend on each other supports this only if `layers` are all layers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot draw the outputs of layers: use estimator='weights'")
 
     def moments(self, leaves: Params) -> tuple[Params, Params] | None:
-        """Mean and variance of every weight, where q is Gaussian; a closed form of the expected log prior may rest on them."""
+        """Mean and variance of every weight if q is Gaussian, for closed forms of the expected log prior; otherwise None."""
         return None
 
     def entropy(self, leaves: Params) -> Tensor | None:
-        """Entropy of q in nats, or None."""
+        """The entropy of q in nats, or None if it has no closed form."""
         return None
 
     def log_prob(self, leaves: Params, params: Params) -> Tensor | None:
-        """Log density of some weights, or None where it is not known."""
+        """The log density of q at some weights, or None if it has no closed form."""
         return None
 
     def divergence(self, leaves: Params, noise: Params, prior: Prior, hyper: Params) -> Tensor | None:
-        """KL(q || p), a bound of it, or an estimate from a draw's noise, where it is more than entropy and expected log prior.
+        """KL(q || p), a bound of it, or an estimate by a draw's noise. None: it is -entropy - E[ln p], from the functions above.
 
-        `hyper` are hyperparameters of the prior that are learned.
+        `hyper` are learned hyperparameters of the prior.
         """
         return None
 
     def weight_moments(self, leaves: Params) -> tuple[Params, Params] | None:
-        """Mean and variance of every weight, Gaussian or not."""
+        """Mean and variance of every weight, whether q is Gaussian or not; None if they have no closed form."""
         return self.moments(leaves)
 
     def units(self, leaves: Params) -> Params | None:
-        """How little each unit is needed, where units have factors."""
+        """A score for each unit, the larger the less the unit is needed; None if units have no factors."""
         return None
 
     def covariance(self, leaves: Params) -> Covariance | None:
-        """Where q is Gaussian and the library has a form for its covariance."""
+        """The covariance of q, if q is Gaussian and the library has a structure for it; otherwise None."""
         return None
 
 
-def kind(leaves: Params, name: str) -> Params:
-    """The leaves of one kind, by the weight they belong to.
+class ScaledFamily(Family):
+    r"""A family with a location :math:`\mu`, "mean/...", and a scale :math:`\ln(1 + e^\rho)`, "rho/...", for every weight."""
 
-    >>> kind({"mean/0.weight": torch.zeros(1), "rho/0.weight": torch.ones(1)}, "rho")
-    {'0.weight': tensor([1.])}
-    """
-    return {key.split("/", 1)[1]: leaf for key, leaf in leaves.items() if key.split("/", 1)[0] == name}
+    def leaves(self, start: Params, scale: Params) -> Params:
+        r"""The locations `start`, and :math:`\rho` with :math:`\ln(1 + e^\rho)` = `scale`."""
+        return {**label("mean", tree.clone(start)), **label("rho", tree.apply(inverse_softplus, scale))}
 
+    def scales(self, leaves: Params) -> Params:
+        """The scale of every weight."""
+        return pick(leaves, "scale") or tree.apply(F.softplus, pick(leaves, "rho"))
 
-def of_kind(name: str, tree: Params) -> Params:
-    """The inverse: weights' names with their kind."""
-    return {f"{name}/{key}": leaf for key, leaf in tree.items()}
-
-
-def inverse_softplus(scale: Tensor) -> Tensor:
-    r"""The :math:`\rho` of which :math:`\ln(1 + e^\rho)` is the scale.
-
-    >>> torch.nn.functional.softplus(inverse_softplus(torch.tensor([0.01, 3.0])))
-    tensor([0.0100, 3.0000])
-    """
-    return scale + torch.log(-torch.expm1(-scale))
+    def noise(self, leaves: Params, generator: torch.Generator) -> Params:
+        """A standard normal number for every weight."""
+        return normal_like(pick(leaves, "mean"), generator)

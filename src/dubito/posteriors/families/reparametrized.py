@@ -1,28 +1,30 @@
-r"""Layers whose outputs are drawn instead of their weights: local reparametrisation and flipout, in any network, without touching it.
+r"""Draw the outputs of layers instead of their weights: local reparametrization and flipout, in any network, without changing it.
 
-A `TorchFunctionMode` sees every call of a linear layer or a convolution in a forward pass, and knows the layer by its weight. With
-independent Gaussian weights :math:`w \sim N(\mu, \sigma^2)` it answers with
+A `TorchFunctionMode` intercepts the calls of linear layers and convolutions in a forward pass and recognizes a layer by its weight.
+With independent Gaussian weights :math:`w \sim N(\mu, \sigma^2)` it returns one of the following.
 
-- *local reparametrisation* (Kingma et al. 2015), outputs drawn from their own distribution given the inputs,
-  :math:`N(x \mu, x^2 \sigma^2)`, anew for every example;
-- *flipout* (Wen et al. 2018), one draw :math:`\Delta = \sigma \epsilon` for the batch, which random signs, one for every input and
-  output of an example, make different for all: :math:`x \mu + s \circ ((x \circ r) \Delta)`.
+- *Local reparametrization* (Kingma et al. 2015): outputs drawn from their distribution given the inputs,
+  :math:`N(x \mu, x^2 \sigma^2)`, for every example.
+- *Flipout* (Wen et al. 2018): one draw :math:`\Delta = \sigma \epsilon` for the batch, with random signs r and s for every input and
+  output of an example: :math:`x \mu + s \circ ((x \circ r) \Delta)`.
 
-Flipout draws, for each example, from the distribution of the weights exactly. Local reparametrisation does where a weight is used once
-an example. In a convolution, or a linear layer over positions, it draws each position for itself, as if the weights were drawn
-anew there: right for the variance of every output, but not for how outputs vary together.
+Flipout draws each example exactly from the distribution of the weights. Local reparametrization does so where an example uses a weight
+once. In a convolution, or a linear layer over positions, it draws each position independently, as if the weights were drawn again
+there: the variance of every output is right, the covariance between outputs is not.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dubito._moved import renamed
 from dubito.model import Model
 from dubito.network.watch import Watch
 from dubito.network.weights import mode
@@ -31,146 +33,171 @@ from dubito.tensors.randomness import Normals, forked
 from dubito.tensors.tree import Buffers, Params
 
 LINEAR = {F.linear}
-CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
-TINY = 1e-20  # a variance of nothing, whose root has a slope all the same
+LAYERS = LINEAR | {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
+ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "requires_grad")}  # reading them is no use
+ARGUMENTS = ("input", "weight", "bias")
+TINY = 1e-20  # added to variances: the root has no finite slope at 0
 
 Estimator = Literal["auto", "weights", "local", "flipout"]
+Layers: TypeAlias = Mapping[str, str | None]  # names: weight to bias, None if the layer has no Bayesian bias
 
 
-def _call(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, tuple, dict[str, Any]]:
-    """Input, weight, bias and the rest of a call of a layer."""
-    named = dict(zip(("input", "weight", "bias"), args[:3], strict=False)) | {
-        key: kwargs[key] for key in ("input", "weight", "bias") if key in kwargs
-    }
-    rest = {key: value for key, value in kwargs.items() if key not in ("input", "weight", "bias")}
-    return named["input"], named["weight"], named.get("bias"), args[3:], rest
+class LayerCall(NamedTuple):
+    """A call of a linear layer or a convolution."""
+
+    function: Callable[..., Tensor]
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
+        """The call with the given arguments."""
+        named = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+        options = {key: value for key, value in kwargs.items() if key not in ARGUMENTS}
+        return LayerCall(function, named["input"], named["weight"], named.get("bias"), args[3:], options)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The layer with another input, weight and bias."""
+        return self.function(x, weight, bias, *self.rest, **self.options)
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is a linear layer; otherwise it is a convolution."""
+        return self.function in LINEAR
+
+    @property
+    def channel(self) -> int:
+        """The axis of the channels."""
+        return -1 if self.linear else 1
+
+    def spread(self, values: Tensor, ndim: int) -> Tensor:
+        """Values [B, C] in a shape that broadcasts over the positions of a tensor with `ndim` axes."""
+        shape = [len(values), *[1] * (ndim - 1)]
+        shape[self.channel] = values.shape[1]
+        return values.view(shape)
 
 
-class Uses(Watch):
-    """Notes which weights are those of a linear layer or a convolution that is called once, and nothing else, on inputs with the `n`
-    examples along their first axis."""
+class LayerUses(Watch):
+    """Records which weights are used by nothing but one call of a linear layer or a convolution, on inputs with n rows."""
 
     def __init__(self, weights: Params, n: int):
         super().__init__(weights)
         self.n = n
-        self.layers: list[tuple[str | None, str | None]] = []
+        self.layers: list[tuple[str, str | None]] = []
         self.other: set[str] = set()
 
     def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of a call, whose weights are noted."""
-        seen = self.used((args, kwargs))
-        if seen and func in LINEAR | CONVOLUTIONS:
-            x, weight, bias, *_ = _call(func, args, kwargs)
-            pair = self.name(weight), self.name(bias)
-            known = [name for name in pair if name is not None]
-            if sorted(known) == sorted(seen) and pair[0] is not None and x.shape[0] == self.n:
+        """Record the weights among the arguments, and call the function."""
+        used = self.used((args, kwargs))
+        if used and func not in ATTRIBUTES:
+            pair = self._layer(func, args, kwargs)
+            if pair is not None and sorted(filter(None, pair)) == sorted(used):
                 self.layers.append(pair)
             else:
-                self.other.update(seen)
-        elif func not in (Tensor.shape.__get__, Tensor.device.__get__, Tensor.dtype.__get__, Tensor.requires_grad.__get__):  # pyright: ignore
-            self.other.update(seen)
+                self.other.update(used)
         return func(*args, **kwargs)
 
+    def _layer(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str | None] | None:
+        """The names of weight and bias, if the call is one of a layer with a Bayesian weight."""
+        if func not in LAYERS:
+            return None
+        call = LayerCall.of(func, args, kwargs)
+        weight = self.name(call.weight)
+        return None if weight is None or len(call.x) != self.n else (weight, self.name(call.bias))
+
     @property
-    def once(self) -> dict[str, str | None]:
-        """Weight and bias of the layers that can be drawn by their outputs."""
-        counts: dict[str, int] = {}
-        for pair in self.layers:
-            for name in pair:
-                if name is not None:
-                    counts[name] = counts.get(name, 0) + 1
-        sound = {name for name, n in counts.items() if n == 1} - self.other
-        return {w: b for w, b in self.layers if w in sound and (b is None or b in sound) and w is not None}
+    def single(self) -> dict[str, str | None]:
+        """The layers whose outputs can be drawn: weight to bias."""
+        counts = Counter(name for pair in self.layers for name in pair)
+        usable = {name for name, n in counts.items() if n == 1 and name not in self.other} | {None}
+        return {weight: bias for weight, bias in self.layers if weight in usable and bias in usable}
 
 
-def layers(model: Model, params: Params, x: Any, buffers: Buffers) -> dict[str, str | None]:
-    """The layers whose outputs can be drawn in the place of their weights, by two passes over some inputs: weight to bias.
+def drawable_layers(model: Model, params: Params, x: Any, buffers: Buffers) -> dict[str, str | None]:
+    """The layers whose outputs can be drawn instead of their weights, weight to bias, found by two passes over some inputs.
 
-    Every example has a draw of its own, so the examples must be along the first axis there: not positions, as where they come
-    first, and not both in one. With one more example that axis must be longer by one.
+    Every example has its own draw, so examples must lie along the first axis of a layer's input, alone. In the second pass there is
+    one more example, and that axis must be longer by one.
 
     >>> import dubito
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1, bias=False))
     >>> model = dubito.Model(net, dubito.Gaussian(scale=1.0))
-    >>> layers(model, model.parameters(), torch.zeros(4, 2), {})
+    >>> drawable_layers(model, model.parameters(), torch.zeros(4, 2), {})
     {'0.weight': '0.bias', '2.weight': None}
     """
-    own = {name: leaf.detach().clone() for name, leaf in params.items() if ":" not in name}
+    weights = {name: leaf.detach().clone() for name, leaf in params.items() if ":" not in name}
     n = len(next(iter(tree.leaves(x))))
+
+    def _single(inputs: Any, count: int) -> dict[str, str | None]:
+        uses = LayerUses(weights, count)
+        with forked(0), torch.no_grad(), mode(model.network, True), uses:
+            model.call({**params, **weights}, inputs, {name: leaf.clone() for name, leaf in buffers.items()})
+        return uses.single
+
     more = tree.apply_leaves(lambda leaf: torch.cat([leaf, leaf[:1]]) if leaf.ndim and len(leaf) == n else leaf, x)
-    found: list[dict[str, str | None]] = []
-    for inputs, count in ((x, n), (more, n + 1)):
-        uses = Uses(own, count)
-        try:
-            with forked(0), torch.no_grad(), mode(model.network, True), uses:
-                model.call({**params, **own}, inputs, {name: leaf.clone() for name, leaf in buffers.items()})
-        except Exception:
-            if inputs is x:
-                raise
-            return {}  # a network for one number of examples: which axis theirs is cannot be told
-        found.append(uses.once)
-    return {weight: bias for weight, bias in found[0].items() if weight in found[1]}
+    layers = _single(x, n)
+    try:
+        confirmed = _single(more, n + 1)
+    except Exception:
+        return {}  # the network accepts one number of examples only, so their axis cannot be found
+    return {weight: bias for weight, bias in layers.items() if weight in confirmed}
+
+
+def names_in(layers: Layers) -> list[str]:
+    """The names of all weights and biases of some layers."""
+    return [name for pair in layers.items() for name in pair if name is not None]
 
 
 class Reparametrized(TorchFunctionMode):
-    """Draws the outputs of layers. `means` holds the tensors that stand in the network, `scales` their standard deviations."""
+    """Draws the outputs of layers. `means` holds the tensors that are in the network, `scales` their standard deviations."""
 
-    def __init__(
-        self,
-        means: Params,
-        scales: Params,
-        layers: Mapping[str, str | None],
-        estimator: Estimator,
-        generator: torch.Generator,
-    ):
+    def __init__(self, means: Params, scales: Params, layers: Layers, estimator: Estimator, generator: torch.Generator):
         super().__init__()
         self.places = {id(means[weight]): weight for weight in layers}
         self.scales, self.layers, self.estimator, self.generator = scales, layers, estimator, generator
         self.variances: dict[str, Tensor] = {}
         if estimator in ("auto", "local"):
-            # leaves of their own: autograd would square, and go back, in more passes over the memory
-            names = [name for pair in layers.items() for name in pair if name is not None]
-            self.variances = {name: scales[name].detach().square().requires_grad_() for name in names}
+            # separate leaves: squaring within autograd would need more passes over the memory
+            self.variances = {name: scales[name].detach().square().requires_grad_() for name in names_in(layers)}
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Tensors of its own that collect gradients, to be pulled back."""
+        """The variances, which collect gradients for `collect_gradients`."""
         return list(self.variances.values())
 
-    def pull(self) -> None:
-        """Add to the gradients of the scales those of their squares."""
+    def collect_gradients(self) -> None:
+        """Add to the gradients of the scales those of the variances: 2 * scale * gradient."""
         with torch.no_grad():
             for name, variance in self.variances.items():
-                if (slope := variance.grad) is not None:
-                    scale = self.scales[name]
-                    if scale.grad is None:
-                        scale.grad = slope.mul_(scale).mul_(2)
-                    else:
-                        scale.grad.addcmul_(slope, scale, value=2)
+                slope, scale = variance.grad, self.scales[name]
+                if slope is not None and scale.grad is None:
+                    scale.grad = slope.mul_(scale).mul_(2)
+                elif slope is not None and scale.grad is not None:
+                    scale.grad.addcmul_(slope, scale, value=2)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in LINEAR or func in CONVOLUTIONS:
-            x, weight, bias, rest, options = _call(func, args, kwargs)
-            if (name := self.places.get(id(weight))) is not None:
-                return self._drawn(func, name, x, weight, bias, rest, options)
+        if func in LAYERS:
+            call = LayerCall.of(func, args, kwargs)
+            if (name := self.places.get(id(call.weight))) is not None:
+                return self._draw(call, name)
         return func(*args, **kwargs)
 
-    def _drawn(self, func, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple, options: dict) -> Tensor:
-        own = self.layers[name]
-        scale, bias_scale = self.scales[name], None if own is None else self.scales[own]
-        mean = func(x, weight, bias, *rest, **options)
-        local = self.estimator == "local" or (self.estimator == "auto" and func in LINEAR and x.ndim == 2)
-        if local:
-            spread = None if own is None else self.variances[own]
-            variance = func(x.square(), self.variances[name], spread, *rest, **options)
+    def _draw(self, call: LayerCall, name: str) -> Tensor:
+        """The drawn output of the layer with the weight `name`."""
+        x, bias = call.x, self.layers[name]
+        mean = call.run(x, call.weight, call.bias)
+        if self.estimator == "local" or (self.estimator == "auto" and call.linear and x.ndim == 2):
+            variance = call.run(x.square(), self.variances[name], None if bias is None else self.variances[bias])
             return torch.addcmul(mean, variance.clamp_min(TINY).sqrt(), self._normal(mean))
-        # signs of an example: one for each of its input and output channels, the same at all its positions
-        channel = -1 if func in LINEAR else 1
-        r, s = (self._signs(part, channel) for part in (x, mean))
-        delta = scale * self._normal(scale)
-        shift = None if bias_scale is None else bias_scale * self._normal(bias_scale)
-        return torch.addcmul(mean, s, func(x * r, delta, shift, *rest, **options))
+        # one sign for each input and output channel of an example, the same at all its positions
+        r, s = self._signs(x, call.channel), self._signs(mean, call.channel)
+        delta = self.scales[name] * self._normal(self.scales[name])
+        shift = None if bias is None else self.scales[bias] * self._normal(self.scales[bias])
+        return torch.addcmul(mean, s, call.run(x * r, delta, shift))
 
     def _normal(self, like: Tensor) -> Tensor:
         if Normals.pay([like]):
@@ -183,3 +210,6 @@ class Reparametrized(TorchFunctionMode):
             shape[channel] = like.shape[channel]
         bits = torch.randint(0, 2, shape, generator=self.generator, device=like.device)
         return bits.to(like.dtype).mul_(2).sub_(1)
+
+
+__getattr__ = renamed(__name__, {"layers": "drawable_layers", "Uses": "LayerUses"})
