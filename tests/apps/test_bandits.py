@@ -36,7 +36,7 @@ from dubito.apps.bandits import (
 from dubito.apps.bandits.simulate import Run
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic, Stored
 from dubito.posteriors.predict.dropout import Dropout
-from dubito.priors import Centred, Normal
+from dubito.priors import Centered, Normal
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -190,7 +190,7 @@ def test_only_the_arm_that_was_taken_is_learned_from():
 def test_names_are_those_of_the_network(net):
     """A prior by patterns or around pretrained weights is the same prior of the same weights."""
     one = dubito.Model(net, dubito.Gaussian(scale=0.3), Normal.fan_in(net, 0.1))
-    pretrained = replace(one, prior=Centred(net, Normal(scale=0.1)))
+    pretrained = replace(one, prior=Centered(net, Normal(scale=0.1)))
     names = [name for name, _ in net.named_parameters()]
     for before in (one, pretrained):
         after = action_value_model(before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,6 @@ from dubito.apps.bandits.agent import AgentState, arm_to_try, check_reward
 from dubito.apps.bandits.regressions import Regressions
 from dubito.apps.bandits.thompson import Thompson
 from dubito.apps.network import last_linear, only_network
-from dubito.apps.sequence import Methods
-from dubito.model import Model
 from dubito.posteriors import Posterior
 from dubito.tensors.checks import at_least, require
 from dubito.tensors.randomness import generator
@@ -20,6 +20,7 @@ def _with_constant(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
 
+@dataclass(eq=False, repr=False)
 class Linear:
     """A Bayesian linear regression for each arm on the context and a constant, with the exact posterior after every reward.
 
@@ -35,30 +36,28 @@ class Linear:
     (0, 1)
     """
 
-    def __init__(
-        self,
-        arms: int,
-        width: int,
-        *,
-        initial: int = 2,
-        precision: float = 0.25,
-        a0: float = 6.0,
-        b0: float = 6.0,
-        seed: int = 0,
-    ):
-        at_least(2, arms=arms)
-        at_least(1, width=width)
-        at_least(0, initial=initial)
-        self.arms, self.width, self.initial, self.seed = arms, width, initial, seed
-        self.prior = dict(precision=precision, a0=a0, b0=b0)
-        self.regressions = Regressions.prior(arms, width + 1, precision=precision, a0=a0, b0=b0)
+    arms: int
+    width: int
+    _: KW_ONLY
+    initial: int = 2
+    precision: float = 0.25
+    a0: float = 6.0
+    b0: float = 6.0
+    seed: int = 0
+
+    def __post_init__(self):
+        at_least(2, arms=self.arms)
+        at_least(1, width=self.width)
+        at_least(0, initial=self.initial)
+        self.prior = dict(precision=self.precision, a0=self.a0, b0=self.b0)
+        self.regressions = Regressions.prior(self.arms, self.width + 1, precision=self.precision, a0=self.a0, b0=self.b0)
         self.rounds = self.acts = self._waiting = 0  # rewards, choices, and choices since the last reward
 
     def act(self, context: Tensor) -> int:
         """The best arm by a draw of all weights, after each was taken `initial` times."""
         waiting, self.acts, self._waiting = self._waiting, self.acts + 1, self._waiting + 1
         # every reward adds 1/2 to the shape of the noise's posterior
-        counts = (2 * (self.regressions.shape - self.prior["a0"])).round().long().tolist()
+        counts = (2 * (self.regressions.shape - self.a0)).round().long().tolist()
         if (arm := arm_to_try(counts, self.initial, waiting)) is not None:
             return arm
         weights = self.regressions.sample(generator("cpu", self.seed, "draw", self.acts))
@@ -81,6 +80,7 @@ class Linear:
         self.regressions = Regressions(**{name: state[name].clone() for name in ("mean", "root", "shape", "rate")})
 
 
+@dataclass(eq=False, repr=False)
 class NeuralLinear(Thompson):
     """An exact Bayesian linear regression for each arm on the features of a network (Riquelme et al. 2018).
 
@@ -100,25 +100,16 @@ class NeuralLinear(Thompson):
     True
     """
 
-    def __init__(
-        self,
-        model: Model,
-        method: Methods,
-        arms: int,
-        *,
-        every: int = 50,
-        initial: int = 2,
-        precision: float = 0.25,
-        a0: float = 6.0,
-        b0: float = 6.0,
-        standardize: bool = True,
-        batch_size: int = 512,
-        seed: int = 0,
-    ):
-        super().__init__(
-            model, method, arms, every=every, initial=initial, standardize=standardize, batch_size=batch_size, seed=seed
-        )
-        self.prior = dict(precision=precision, a0=a0, b0=b0)
+    _: KW_ONLY
+    precision: float = 0.25
+    a0: float = 6.0
+    b0: float = 6.0
+    members: int = field(default=1, init=False)
+    epsilon: float = field(default=0.0, init=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.prior = dict(precision=self.precision, a0=self.a0, b0=self.b0)
         self.regressions: Regressions | None = None
         self.layer = ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from dubito.tensors.randomness import derive, generator
 from dubito.tensors.tree import Params
 
 
+@dataclass(eq=False, repr=False)
 class Thompson:
     """Thompson sampling: draw a function from the posterior and take the arm that it rates best.
 
@@ -50,36 +51,33 @@ class Thompson:
     True
     """
 
-    def __init__(
-        self,
-        model: Model,
-        method: Methods,
-        arms: int,
-        *,
-        every: int = 50,
-        initial: int = 2,
-        members: int = 1,
-        epsilon: float = 0.0,
-        standardize: bool = True,
-        batch_size: int = 512,
-        seed: int = 0,
-    ):
-        at_least(2, arms=arms)
-        at_least(1, every=every, initial=initial, members=members)
-        between(0, 1, epsilon=epsilon, include="both")
-        sequence = chain(method, 1)
+    model: Model
+    method: Methods
+    arms: int
+    _: KW_ONLY
+    every: int = 50
+    initial: int = 2
+    members: int = 1
+    epsilon: float = 0.0
+    standardize: bool = True
+    batch_size: int = 512
+    seed: int = 0
+
+    def __post_init__(self):
+        at_least(2, arms=self.arms)
+        at_least(1, every=self.every, initial=self.initial, members=self.members)
+        between(0, 1, epsilon=self.epsilon, include="both")
+        sequence = chain(self.method, 1)
         require(
-            members == 1 or not any(traits_of(step).starts_anew for step in sequence),
-            f"this method initializes its own members: leave out members={members}",
+            self.members == 1 or not any(traits_of(step).starts_anew for step in sequence),
+            f"this method initializes its own members: leave out members={self.members}",
         )
         require(
             not any(isinstance(step, NeuralLinear) for step in sequence),
             "the method NeuralLinear needs the rewards of all arms, and only one is known in each round: use the agent "
             "bandits.NeuralLinear(model, MAP(), arms)",
         )
-        self.model, self.method, self.arms = action_value_model(model), method, arms
-        self.every, self.initial, self.members, self.epsilon = every, initial, members, epsilon
-        self.standardize, self.batch_size, self.seed = standardize, batch_size, seed
+        self.model = action_value_model(self.model)
         self.log, self.acts, self._waiting = Log(), 0, 0  # rewards, choices, and choices since the last reward
         self.posterior: Posterior | None = None
         self._fitted, self._shift, self._scale = 0, 0.0, 1.0  # rewards at the last fit, their mean and standard deviation

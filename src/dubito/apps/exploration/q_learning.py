@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -75,6 +75,7 @@ class History:
         return means
 
 
+@dataclass(eq=False, repr=False)
 class QLearning:
     r"""Deep Q-learning: a network from observations to the value of each action, trained towards
 
@@ -100,30 +101,29 @@ class QLearning:
     [1.0]
     """
 
-    def __init__(
-        self,
-        model: Model,
-        method: Method,
-        actions: int,
-        *,
-        explore: Explore = Thompson(),
-        discount: float = 0.99,
-        capacity: int = 10_000,
-        batch_size: int = 64,
-        initial: int = 100,
-        every: int = 1,
-        sync: int = 200,
-        double: bool = True,
-        n_data: int | None = None,
-        observe: Callable[[Any], Tensor] = flat,
-        seed: int = 0,
-    ):
-        at_least(2, actions=actions)
-        at_least(1, capacity=capacity, batch_size=batch_size, initial=initial, every=every, sync=sync)
-        between(0, 1, discount=discount, include="both")
-        name, traits = type(method).__name__, traits_of(method)
+    model: Model
+    method: Method
+    actions: int
+    _: KW_ONLY
+    explore: Explore = Thompson()
+    discount: float = 0.99
+    capacity: int = 10_000
+    batch_size: int = 64
+    initial: int = 100
+    every: int = 1
+    sync: int = 200
+    double: bool = True
+    n_data: int | None = None
+    observe: Callable[[Observation], Tensor] = flat
+    seed: int = 0
+
+    def __post_init__(self):
+        at_least(2, actions=self.actions)
+        at_least(1, capacity=self.capacity, batch_size=self.batch_size, initial=self.initial, every=self.every, sync=self.sync)
+        between(0, 1, discount=self.discount, include="both")
+        name, traits = type(self.method).__name__, traits_of(self.method)
         require(
-            method.data == "batches" and not traits.post_hoc and not traits.starts_anew,
+            self.method.data == "batches" and not traits.post_hoc and not traits.starts_anew,
             f"{name} does not learn step by step from mini-batches with one set of weights: use MAP, MCDropout, Variational or IVON",
         )
         if traits.length_settings:
@@ -132,18 +132,16 @@ class QLearning:
             raise ValueError(
                 f"{word} depends on the number of steps, which is not known here: give {setting}, as in {name}({setting})"
             )
-        self.model, self.method, self.actions, self.explore = action_value_model(model), method, actions, explore
-        self.discount, self.batch_size, self.initial, self.every = discount, batch_size, initial, every
-        self.sync, self.double, self.observe, self.seed = sync, double, observe, seed
-        self.target = Target(self.model, n_data or capacity)
-        self.replay = Replay(capacity, self.model.device)
+        self.model = action_value_model(self.model)
+        self.target = Target(self.model, self.n_data or self.capacity)
+        self.replay = Replay(self.capacity, self.model.device)
         self.history = History()
         self.total = self.learned = 0  # steps in the environment, and learning steps
         self._state: Any = None
         self._frozen: Network | None = None
         self._posterior: Posterior | None = None
         self._file: Path | None = None  # where this agent was saved
-        self._draws = generator(self.model.device, seed, "method")
+        self._draws = generator(self.model.device, self.seed, "method")
 
     @property
     def posterior(self) -> Posterior:
