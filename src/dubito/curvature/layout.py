@@ -82,33 +82,43 @@ def _find(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tupl
     live = {name: params[name].detach().requires_grad_() for name in names}
     everything = {**params, **live}
     done = forward(model, everything, x, buffers, wanted=live)
-    reasons = {name: "it is used otherwise than by a known layer" for name in names if name in done.otherwise}
-    reasons |= _shared(done.uses)
     batch = done.f.shape[0]
-    axes: dict[tuple, int] = {}
-    fewer = _with_fewer(model, everything, x, buffers, live, batch)
-    for i, use in enumerate(done.uses):
-        key = (use.weight, use.bias)
-        axis = _compared(use, fewer[i], batch) if len(fewer) == len(done.uses) else None
-        if axis is None or axes.setdefault(key, axis) != axis:
-            reasons |= {name: UNCLEAR for name in key if name is not None}
-    grown = True
-    while grown:  # a call is recorded as a whole or not at all
-        grown = False
-        for weight, bias in {(use.weight, use.bias) for use in done.uses}:
-            if weight is not None and bias is not None and (weight in reasons) != (bias in reasons):
-                reasons |= {weight: reasons.get(weight, ""), bias: reasons.get(bias, "")}
-                grown = True
-    used = {name for use in done.uses for name in (use.weight, use.bias)}
-    reasons |= {name: "the network does not use it" for name in names if name not in used and name not in reasons}
+    axes = _axes(done.uses, _with_fewer(model, everything, x, buffers, live, batch), batch)
+    reasons = _reasons(done, axes, names)
     parts: dict[tuple, Part] = {}
     for use in done.uses:
-        if not {use.weight, use.bias} & set(reasons):
-            parts.setdefault((use.weight, use.bias), Part(use.kind, use.weight, use.bias, axes[use.weight, use.bias]))
+        if not {use.weight, use.bias} & set(reasons) and (axis := axes[use.weight, use.bias]) is not None:
+            parts.setdefault((use.weight, use.bias), Part(use.kind, use.weight, use.bias, axis))
     taps = sum(use.shape.numel() for use in done.uses) // batch
     generic = tuple(name for name in names if name in reasons)
     alone = len(parts) == 1 and not generic and _is_output(done)
     return Layout(tuple(parts.values()), generic, reasons, done.f[0].numel(), done.f.shape[-1], done.f.ndim == 2, alone, taps)
+
+
+Axes = dict[tuple[str | None, str | None], int | None]
+
+
+def _axes(uses: list[Use], fewer: list[Use], batch: int) -> Axes:
+    """The axis of the examples, by the names of weight and bias; None where it is not clear in some use."""
+    axes: Axes = {}
+    for i, use in enumerate(uses):
+        axis = _compared(use, fewer[i], batch) if len(fewer) == len(uses) else None
+        if axes.setdefault((use.weight, use.bias), axis) != axis:
+            axes[use.weight, use.bias] = None
+    return axes
+
+
+def _reasons(done: Forward, axes: Axes, names: tuple[str, ...]) -> dict[str, str]:
+    """Why some weights need gradients example by example."""
+    reasons = {name: "it is used otherwise than by a known layer" for name in names if name in done.otherwise}
+    reasons |= _shared(done.uses)
+    reasons |= {name: UNCLEAR for key, axis in axes.items() for name in key if axis is None and name is not None}
+    pairs = [(weight, bias) for weight, bias in axes if weight is not None and bias is not None]
+    while apart := [pair for pair in pairs if (pair[0] in reasons) != (pair[1] in reasons)]:  # a call is known as a whole
+        for weight, bias in apart:
+            reasons |= {weight: reasons.get(weight, ""), bias: reasons.get(bias, "")}
+    used = {name for key in axes for name in key}
+    return reasons | {name: "the network does not use it" for name in names if name not in used and name not in reasons}
 
 
 def _is_output(done: Forward) -> bool:
