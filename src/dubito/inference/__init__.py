@@ -7,7 +7,8 @@ Read in this order:
 - `batches`, `progress`, `plan`, `elbo`: data counted right; a progress bar; memory and time before a fit; the bound after it
 - `methods`, `registry`, `presets`: one file a method; their names; how each is configured for ordinary problems
 - `descent`, `sgmcmc`, `semi_supervised`, `augment`: what methods on mini-batches share
-- `log_density`, `integrators`, `full_batch`, `kernels`: what samplers on all data share
+- `chains`, `full_batch`, `integrators`, `tuning`: what samplers with several chains, and those on all data, share
+- `log_density`, `flat_prior`, `tracing`, `recorded_loop`, `kernels`: the log posterior of flat vectors, and what makes it fast
 
 May import `posteriors`, `curvature`, `model`, `network` and `tensors`.
 """

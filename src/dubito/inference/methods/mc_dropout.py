@@ -92,7 +92,7 @@ class MCDropout(Descent[DescentState]):
         return Dropout.find(target.model.network, self.at, self.rate, self.recurrent)
 
     def prepare(self, target: Target) -> Target:
-        """The target with dropout at the named places, and with the noise and prior that the paper's settings imply."""
+        """The target with dropout at the named places and, with the paper's settings, the prior that they imply."""
         dropout = self._dropout(target)
         if not dropout.plain:
             target = replace(target, around=lambda weights: Masks(dropout, weights, relax=RELAXATION))
@@ -102,7 +102,7 @@ class MCDropout(Descent[DescentState]):
         return target
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> DescentState:
-        """The weights, and a logit for each rate that is learned."""
+        """The weights, a logit for each rate that is learned, and the noise that the paper's settings imply."""
         params, noise = dict(start.params), LIKELIHOOD + "log_scale"
         self._dropout(target).check(target.model, target.model.split(batch)[0])
         if self.learn_rates:
@@ -125,7 +125,7 @@ class MCDropout(Descent[DescentState]):
         return super().init(target, Start(params, start.buffers), batch, generator, steps=steps)
 
     def adjust(self, target: Target, params: Params, gradient: Params) -> Params:
-        """Add the gradient of what concrete dropout asks of the rates."""
+        """Hold a noise that the paper's settings imply, and add the gradient of rates that are learned (concrete dropout)."""
         if self.length_scale is not None:
             gradient[LIKELIHOOD + "log_scale"].zero_()
         if self.learn_rates:
