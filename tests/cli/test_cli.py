@@ -430,7 +430,7 @@ def test_resume_continues_bit_for_bit(cli, ok, refused, tables, tmp_path, monkey
     assert cli(*command("cut", "--checkpoint-every", 0))[0::2] == (130, told)
     monkeypatch.undo()
 
-    assert "not finished: go on with it" in refused("predict", tmp_path / "cut", tables / "iris.csv")
+    assert "not finished; continue it" in refused("predict", tmp_path / "cut", tables / "iris.csv")
     assert "continue the run in it with --resume" in refused(*command("cut"))
     assert "different: training.seed (was 0, is 1)" in refused(*command("cut", "--resume", "--seed", 1))
     changed = refused(*command("cut", "--resume", "--no-record"))
@@ -494,7 +494,7 @@ def test_an_interrupt_elsewhere_is_told(cli, fitted, tables, monkeypatch):
     def interrupted(p, y):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dubito.cli.commands.evaluate.scores", interrupted)
+    monkeypatch.setattr("dubito.cli.commands.evaluate.score", interrupted)
     assert cli("evaluate", fitted, tables / "iris.csv")[0::2] == (130, "Interrupted\n")
 
 
@@ -586,7 +586,7 @@ def test_calibration_is_remarked_on(ok, tables, tmp_path):
 
 
 def test_a_bug_of_ours_shows_a_traceback(fitted, tables, monkeypatch):
-    monkeypatch.setattr("dubito.cli.commands.evaluate.scores", lambda p, y: 1 / 0)
+    monkeypatch.setattr("dubito.cli.commands.evaluate.score", lambda p, y: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["evaluate", str(fitted), str(tables / "iris.csv")])
 
@@ -644,7 +644,7 @@ def test_own_network(ok, refused, tables):
 
     sys.modules.pop("ownnets")
     line = refused("predict", "out", data)
-    assert "name it again: --network ownnets:make" in line
+    assert "give --network ownnets:make again" in line
     assert "ownnets" not in sys.modules  # a file does not choose code to run
     assert "the posterior of another model" in refused("evaluate", "out", data, "--network", "ownnets:wide")
 
@@ -653,14 +653,14 @@ def test_own_network(ok, refused, tables):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ownnets", "write it as package.module:factory"),
+        ("ownnets", "must have the form package.module:factory"),
         ("nowhere:make", "cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'"),
         ("unfit:make", "cannot import unfit: ZeroDivisionError: division by zero (unfit.py, line 1)"),
-        ("ownnets:missing", "there is no such function as missing"),
-        ("ownnets:number", "that is a int, not a function"),
+        ("ownnets:missing", "has no function missing"),
+        ("ownnets:number", "has a int, not a function"),
         ("ownnets:broken", "calling it with (4, 3) failed: RuntimeError: no idea (ownnets.py, line 15)"),
         ("ownnets:narrow", "failed: TypeError: narrow() takes 1 positional argument but 2 were given"),
-        ("ownnets:function", "must return a torch.nn.Module; it returned a builtin_function_or_method"),
+        ("ownnets:function", "must return a torch.nn.Module; got a builtin_function_or_method"),
         ("ownnets:empty", "has no parameters"),
         ("ownnets:wide", "the output for 2 rows has the shape [2, 4]; needed [2, 3]"),
         ("ownnets:deaf", "the network fails on inputs of shape [2, 4]: RuntimeError: "),
@@ -706,12 +706,12 @@ def test_bad_data(refused, tables, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["fti"], "no command is called 'fti'; did you mean 'fit'? there are demo, fit, predict, evaluate"),
-        (["fit", "svm"], "no method is called 'svm'; there are map, "),
+        (["fti"], "no command is called 'fti'; did you mean 'fit'? choose from demo, fit, predict, evaluate"),
+        (["fit", "svm"], "no method is called 'svm'; choose from map, "),
         (["fit", "laplac"], "did you mean 'laplace'?"),
         (["fit", "esemble"], "did you mean 'ensemble'?"),
-        (["fit", "DATA"], "name the method before anything else, as in `dubito fit map DATA ...`"),
-        (["fit", "--target", "species"], "name the method before anything else"),
+        (["fit", "DATA"], "the method comes first, as in `dubito fit map DATA ...`"),
+        (["fit", "--target", "species"], "the method comes first"),
         (["fit", "map:ensemble", "DATA"], "map does not wrap another method"),
         (["fit", "ensemble:ensemble", "DATA"], "a method cannot wrap itself"),
         (["fit", "map"], "Missing from dubito fit map: DATA --out FOLDER (see dubito fit map --help)"),
@@ -724,23 +724,23 @@ def test_bad_data(refused, tables, tmp_path):
         (["FIT", "--epochs", "x"], "Error parsing --epochs: invalid literal for int() with base 10: 'x'"),
         (["FIT", "--optimizer", "lion"], "invalid choice 'lion' for argument '--optimizer'"),
         (["FIT", "--epochs", "-1"], "epochs must be at least 0; got -1"),
-        (["FIT", "--hidden", "0"], "the widths of hidden layers are positive; got 0"),
-        (["FIT", "--dropout", "1"], "a dropout rate lies in [0, 1); got 1.0"),
-        (["FIT", "--network", "a:b", "--dropout", "0.1"], "--network takes the place of the MLP"),
+        (["FIT", "--hidden", "0"], "--hidden must be positive widths; got 0"),
+        (["FIT", "--dropout", "1"], "--dropout must be at least 0 and below 1; got 1.0"),
+        (["FIT", "--network", "a:b", "--dropout", "0.1"], "--network replaces the MLP"),
         (["FIT", "--held-out", "1.5"], "--held-out 1.5 of 150 rows must leave both training and held-out rows"),
         (["FIT", "--held-out", "0", "--patience", "3"], "--patience needs held-out rows"),
         (["FIT", "--patience", "0"], "--patience must be at least 1; got 0"),
         (["FIT", "--batch-size", "0"], "--batch-size must be at least 1; got 0"),
         (["FIT", "--prior-scale", "-1"], "--prior-scale must be positive; got -1"),
-        (["FIT", "--device", "abacus"], "--device abacus: it cannot be used here"),
-        (["FIT", "--device", "meta"], "--device meta: it cannot be used here"),
+        (["FIT", "--device", "abacus"], "--device abacus: this device cannot be used"),
+        (["FIT", "--device", "meta"], "--device meta: this device cannot be used"),
         (["FIT:pi_model"], "pi_model needs dropout in the network: give --dropout 0.1"),
         (["FIT:ensemble:pi_model:map"], "pi_model needs dropout in the network: give --dropout 0.1"),
         (["FIT", "--target", "species"], "duplicate --target species"),
         (["compare", "--data", "DATA", "--target", "species", "--out", "WINE"], "wine.csv is a file, not a folder"),
         (["label", "--data", "digits", "--out", "WINE"], "wine.csv is a file, not a folder"),
-        (["label", "--port", "99999"], "a port is a number from 0 to 65535; got --port 99999"),
-        (["label", "--port", "-5"], "a port is a number from 0 to 65535; got --port -5"),
+        (["label", "--port", "99999"], "--port must lie between 0 and 65535; got 99999"),
+        (["label", "--port", "-5"], "--port must lie between 0 and 65535; got -5"),
         (
             ["FIT:neural_linear"],
             "neural_linear needs a regression; for classes use laplace --subset last_layer --structure dense",
@@ -750,17 +750,17 @@ def test_bad_data(refused, tables, tmp_path):
         (["FIT:laplace", "--subset", "nothing"], "subset='nothing' matches no Bayesian parameter"),
         (["FIT:laplace", "--structure", "lowrank", "--curvature", "fisher"], "a low-rank structure is of the exact curvature"),
         (["FIT:laplace:map"], "laplace does not wrap another method"),
-        (["FIT:ensemble", "--size", "0"], "an ensemble has at least one member; got size=0"),
+        (["FIT:ensemble", "--size", "0"], "size must be at least 1; got 0"),
         (["predict"], "Missing from dubito predict: FOLDER DATA (see dubito predict --help)"),
         (["predict", "nowhere", "DATA"], "nowhere: there is no such folder"),
         (["predict", "TAKEN", "DATA"], "not a folder that `dubito fit` wrote"),
         (["predict", "FITTED", "no.csv"], "no.csv: there is no such file"),
         (["predict", "FITTED", "WINE"], "no column is called 'a'"),
         (["predict", "FITTED", "DIGITS"], "x has the shape (200, 1, 8, 8), where [N, 4] is needed"),
-        (["predict", "FITTED", "DATA", "--level", "1"], "the level of an interval lies between 0 and 1"),
-        (["predict", "FITTED", "DATA", "--draws", "0"], "there is at least one draw"),
+        (["predict", "FITTED", "DATA", "--level", "1"], "--level must lie between 0 and 1"),
+        (["predict", "FITTED", "DATA", "--draws", "0"], "--draws must be at least 1"),
         (["predict", "FITTED", "DATA", "--network", "a:b"], "this folder holds an MLP"),
-        (["predict", "FITTED", "DATA", "--out", "TAKEN"], "TAKEN: that is a folder; give the name of a file"),
+        (["predict", "FITTED", "DATA", "--out", "TAKEN"], "TAKEN is a folder; give the name of a file"),
         (["evaluate", "FITTED", "UNKNOWN"], "'tulip' is not one of the known classes, setosa, versicolor, virginica"),
         (["evaluate", "FITTED", "DATA", "--json=3"], "dubito evaluate"),
     ],
@@ -868,7 +868,7 @@ def test_diagnose_with_less(ok, sampled, tables, tmp_path):
     header, *lines = (tables / "iris.csv").read_text().splitlines()
     (tmp_path / "x.csv").write_text("\n".join([header.replace("species", "other"), *lines[:40], ""]))
     out = ok("diagnose", sampled, tmp_path / "x.csv")
-    assert "There is no log score, since the targets cannot be read." in out
+    assert "No log score: the targets cannot be read." in out
     assert "R-hat of 120 predictions" in out
     assert "Log score" not in (sampled / "diagnosis.html").read_text()
 
@@ -896,12 +896,12 @@ def test_what_is_read_is_not_written_over(refused, fitted, sampled, tables, tmp_
 
 def test_diagnose_refuses(refused, fitted, sampled, tables, tmp_path):
     line = refused("diagnose", fitted, tables / "iris.csv")
-    assert "it was fitted by MAP, which makes no chains: there is nothing to converge" in line
+    assert "was fitted by MAP, which has no chains to diagnose" in line
     assert not (fitted / "diagnosis.html").exists()
     assert "there is no such folder" in refused("diagnose", tmp_path / "none")
     assert "no.csv: there is no such file" in refused("diagnose", sampled, tmp_path / "no.csv")
     assert "ends in .html" in refused("diagnose", sampled, "--out", tmp_path / "d.png")
-    assert "at least one row" in refused("diagnose", sampled, tables / "iris.csv", "--rows", 0)
+    assert "--rows must be at least 1" in refused("diagnose", sampled, tables / "iris.csv", "--rows", 0)
     assert "where [N, 4] is needed" in refused("diagnose", sampled, tables / "digits.npz")
 
 
@@ -923,7 +923,13 @@ def test_help_shows_every_field_of_a_method(ok, monkeypatch, name, width):
     for method in parts:
         for field in dataclasses.fields(method):
             flag = f"--{field.name.replace('_', '-')}"
-            in_python = ("Callable", "Augmentation", "Unlabelled", "Method")  # given there only, or by the name of the method
+            in_python = (
+                "Callable",
+                "Proposal",
+                "Augmentation",
+                "Unlabelled",
+                "Method",
+            )  # given there only, or by the name of the method
             if any(word in str(field.type) for word in in_python):
                 assert flag not in flags
             elif isinstance(method, PlainStartFlags) and flag == "--clip":

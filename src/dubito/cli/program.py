@@ -1,6 +1,6 @@
 """The command line: `dubito demo`, `fit`, `predict`, `evaluate`, `diagnose`, `compare` and `label`.
 
-Input that cannot be used ends in one line on standard error and exit code 2. A traceback is a bug of ours.
+Input that cannot be used gives one line on standard error and exit code 2. A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "label": label,
 }
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk or a quota: nobody's bug, wherever it is noticed
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk or quota is not a bug
 
 EXAMPLES = """\
 dubito fit ensemble houses.csv --target price --out houses
@@ -55,9 +55,9 @@ dubito fit ensemble:mc_dropout data.npz --target y --out ours --dropout 0.1
 dubito fit map data.npz --target y --out ours --network mynets:make"""
 
 FIT = """\
-Fit a network to a table by one of these methods, and keep its posterior in a folder. Each method has flags of its own: \
-dubito fit map --help. A method that wraps another, such as ensemble, wraps map; ensemble:mc_dropout wraps mc_dropout. \
-For laplace and neural_linear, which expect a trained network, map trains it first."""
+Fit a network to a table by one of these methods, and save its posterior in a folder. Each method has its own flags: \
+dubito fit map --help. An ensemble has members fitted by map; ensemble:mc_dropout has members fitted by mc_dropout. \
+Methods that start from a trained network (laplace, neural_linear, swag, ivon, sghmc, variational) run map first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,27 +69,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # after --help
         return int(end.code or 0)
     except UsageError as refusal:
-        return _complain(str(refusal))
-    except BrokenPipeError:  # `dubito predict ... | head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return _print_error(str(refusal))
+    except BrokenPipeError:  # as in `dubito predict ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports an error when it flushes at exit
     except OSError as error:
         if error.filename is None and error.errno not in FULL:
             raise
-        return _complain(error_text(error))
+        return _print_error(error_text(error))
     except KeyboardInterrupt as end:
         print(": ".join(["Interrupted", *map(str, end.args)]), file=sys.stderr)
         return 130
     return 0
 
 
-def _complain(message: str) -> int:
+def _print_error(message: str) -> int:
     print(f"dubito: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
 def _dispatch(args: list[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
-        about = "Calibrated uncertainty for any PyTorch network, on your own tables."
+        about = "Bayesian inference for PyTorch networks: fit, predict with uncertainty, compare methods, and label data."
         _overview("dubito [-h] [--version] COMMAND ...", about, "commands", COMMANDS, EXAMPLES)
     elif args[0] == "--version":
         print(f"dubito {dubito.__version__}")
@@ -108,7 +108,7 @@ def _fit(args: list[str]) -> None:
     name = args[0].replace("-", "_")
     for part in name.split(":"):
         if args[0].startswith("-") or os.path.exists(args[0]):
-            raise UsageError(f"name the method before anything else, as in `dubito fit map DATA ...`: {', '.join(METHODS)}")
+            raise UsageError(f"the method comes first, as in `dubito fit map DATA ...`; choose from {', '.join(METHODS)}")
         if part not in METHODS:
             raise UsageError(_unknown("method", part, list(METHODS)))
     fit(name, args[1:])
@@ -116,11 +116,11 @@ def _fit(args: list[str]) -> None:
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"no {what} is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
+    return f"no {what} is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}choose from {', '.join(known)}"
 
 
 def _overview(usage: str, about: str, title: str, parts: Mapping[str, Callable[..., object]], examples: str) -> None:
-    """Help for what has no flags of its own, in the looks of the other pages."""
+    """Print a help page that lists commands or methods, in the style of the other pages."""
     rows = Table.grid(padding=(0, 2))
     for name, part in parts.items():
         rows.add_row(Text(name, style="bold"), headline(part))
@@ -133,5 +133,5 @@ def _overview(usage: str, about: str, title: str, parts: Mapping[str, Callable[.
     )
 
 
-if __name__ == "__main__":  # or `python -m dubito.cli` would do nothing, and say nothing
+if __name__ == "__main__":  # or `python -m dubito.cli` would do nothing
     sys.exit(main())

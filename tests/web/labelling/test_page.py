@@ -167,7 +167,7 @@ def test_a_port_that_is_taken(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         assert main(["label", "--port", str(other.getsockname()[1])]) == 2
-    assert "leave it out to take any that is free" in capsys.readouterr().err
+    assert "leave it out to use a free port" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_port_that_is_taken(tmp_path, monkeypatch, capsys):
         (["--data", "nowhere.npz"], "there is no such file"),
         (["--acquisition", "balt"], "no acquisition function 'balt'"),
         (["--batch", "1"], "batch must be at least 2"),
-        (["--test", "0"], "--test is positive"),
+        (["--test", "0"], "--test must be at least 1"),
         (["--rate", "1"], "rate must be above 0"),
         (["--network", "torch.nn:nothing"], "nothing"),
         (["--out", "/dev/null/here"], "Not a directory"),

@@ -120,14 +120,15 @@ class TrainingOptions:
 
 def compare(args: Sequence[str]) -> None:
     """Run several methods on a data set with several seeds; write a table and a web page.
+
       Each result (a method with a seed) is saved as soon as it is done. The same
       command continues an interrupted run, and repeats nothing.
 
     Example: dubito compare --methods map mc_dropout,rate=0.2 ensemble --seeds 5
     """
-    groups = {"options": CompareOptions, "table": TableOptions, "training": TrainingOptions}
+    groups = {"comparison": CompareOptions, "table": TableOptions, "training": TrainingOptions}
     parts = parse(combine(groups), args, prog="dubito compare", about=compare.__doc__ or "")
-    options, training = parts["options"], parts["training"]
+    options, training = parts["comparison"], parts["training"]
     from dubito.cli.compare import page  # matplotlib and scikit-learn take a while to load
     from dubito.report import check_writable
 

@@ -22,34 +22,34 @@ from dubito.posteriors import Samples
 from dubito.posteriors.diagnostics import log_scores, summarize
 from dubito.report import check_writable
 from dubito.report.diagnosis import diagnosis
+from dubito.tensors.checks import require
 
 NAME = "diagnosis.html"
 
 
 @dataclass(frozen=True)
 class Diagnose:
-    """What to look at, and what with."""
+    """The fitted folder, the data, and the report to write."""
 
     folder: Annotated[Path, Positional, arg(metavar="FOLDER")]
     """A folder that `dubito fit` wrote with a sampler."""
     data: Annotated[Path | None, Positional, arg(metavar="[DATA]", help_behavior_hint="")] = None
-    """A CSV or NPZ file: the chains are compared in what they predict there. With targets, the log score is shown too."""
+    """A CSV or NPZ file whose predictions are compared between chains. If it has targets, the log score is shown too."""
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=f"(default: {NAME} in the folder)")] = None
     """The HTML file to write."""
     rows: int = 1000
-    """How many rows to predict at most, evenly spaced."""
+    """Largest number of rows to predict; they are evenly spaced."""
     network: Annotated[str | None, arg(metavar="MODULE:FACTORY", help_behavior_hint="")] = None
-    """The factory of your own network, if it was fitted with one: a file must not choose code to run."""
+    """The factory of your own network, if it was fitted with one. It is not read from the folder: files must not choose code to run."""
     device: str = "cpu"
-    """Where to run the network: cpu, cuda, cuda:1 ..."""
+    """Device to run on: cpu, cuda, cuda:1 ..."""
 
     def __post_init__(self):
-        if self.rows < 1:
-            raise ValueError(f"there is at least one row to predict; got --rows {self.rows}")
+        require(self.rows >= 1, f"--rows must be at least 1; got {self.rows}")
 
 
 def diagnose(args: Sequence[str]) -> None:
-    """Say whether the chains of a sampler can be trusted, and draw them: traces, R-hat, energies, and the log score.
+    """Check whether the chains of a sampler have converged; draw traces, R-hat, energies and the log score.
 
     Example: dubito diagnose houses test.csv
     """
@@ -58,8 +58,8 @@ def diagnose(args: Sequence[str]) -> None:
     posterior = fitted.posterior.in_memory()
     if not isinstance(posterior, Samples) or not (posterior.sampler or posterior.trace or posterior.chains > 1):
         raise UsageError(
-            f"{options.folder}: it was fitted by {_name(fitted)}, which makes no chains: there is nothing to converge. "
-            "dubito evaluate FOLDER DATA says how good its predictions are"
+            f"{options.folder} was fitted by {_name(fitted)}, which has no chains to diagnose. "
+            "To score its predictions, use dubito evaluate FOLDER DATA"
         )
     path = options.out or options.folder / NAME
     check_writable(path)
@@ -86,16 +86,16 @@ def diagnose(args: Sequence[str]) -> None:
     report.write(path)
     Console().print(summary)
     if why:
-        print(f"There is no log score, since the targets cannot be read. {why}")
+        print(f"No log score: the targets cannot be read. {why}")
     print(f"Wrote {path}")
 
 
 def _read(fitted: Fitted, path: Path) -> tuple[Table, str]:
-    """The data, with targets if they are there, and why not if they are not."""
+    """The data, with targets if they can be read, and otherwise the reason."""
     try:
         return fitted.read(path, targets=True), ""
-    except UsageError as refusal:
-        return fitted.read(path, targets=False), str(refusal)
+    except UsageError as error:
+        return fitted.read(path, targets=False), str(error)
 
 
 def _facts(fitted: Fitted, options: Diagnose, predictions: Tensor | None) -> dict[str, str]:

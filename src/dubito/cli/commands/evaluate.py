@@ -17,14 +17,14 @@ from dubito.evaluation.judge import finite, score, standard_errors
 
 @dataclass(frozen=True)
 class Evaluate(Reading):
-    """Score predictions on a table whose targets are known."""
+    """The fitted folder, and a table with targets."""
 
     json: Annotated[bool, FlagCreatePairsOff] = False
     """Print JSON instead of a table."""
 
 
 def evaluate(args: Sequence[str]) -> None:
-    """Score predictions on a table whose targets are known.
+    """Score predictions on a table with targets.
 
     Example: dubito evaluate houses test.csv
     """

@@ -35,6 +35,7 @@ START = "first"  # folder of the checkpoint of the training that comes before th
 
 def fit(name: str, args: Sequence[str]) -> None:
     """Fit a network to a table, and save its posterior in a folder.
+
       Inputs and the targets of a regression are standardized by the training
       rows; predictions and metrics are in the original units. The noise of a
       regression is learned. Text columns are one-hot encoded. A missing number

@@ -1,4 +1,4 @@
-"""A fitted folder: a recipe and a posterior, which together predict in the user's own units."""
+"""A fitted folder: a recipe and a posterior, which together predict in the original units."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from dubito.cli.commands.recipe import NAME, Recipe
 from dubito.evaluation.data import Table, table
 from dubito.posteriors import Posterior, io
 from dubito.posteriors.predictive import Predictive, concatenate
+from dubito.tensors.checks import require
 
 POSTERIOR = "posterior.safetensors"
 CHECKPOINT = "checkpoint"
-ROWS = 1024  # predicted at a time
+ROWS = 1024  # rows predicted at a time
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What to predict, and with what."""
+    """The fitted folder, and the data to predict."""
 
     folder: Annotated[Path, Positional, arg(metavar="FOLDER")]
     """A folder that `dubito fit` wrote."""
     data: Annotated[Path, Positional, arg(metavar="DATA")]
-    """A CSV file with the same input columns (in any order, others are not looked at), or an NPZ file with x."""
+    """A CSV file with the same input columns, in any order (others are ignored), or an NPZ file with x."""
     network: Annotated[str | None, arg(metavar="MODULE:FACTORY", help_behavior_hint="")] = None
-    """The factory of your own network, if it was fitted with one: a file must not choose code to run."""
-    draws: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as many as the method chose)")] = None
-    """How many draws of the posterior to average."""
+    """The factory of your own network, if it was fitted with one. It is not read from the folder: files must not choose code to run."""
+    draws: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: set by the method)")] = None
+    """Number of posterior draws to average."""
     device: str = "cpu"
-    """Where to run the network: cpu, cuda, cuda:1 ..."""
+    """Device to run on: cpu, cuda, cuda:1 ..."""
 
     def __post_init__(self):
-        if self.draws is not None and self.draws < 1:
-            raise ValueError(f"there is at least one draw; got --draws {self.draws}")
+        require(self.draws is None or self.draws >= 1, f"--draws must be at least 1; got {self.draws}")
 
     def open(self) -> Fitted:
         """Read the folder."""
@@ -47,15 +47,9 @@ class Reading:
         if not self.folder.is_dir():
             raise UsageError(f"{self.folder}: there is no such folder")
         if not path.is_file():
-            unfinished = (self.folder / CHECKPOINT).is_dir()
-            raise UsageError(
-                f"{self.folder}: "
-                + (
-                    "this fit is not finished: go on with it by `dubito fit ... --resume`"
-                    if unfinished
-                    else f"not a folder that `dubito fit` wrote: it has no {NAME}"
-                )
-            )
+            if (self.folder / CHECKPOINT).is_dir():
+                raise UsageError(f"{self.folder}: this fit is not finished; continue it with `dubito fit ... --resume`")
+            raise UsageError(f"{self.folder}: not a folder that `dubito fit` wrote: it has no {NAME}")
         recipe = Recipe.read(path)
         model = recipe.model(self.network)
         model.network.to(find_device(self.device))
@@ -66,14 +60,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A posterior of standardised data, seen in the units of the original data."""
+    """A posterior fitted to standardized data, which predicts in the original units."""
 
     recipe: Recipe
     posterior: Posterior
     draws: int | None = None
 
     def read(self, path: Path, *, targets: bool) -> Table:
-        """Data of the same kind, not yet standardised."""
+        """Read data with the same columns; they are not standardized yet."""
         r, wide = self.recipe, torch.float64
         with usage_errors(ValueError):
             if targets:
@@ -82,18 +76,18 @@ class Fitted:
             else:
                 found = table(path, (), features=r.features or None, fill=r.fill, dtype=wide)
         if found.x.shape[1:] != r.shape:
-            raise UsageError(f"{path}: an input has the shape {list(found.x.shape[1:])}, where {list(r.shape)} is needed")
+            raise UsageError(f"{path}: inputs must have the shape {list(r.shape)}; got {list(found.x.shape[1:])}")
         if r.kind == "regression" and found.y is not None and found.y.shape[1:] != (len(r.outputs),):
-            raise UsageError(f"{path}: the targets have the shape {list(found.y.shape)}, where [N, {len(r.outputs)}] is needed")
+            raise UsageError(f"{path}: targets must have the shape [N, {len(r.outputs)}]; got {list(found.y.shape)}")
         return found
 
     def predictives(self, x: Tensor) -> Iterator[Predictive]:
-        """The predictives of some rows at a time, on the CPU."""
+        """Predictives of consecutive blocks of rows, on the CPU."""
         for rows in x.split(ROWS):
             yield self._original(self.posterior.predict(self.recipe.x.apply(rows), draws=self.draws).to("cpu"))
 
     def predict(self, x: Tensor) -> Predictive:
-        """One predictive of all rows."""
+        """The predictive of all rows."""
         return concatenate(list(self.predictives(x)))
 
     def _original(self, p: Predictive) -> Predictive:
@@ -101,10 +95,10 @@ class Fitted:
 
 
 def find_device(device: str) -> torch.device:
-    """A device that exists here."""
+    """The device of this name; a UsageError if it cannot be used."""
     try:
         found = torch.device(device)
         torch.zeros(1, device=found).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"--device {device}: it cannot be used here: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"--device {device}: this device cannot be used: {str(error).splitlines()[0]}") from None
     return found

@@ -1,4 +1,4 @@
-"""Flags from dataclass fields, by tyro: the fields of several dataclasses side by side, each under a heading of its own."""
+"""Command-line flags from dataclass fields, by tyro: several dataclasses side by side, each under its own heading."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from dubito.posteriors.families import FAMILIES, Family
 
 
 def parse(kind: Any, args: Sequence[str], *, prog: str, about: str) -> Any:
-    """A dataclass, or the answer of a function, from the command line. Input that cannot be parsed is refused in one line."""
-    heard = io.StringIO()
+    """A dataclass, or the result of a function, from the command line. Input that cannot be parsed is a UsageError of one line."""
+    output = io.StringIO()
     try:
-        with redirect_stderr(heard):
+        with redirect_stderr(output):
             config = (SuppressFixed,)
             return tyro.cli(kind, prog=prog, description=cleandoc(about), args=list(args), config=config, registry=_registry())
     except SystemExit as end:
         if not end.code:
             raise  # after --help
-        raise UsageError(f"{_one_line(heard.getvalue())} (see {prog} --help)") from None
+        raise UsageError(f"{_one_line(output.getvalue())} (see {prog} --help)") from None
 
 
 def _registry() -> ConstructorRegistry:
-    """A field that takes a variational family takes its name."""
+    """A registry in which fields with a variational family take its name."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
     def family(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        """A variational family by its name."""
         if info.type is not Family:
             return None
         return PrimitiveConstructorSpec(
@@ -65,9 +66,10 @@ def combine(groups: Mapping[str, Any], *, prefixed: Container[str] = ()) -> Call
 
 
 def arguments_of(signature: Signature, docs: str | None = None) -> Callable[..., dict[str, Any]]:
-    """A function that only gathers the arguments of another, whose docstring may describe them."""
+    """A function that returns its arguments as a dict and has this signature; `docs` may describe them."""
 
     def gather(**values: Any) -> dict[str, Any]:
+        """The arguments."""
         return values
 
     gather.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
@@ -77,20 +79,20 @@ def arguments_of(signature: Signature, docs: str | None = None) -> Callable[...,
 
 
 def _one_line(box: str) -> str:
-    """tyro explains an error in a box of several parts; of these the error itself and, if there is one, the suggestion."""
+    """The error and the suggestion, if any, from the box in which tyro explains an error."""
     _, *lines = re.sub(r"\x1b\[[0-9;]*m", "", box).translate(str.maketrans("│╭╮╰╯─", "     -")).splitlines() or [""]
     parts: list[list[str]] = [[]]
     for line in lines:
         if re.fullmatch(r" *-+ *", line):
             parts.append([])
-        elif not line.startswith(" " * 10):  # what is indented so far is the help text of a flag
+        elif not line.startswith(" " * 10):  # lines indented this far are the help text of a flag
             parts[-1].append(line.strip())
-    error, *more = [told for part in parts if (told := " ".join(part).strip())] or [" ".join(box.split())]
-    return "; ".join([error.rstrip("."), *(told for told in more if told.startswith("Perhaps"))])
+    error, *more = [text for part in parts if (text := " ".join(part).strip())] or [" ".join(box.split())]
+    return "; ".join([error.rstrip("."), *(text for text in more if text.startswith("Perhaps"))])
 
 
 def headline(documented: Any) -> str:
-    r"""The first paragraph of a docstring on one line, with formulas in plain letters.
+    r"""The first paragraph of a docstring in one line, with formulas in plain letters.
 
     >>> def mode(): r":math:`\theta` of the largest :math:`\log p(\theta \mid D)`."
     >>> headline(mode)

@@ -18,121 +18,131 @@ from dubito.cli.commands.errors import UsageError, check_not_overwritten, print_
 from dubito.cli.commands.fitted import find_device
 from dubito.cli.commands.flags import combine, parse
 from dubito.cli.commands.network import Network
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
-class What:
-    """What to label."""
+class LabelOptions:
+    """The inputs to label, and the classes."""
 
     data: Annotated[str, arg(metavar="NAME|FILE")] = "digits"
-    """digits (comes along); mnist, fashion-mnist, cifar10, polarity (in the folder DUBITO_DATA); or your own NPZ, CSV or TXT file."""
+    """digits (bundled); mnist, fashion-mnist, cifar10, polarity (in the folder DUBITO_DATA); or your own NPZ, CSV or TXT file."""
     classes: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
-    """The names of the classes, for a file of your own; those of the held-out part by default."""
+    """Names of the classes, for your own file; by default those of the held-out part."""
     held_out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Labelled inputs of the same kind, to see how good the model is; an NPZ file may hold them itself, as x_test and y_test."""
+    """Labelled inputs of the same kind, to score the model; an NPZ file may contain them as x_test and y_test."""
     target: Annotated[str, arg(metavar="COLUMN")] = "y"
-    """The column or array of the held-out file that has the classes; in a TXT file they come first in each line."""
+    """Column or array of the classes in the held-out file; in a TXT file, the class is the first word of a line."""
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: labels/NAME)")] = None
-    """Where the answers are kept; a session that is there goes on."""
+    """The folder of the answers; a session in it is continued."""
 
 
 @dataclass(frozen=True)
-class Asking:
-    """How the model learns, and what it asks for."""
+class ModelOptions:
+    """The model, and how it chooses inputs."""
 
     acquisition: str = "bald"
-    """What to ask by: bald, entropy, margin, variation_ratio, batchbald, epig, random, ..."""
+    """How inputs are chosen: bald, entropy, margin, variation_ratio, batchbald, epig, random, ..."""
     batch: int = 20
-    """Inputs asked for at a time: the model learns again when half of them are answered."""
+    """Inputs chosen at a time; the model is fitted again when half of them are answered."""
     draws: int = 30
-    """Functions of the posterior, by dropout, that are asked what they think."""
+    """Posterior draws (dropout masks) used to choose inputs."""
     rate: float = 0.25
-    """Of that dropout."""
+    """Dropout rate."""
     network: Annotated[str | None, arg(metavar="MODULE:FACTORY", help_behavior_hint="")] = None
-    """Your own network, called as factory(inputs, outputs), as in `dubito fit`; every fit begins at its weights."""
+    """Your own network, called as factory(inputs, outputs), as in `dubito fit`; every fit starts from its weights."""
     pool: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all)")] = None
-    """At most so many inputs to be labelled."""
+    """Largest number of inputs to label."""
     test: int = 2000
-    """At most so many held-out inputs."""
+    """Largest number of held-out inputs."""
     most: int = 5000
-    """At most so many random candidates are looked at for each batch of questions."""
+    """Largest number of random candidates that are considered for each batch."""
     seed: int = 0
-    """Of the first, random questions and of all fits."""
+    """Seed of the first, random inputs and of all fits."""
     device: str = "cpu"
-    """Where to fit: cpu, cuda, cuda:1 ..."""
+    """Device to run on: cpu, cuda, cuda:1 ..."""
 
     def __post_init__(self):
         for name in ("pool", "test", "most", "draws"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} is positive; got {value}")
+            require(value is None or value >= 1, f"--{name} must be at least 1; got {value}")
 
 
 @dataclass(frozen=True)
-class Page:
-    """The page."""
+class PageOptions:
+    """The page in the browser."""
 
-    port: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: any that is free)")] = 0
-    """On 127.0.0.1, and nowhere else."""
+    port: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: a free port)")] = 0
+    """Port on 127.0.0.1; the page cannot be reached from other machines."""
     no_browser: Annotated[bool, FlagCreatePairsOff] = False
-    """Only print the address, and open no browser."""
+    """Print the address, and do not open a browser."""
 
     def __post_init__(self):
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"a port is a number from 0 to 65535; got --port {self.port}")
+        require(0 <= self.port <= 65535, f"--port must lie between 0 and 65535; got {self.port}")
 
 
 def label(args: Sequence[str]) -> None:
-    """Label what the model asks for, on a page in your browser, and watch it learn.
-      One key an answer. Every answer is on disk at once; the same command goes
-      on where you left. The labels are in labels.csv of the folder.
+    """Label the inputs that the model chooses, on a web page, while it is fitted again and again.
+
+      Each answer takes one key and is saved at once. The same command continues
+      an earlier session. The labels are in labels.csv in the folder.
 
     Example: dubito label --data photos.npz --classes cat dog
     """
-    parts = parse(combine({"what": What, "asking": Asking, "page": Page}), args, prog="dubito label", about=label.__doc__ or "")
-    what, asking, page = parts["what"], parts["asking"], parts["page"]
+    parts = parse(
+        combine({"inputs": LabelOptions, "model": ModelOptions, "page": PageOptions}),
+        args,
+        prog="dubito label",
+        about=label.__doc__ or "",
+    )
+    options, model, page = parts["inputs"], parts["model"], parts["page"]
     from dubito.tensors import randomness, store
     from dubito.web.labelling import Server, Session, task
     from dubito.web.labelling.session import LABELS
 
-    device = find_device(asking.device)
+    device = find_device(model.device)
     with usage_errors(ValueError, FileNotFoundError):
         given = task(
-            what.data, classes=what.classes, held_out=what.held_out, target=what.target, pool=asking.pool, test=asking.test
+            options.data,
+            classes=options.classes,
+            held_out=options.held_out,
+            target=options.target,
+            pool=model.pool,
+            test=model.test,
         )
         own: Any = None
-        if asking.network is not None:
-            with randomness.forked(asking.seed):
-                own = Network(network=asking.network).build(tuple(given.pool.shape[1:]), len(given.classes))
-        folder = what.out or Path("labels", re.sub(r"[^A-Za-z0-9]+", "-", Path(what.data).name).strip("-"))
+        if model.network is not None:
+            with randomness.forked(model.seed):
+                own = Network(network=model.network).build(tuple(given.pool.shape[1:]), len(given.classes))
+        folder = options.out or Path("labels", re.sub(r"[^A-Za-z0-9]+", "-", Path(options.data).name).strip("-"))
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder: give another name for --out")
-        check_not_overwritten(folder / LABELS, Path(what.data), what.held_out)
-    with usage_errors(ValueError, OSError):  # the folder is another's, in use, or cannot be written
+        check_not_overwritten(folder / LABELS, Path(options.data), options.held_out)
+    with usage_errors(ValueError, OSError):  # the folder belongs to another session, is in use, or cannot be written
         session = Session(
-            given, folder, acquisition=asking.acquisition, batch=asking.batch, draws=asking.draws, most=asking.most,
-            rate=asking.rate, network=own, device=device, seed=asking.seed,
+            given, folder, acquisition=model.acquisition, batch=model.batch, draws=model.draws, most=model.most,
+            rate=model.rate, network=own, device=device, seed=model.seed,
         )  # fmt: skip
     try:
         server = Server(session, port=page.port)
     except OSError as error:
         session.close()
-        raise UsageError(f"--port {page.port}: {error.strerror}; leave it out to take any that is free") from None
+        raise UsageError(f"--port {page.port}: {error.strerror}; leave it out to use a free port") from None
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"Label at {server.address}"))
-    console.print(Text(f"Answers are kept in {folder}. To stop, press Esc there, or Ctrl+C here.", style="dim"))
-    console.file.flush()  # also into a pipe: the address is needed now
+    console.print(Text(f"Answers are saved in {folder}. To stop, press Esc on the page, or Ctrl+C here.", style="dim"))
+    console.file.flush()  # also into a pipe
     if not page.no_browser:
-        # in a thread: a browser in the terminal returns only when it is closed, and nobody would serve it before
+        # in a thread, since a browser in the terminal returns only when it is closed
         threading.Thread(target=webbrowser.open, args=[server.address], daemon=True).start()
     with usage_errors(store.WriteError):
         serve(server, session, console)
-    labels = len([one for one in session.journal.standing.values() if one is not None])
-    console.print(Text(f"{labels} label{'s' * (labels != 1)}: {folder / 'labels.csv'}. The same command goes on."))
+    labels = sum(label is not None for label in session.journal.standing.values())
+    console.print(Text(f"{labels} label{'s' * (labels != 1)}: {folder / 'labels.csv'}. The same command continues."))
 
 
 def serve(server: Any, session: Any, console: Console) -> None:
-    """Until somebody stops it, here or on the page; then wait for a fit that is under way."""
+    """Serve the page until it is stopped, here or there; then wait for a running fit."""
     with print_warnings():
         session.start()
         try:
@@ -142,7 +152,5 @@ def serve(server: Any, session: Any, console: Console) -> None:
         finally:
             server.server_close()
             if session.busy:
-                console.print(
-                    Text("The model finishes what it was doing; all answers are on disk. Ctrl+C leaves at once.", style="dim")
-                )
+                console.print(Text("Waiting for the running fit; all answers are saved. Ctrl+C quits at once.", style="dim"))
             session.close()

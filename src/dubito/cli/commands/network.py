@@ -1,8 +1,9 @@
-"""The network of a fit: an MLP described by flags, or the user's own, named as `package.module:factory`."""
+"""The network of a fit: an MLP described by flags, or the user's own network, given as `package.module:factory`."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import traceback
@@ -16,10 +17,11 @@ from torch import nn
 from tyro.conf import arg
 
 from dubito.cli.commands.errors import UsageError
+from dubito.tensors.checks import one_of, require
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU}
 OWN = (
-    "Your own network instead: package.module:factory, found in the current folder or on the Python path, is called as "
+    "Your own network instead of the MLP: package.module:factory, in the current folder or on the Python path, is called as "
     "factory(inputs, outputs) and returns an nn.Module. `inputs` is the number of columns (or the shape of an input of an NPZ file), "
     "`outputs` the number of classes or targets."
 )
@@ -30,38 +32,37 @@ class Network:
     """An MLP, or your own network."""
 
     hidden: Annotated[tuple[int, ...], arg(metavar="WIDTH ...")] = (64, 64)
-    """Widths of the hidden layers; none make a linear model."""
+    """Widths of the hidden layers; none for a linear model."""
     activation: Literal["relu", "tanh", "silu", "gelu"] = "relu"
-    """Between the layers."""
+    """Activation function between the layers."""
     dropout: float = 0.0
-    """Rate of the dropout after each hidden layer."""
+    """Dropout rate after each hidden layer."""
     network: Annotated[str | None, arg(metavar="MODULE:FACTORY", help=OWN, help_behavior_hint="")] = None
 
     def __post_init__(self):
-        if any(width < 1 for width in self.hidden):
-            raise ValueError(f"the widths of hidden layers are positive; got {' '.join(map(str, self.hidden))}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"a dropout rate lies in [0, 1); got {self.dropout}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"the activation is one of {', '.join(ACTIVATIONS)}; got {self.activation}")
-        if self.network is not None and (self.hidden, self.activation, self.dropout) != ((64, 64), "relu", 0.0):
-            raise ValueError("--network takes the place of the MLP: leave out --hidden, --activation and --dropout")
+        widths = " ".join(map(str, self.hidden))
+        require(all(width >= 1 for width in self.hidden), f"--hidden must be positive widths; got {widths}")
+        require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1; got {self.dropout}")
+        one_of(ACTIVATIONS, activation=self.activation)
+        default = (self.hidden, self.activation, self.dropout) == ((64, 64), "relu", 0.0)
+        require(self.network is None or default, "--network replaces the MLP: leave out --hidden, --activation and --dropout")
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """The network for inputs of this shape, freshly initialised by the global generator."""
+        """A network for inputs of this shape, initialized by the global generator."""
         return self._mlp(shape, outputs) if self.network is None else call(self.network, shape, outputs)
 
     def describe(self, shape: tuple[int, ...], outputs: int) -> str:
+        """The network in one line."""
         if self.network is not None:
             return self.network
-        widths = "-".join(map(str, (_flat(shape), *self.hidden, outputs)))
+        widths = "-".join(map(str, (math.prod(shape), *self.hidden, outputs)))
         return f"MLP {widths}, {self.activation}" + (f", dropout {self.dropout:g}" if self.dropout else "")
 
     def _mlp(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if len(shape) > 1:
             layers["flat"] = nn.Flatten()
-        before = _flat(shape)
+        before = math.prod(shape)
         for i, width in enumerate(self.hidden, 1):
             layers[f"hidden{i}"] = nn.Linear(before, width)
             layers[f"{self.activation}{i}"] = ACTIVATIONS[self.activation]()
@@ -72,15 +73,8 @@ class Network:
         return nn.Sequential(layers)
 
 
-def _flat(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 def call(name: str, shape: tuple[int, ...], outputs: int) -> nn.Module:
-    """The network that a factory makes. The name must come from the user, never from a file: importing runs code."""
+    """The network that a factory makes. The name must come from the user and never from a file, since importing it runs code."""
     factory = _imported(name)
     inputs = shape[0] if len(shape) == 1 else shape
     try:
@@ -88,16 +82,16 @@ def call(name: str, shape: tuple[int, ...], outputs: int) -> nn.Module:
     except Exception as error:
         raise UsageError(f"--network {name}: calling it with ({inputs}, {outputs}) failed: {reason(error)}") from error
     if not isinstance(network, nn.Module):
-        raise UsageError(f"--network {name}: it must return a torch.nn.Module; it returned a {type(network).__name__}")
+        raise UsageError(f"--network {name}: the factory must return a torch.nn.Module; got a {type(network).__name__}")
     if not any(True for _ in network.parameters()):
-        raise UsageError(f"--network {name}: the network it returned has no parameters")
+        raise UsageError(f"--network {name}: the network has no parameters")
     return network
 
 
 def _imported(name: str) -> Callable[..., Any]:
     module, colon, factory = name.partition(":")
     if not (module and colon and factory):
-        raise UsageError(f"--network {name}: write it as package.module:factory")
+        raise UsageError(f"--network {name}: must have the form package.module:factory")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does; a console script has its own folder there
     try:
@@ -105,13 +99,13 @@ def _imported(name: str) -> Callable[..., Any]:
     except Exception as error:
         raise UsageError(f"--network {name}: cannot import {module}: {reason(error)}") from error
     if not callable(found):
-        what = "there is no such function" if found is None else f"that is a {type(found).__name__}, not a function"
-        raise UsageError(f"--network {name}: {module} was imported, but {what} as {factory}")
+        problem = "has no function" if found is None else f"has a {type(found).__name__}, not a function, called"
+        raise UsageError(f"--network {name}: the module {module} {problem} {factory}")
     return found
 
 
 def reason(error: Exception) -> str:
-    """An error of the user's code in a line, with the place in the code where it has one."""
+    """An error of the user's code in one line, with the line of code that raised it."""
     ours = ("<", os.path.dirname(importlib.__file__), os.path.dirname(torch.__file__))
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith(ours)]
     place = f" ({os.path.basename(theirs[-1].filename)}, line {theirs[-1].lineno})" if theirs else ""

@@ -17,8 +17,9 @@ from tyro.conf import arg
 from dubito.cli.commands.errors import UsageError, check_not_overwritten
 from dubito.cli.commands.fitted import POSTERIOR, Reading
 from dubito.cli.commands.flags import parse
-from dubito.cli.commands.recipe import NAME, Recipe, written
+from dubito.cli.commands.recipe import NAME, Recipe, open_atomically
 from dubito.posteriors.predictive import Predictive
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,19 @@ class Predict(Reading):
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: standard output)")] = None
     """The CSV file to write."""
     level: float = 0.9
-    """How probable the interval from lower to upper is, for a regression."""
+    """Probability of the interval from lower to upper, for a regression."""
 
     def __post_init__(self):
         Reading.__post_init__(self)
-        if not 0 < self.level < 1:
-            raise ValueError(f"the level of an interval lies between 0 and 1; got --level {self.level}")
+        require(0 < self.level < 1, f"--level must lie between 0 and 1; got {self.level}")
 
 
 def predict(args: Sequence[str]) -> None:
-    """Predict every row of a table: one line of CSV for each, in the same order.
+    """Predict every row of a table; write one CSV line per row, in the same order.
+
       regression      mean, lower and upper (an interval), and the variances
-                      total = aleatoric (noise) + epistemic (ignorance);
-                      with several targets each has these, as price_mean
+                      total = aleatoric (noise) + epistemic (model uncertainty);
+                      with several targets, the columns of each: price_mean ...
       classification  class (the most probable one), p_NAME for each class,
                       and the entropies total = aleatoric + epistemic, in nats
 
@@ -48,12 +49,12 @@ def predict(args: Sequence[str]) -> None:
     """
     options: Predict = parse(Predict, args, prog="dubito predict", about=predict.__doc__ or "")
     if options.out is not None and options.out.is_dir():
-        raise UsageError(f"--out {options.out}: that is a folder; give the name of a file")
+        raise UsageError(f"--out {options.out} is a folder; give the name of a file")
     if options.out is not None:
         check_not_overwritten(options.out, options.data, options.folder / NAME, options.folder / POSTERIOR)
     fitted = options.open()
     found = fitted.read(options.data, targets=False)
-    with nullcontext(sys.stdout) if options.out is None else written(options.out) as file:
+    with nullcontext(sys.stdout) if options.out is None else open_atomically(options.out) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header(fitted.recipe))
         for p in fitted.predictives(found.x):
@@ -63,6 +64,7 @@ def predict(args: Sequence[str]) -> None:
 
 
 def header(recipe: Recipe) -> list[str]:
+    """The names of the columns."""
     if recipe.kind == "classification":
         return ["class", *(f"p_{name}" for name in recipe.outputs), "total", "aleatoric", "epistemic"]
     columns = ("mean", "lower", "upper", "total", "aleatoric", "epistemic")
@@ -83,8 +85,8 @@ def lines(recipe: Recipe, p: Predictive, level: float) -> list[list[str]]:
 
 
 def _text(mean: float, lower: float, upper: float, *variances: float) -> list[str]:
-    """Seven digits, and so many more of mean, lower and upper as these have in common: times differ in their last ones."""
+    """Seven digits, plus as many as mean, lower and upper have in common, as Unix times have."""
     width, largest = upper - lower, max(abs(mean), abs(lower), abs(upper))
     common = math.floor(math.log10(largest / width)) if 0 < width < largest < math.inf else 0
-    digits = min(7 + common, 17)  # which is all that there are
+    digits = min(7 + common, 17)  # all digits of a float64
     return [*(f"{value:.{digits}g}" for value in (mean, lower, upper)), *(f"{value:.7g}" for value in variances)]

@@ -1,7 +1,7 @@
-"""What a fitted folder records beside the weights: all that is needed to rebuild the model and to read further data alike.
+"""The recipe of a fitted folder: all that is needed to rebuild the model and to read further data in the same way.
 
-It is a JSON file with a checksum, and names no code to run: where the network was the user's own, its name is there to be shown,
-and has to be given again on the command line.
+It is a JSON file with a checksum. It never chooses code to run: if the network was the user's own, its name is recorded, but has to be
+given again on the command line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dubito.tensors.store import replacing
 
 FORMAT = 1
 NAME = "fit.json"
-ROUNDING = 1e-14  # a column that varies by less, beside its size, is a constant: 0.3 and 0.1 + 0.2
+ROUNDING = 1e-14  # relative range below which a column counts as constant: 0.3 and 0.1 + 0.2
 
 
 @dataclass(frozen=True)
@@ -41,34 +41,36 @@ class Scaling:
 
     @staticmethod
     def of(values: Tensor) -> Scaling:
-        """For values [N, K]; a column that is constant is only shifted. Of images and the like, one mean and scale for all."""
+        """From values [N, K]; a constant column is only shifted. Images and the like have one mean and scale for all values."""
         wide = values.double().reshape(-1, 1) if values.ndim > 2 else values.double()
         low, high = wide.amin(0), wide.amax(0)
-        constant = high - low <= ROUNDING * low.abs().maximum(high.abs())  # the rounded deviation of a constant need not be 0
+        constant = high - low <= ROUNDING * low.abs().maximum(
+            high.abs()
+        )  # rounding may make the deviation of a constant positive
         scale = wide.std(0, correction=0)
-        scale = scale.masked_fill(constant | (scale == 0), 1.0)  # the square of a tiny number is 0
+        scale = scale.masked_fill(constant | (scale == 0), 1.0)  # squares of tiny numbers underflow to 0
         return Scaling(tuple(wide.mean(0).tolist()), tuple(scale.tolist()))
 
     def apply(self, values: Tensor) -> Tensor:
-        """What the network sees, in float32: only what is left after the shift is rounded, or a Unix time would lose its minutes."""
+        """Standardized values in float32. They are rounded after the shift, or Unix times would lose their minutes."""
         mean, scale = (torch.tensor(each, dtype=torch.float64, device=values.device) for each in (self.mean, self.scale))
         return ((values.double() - mean) / scale).float()
 
     def undo(self, p: Predictive) -> Predictive:
-        """From standardised targets to their own units, in float64: exactly, so that densities, intervals and variances follow."""
+        """The predictive of standardized targets in the original units, in float64."""
         mean, scale = (torch.tensor(each, dtype=torch.float64, device=p.means.device) for each in (self.mean, self.scale))
         return _double(p).rescaled(mean, scale)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a posterior was made."""
+    """How a posterior was fitted."""
 
     kind: Literal["regression", "classification"]
     shape: tuple[int, ...]  # of one input
-    features: tuple[str, ...]  # names of the input columns; empty where x is not a table
+    features: tuple[str, ...]  # names of the input columns; empty if x is not a table
     targets: tuple[str, ...]
-    outputs: tuple[str, ...]  # what each output of the network stands for: classes, or targets
+    outputs: tuple[str, ...]  # names of the outputs of the network: classes, or targets
     x: Scaling
     y: Scaling | None  # regression
     network: Network
@@ -76,30 +78,30 @@ class Recipe:
     method: str
     training: dict[str, Any]
     metrics: dict[str, float | None] = field(default_factory=dict)  # on the held-out rows
-    fill: dict[str, float] = field(default_factory=dict)  # what stands for a missing number, by column
+    fill: dict[str, float] = field(default_factory=dict)  # replacement of missing numbers, by column
 
     def model(self, network: str | None) -> Model:
-        """The model, with fresh weights. `network` is the user's word on what may be imported."""
+        """The model with new weights. `network` is the factory that the user allows to be imported."""
         if self.network.network is None and network is not None:
-            raise UsageError(f"--network {network}: this folder holds an MLP, which needs no factory; leave out --network")
+            raise UsageError(f"--network {network}: this folder holds an MLP: leave out --network")
         if self.network.network is not None and network is None:
             name = self.network.network
-            raise UsageError(
-                f"the network was made by {name}; a file must not choose code to run, so name it again: --network {name}"
-            )
+            raise UsageError(f"the network was made by {name}; files must not choose code to run, so give --network {name} again")
         spec = self.network if network is None else Network(network=network)
         regression = self.kind == "regression"
         likelihood = Gaussian(outputs=len(self.outputs)) if regression else Categorical()
         return Model(spec.build(self.shape, len(self.outputs)), likelihood, Normal(scale=self.prior_scale))
 
     def write(self, path: Path) -> None:
+        """Write the recipe as JSON with a checksum."""
         content = {"format": FORMAT, "dubito": dubito.__version__, **asdict(self)}
-        with written(path) as file:
+        with open_atomically(path) as file:
             json.dump({**content, "checksum": _checksum(content)}, file, indent=2)
             file.write("\n")
 
     @staticmethod
     def read(path: Path) -> Recipe:
+        """Read and check a recipe."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             checksum = content.pop("checksum")
@@ -129,7 +131,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _tupled(value: Any) -> Any:
-    """JSON has lists where the recipe has tuples."""
+    """Lists of JSON as the tuples of the recipe."""
     if isinstance(value, dict):
         return {key: _tupled(item) for key, item in value.items()}
     return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
@@ -143,18 +145,18 @@ def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _contrast(was: str, now: str) -> str:
-    """Two texts that differ. Of long ones the place where they do, from the name of the field on: a method has many."""
+    """Two texts that differ; long ones from the field in which they differ."""
     at = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     begin = max((found.start() for found in re.finditer(r"\w+=", was) if found.start() <= at), default=0)
     begin = begin if at - begin < 40 else at - 20
 
-    def short(text: str) -> str:
+    def _short(text: str) -> str:
         if len(text) <= 60:
             return text
         part = ("..." if begin else "") + text[begin:]
         return part if len(part) <= 60 else part[:57] + "..."
 
-    return f"was {short(was)}, is {short(now)}"
+    return f"was {_short(was)}, is {_short(now)}"
 
 
 def _double(p: Predictive) -> Predictive:
@@ -171,7 +173,7 @@ def _wide(value: Any) -> Any:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[TextIO]:
-    """A text file that appears whole or not at all."""
+def open_atomically(path: Path) -> Iterator[TextIO]:
+    """A text file that is written completely or not at all."""
     with replacing(path) as scratch, open(scratch, "w", encoding="utf-8", newline="") as file:
         yield file
