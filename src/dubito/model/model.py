@@ -17,6 +17,7 @@ from dubito.network.examples import batch_size, is_one_example, outputs_last, pi
 from dubito.network.inspect import check_embeddings, close, run_batch, run_two_examples, warn_of_gradient_hooks
 from dubito.network.weights import exclusive, in_mode, with_weights
 from dubito.tensors import randomness, tree
+from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -27,6 +28,16 @@ class Inspection(NamedTuple):
     doubtful: (
         bool  # two examples alone may have other outputs than in the batch: the network is random, mixes examples, or took no two
     )
+
+
+def _check_type(name: str, value: object, kind: type, words: str) -> None:
+    if not isinstance(value, kind):
+        received = value if isinstance(value, type) else type(value)
+        raise TypeError(f"the {name} is {words}; got {received.__name__}")
+
+
+def _matches(pattern: str, names: list[str]) -> bool:
+    return any(re.search(pattern, name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -52,24 +63,19 @@ class Model:
     output: Callable[[Any], Tensor] = field(default=pick_output, kw_only=True)
 
     def __post_init__(self):
-        if not isinstance(self.network, nn.Module):
-            raise TypeError(f"the network is a torch.nn.Module; got a {type(self.network).__name__}")
-        if not isinstance(self.likelihood, Likelihood):
-            given = self.likelihood.__name__ if isinstance(self.likelihood, type) else type(self.likelihood).__name__
-            raise TypeError(f"the likelihood is an object such as dubito.Categorical() or dubito.Gaussian(); got {given}")
-        if not isinstance(self.prior, Prior):
-            given = self.prior.__name__ if isinstance(self.prior, type) else type(self.prior).__name__
-            raise TypeError(f"the prior is an object such as dubito.priors.Normal(scale=1.0); got {given}")
+        _check_type("network", self.network, nn.Module, "a torch.nn.Module")
+        _check_type("likelihood", self.likelihood, Likelihood, "an object such as dubito.Categorical() or dubito.Gaussian()")
+        _check_type("prior", self.prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
         names = [name for name, _ in self.network.named_parameters()]
+        every = [name for name, _ in self.network.named_parameters(remove_duplicate=False)]  # tied ones by all their names
         listed = f"{names[:8]}{'...' if names[8:] else ''}"
-        if not names:
-            raise ValueError("the network has no parameters, so there is nothing to infer")
-        for pattern in self.prior.patterns:  # a slip of the pen would leave those parameters to the rest, without a word
-            kind = pattern in ("weight", "bias")  # which a network may do without
-            if not kind and not any(re.search(pattern, name) for name in names):
-                raise ValueError(f"the prior's pattern {pattern!r} matches no parameter of the network; it has {listed}")
-        if not any(re.search(self.only, name) for name, _ in self.network.named_parameters(remove_duplicate=False)):
-            raise ValueError(f"only={self.only!r} matches no parameter of the network; it has {listed}")
+        require(names, "the network has no parameters, so there is nothing to infer")
+        patterns = [p for p in self.prior.patterns if p not in ("weight", "bias")]  # which a network may do without
+        unmatched = [pattern for pattern in patterns if not _matches(pattern, names)]
+        require(
+            not unmatched, f"the prior's pattern {(unmatched or [''])[0]!r} matches no parameter of the network; it has {listed}"
+        )
+        require(_matches(self.only, every), f"only={self.only!r} matches no parameter of the network; it has {listed}")
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import math
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -205,13 +206,7 @@ class Draws:
         assert self.folder is not None
         if copied is not None:
             copied.synchronize()
-        old = self._archive
-        if old is None:
-            if (self.folder / INDEX).exists() or list(self.folder.glob(SHARDS)):
-                raise FileExistsError(errno.EEXIST, "it holds draws of another run")
-            write_shared(self.folder, *self._shared)
-            self._shared = {}, {}
-            old = Archive(self.folder, self._leaves, ())
+        old = self._begin(self.folder) if self._archive is None else self._archive
         shards, merged, size = list(old.shards), [], sum(leaf.nbytes for leaf in rows.values())
         each = size // tree.count(rows)
         while shards and (last := shards[-1].draws * each) <= size and last + size <= SHARD:
@@ -226,6 +221,14 @@ class Draws:
         self._archive = new
         for shard in merged:
             (self.folder / shard.file).unlink(missing_ok=True)
+
+    def _begin(self, folder: Path) -> Archive:
+        """An archive without shards, with what all draws share, in a folder that holds no draws yet."""
+        if (folder / INDEX).exists() or list(folder.glob(SHARDS)):
+            raise FileExistsError(errno.EEXIST, "it holds draws of another run")
+        write_shared(folder, *self._shared)
+        self._shared = {}, {}
+        return Archive(folder, self._leaves, ())
 
     def _shard(self, rows: Params, first: int) -> Shard:
         assert self.folder is not None
@@ -242,28 +245,31 @@ class Draws:
         paths = list(self.folder.glob(SHARDS))
         self._serial = 1 + max((int(path.stem.removeprefix("draws-")) for path in paths), default=-1)
         self._blocks, self._count, self.device, self._archive, self._leaves = [], n, torch.device(device), None, {}
-        shards: list[Shard] = []
         if n:
             old = Archive.find(self.folder) if paths else Archive(self.folder, {}, ())
             if len(old) < n:
                 raise FileError(f"{self.folder}: the checkpoint counts {n} draws but the folder holds {len(old)}")
-            self._leaves, first = old.leaves, 0
-            for shard in old.shards:
-                if first < n:
-                    if problem := old.problem(shard):
-                        raise FileError(problem)
-                    # a shard that goes past the checkpoint is written anew: no file holds a draw that does not count
-                    whole = first + shard.draws <= n
-                    shards.append(shard if whole else self._shard(tree.select(old.read(shard), slice(0, n - first)), first))
-                first += shard.draws
-            self._archive = dataclasses.replace(old, shards=tuple(shards))
+            self._leaves = old.leaves
+            self._archive = dataclasses.replace(old, shards=tuple(self._first(n, old)))
             self._archive.write()
         else:
             (self.folder / INDEX).unlink(missing_ok=True)
-        kept = {shard.file for shard in shards}
+        kept = {shard.file for shard in self._archive.shards} if self._archive is not None else set()
         for path in paths:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
+
+    def _first(self, n: int, old: Archive) -> Iterator[Shard]:
+        """The shards of the first n draws. One that goes past them is written anew: no file holds a draw that does not count."""
+        first = 0
+        for shard in old.shards:
+            if first >= n:
+                return
+            if problem := old.problem(shard):
+                raise FileError(problem)
+            whole = first + shard.draws <= n
+            yield shard if whole else self._shard(tree.select(old.read(shard), slice(0, n - first)), first)
+            first += shard.draws
 
 
 class _Column(Draws):

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -124,6 +124,12 @@ def open_mapped(path: str | os.PathLike, prefix: str | None = "") -> tuple[dict[
             tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError) as error:
         raise FileError(f"{path}: not a readable safetensors file; it is truncated or of another kind ({error})") from None
+    _check_format(path, metadata)
+    return tensors, metadata["dubito"], metadata["checksum"]
+
+
+def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
+    """Refuse files of others, of newer versions, and those whose header is damaged."""
     if "dubito" not in metadata or "checksum" not in metadata:
         raise FileError(f"{path}: a safetensors file, but not one written by dubito")
     try:
@@ -134,4 +140,3 @@ def open_mapped(path: str | os.PathLike, prefix: str | None = "") -> tuple[dict[
         raise damaged(path)
     if written > FORMAT:
         raise FileError(f"{path}: written by a newer dubito (file format {written}); upgrade dubito to read it")
-    return tensors, metadata["dubito"], metadata["checksum"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -44,60 +46,102 @@ def without_addresses(words: str) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", words)
 
 
-def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+@singledispatch
+def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> dict:
     """A JSON-able description of a nested value; its tensors go into `tensors` under their paths.
 
     Fields of a dataclass with `metadata={"transient": True}` (what is made again at need, such as compiled code) are left out.
     """
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"tensor": path}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    if isinstance(value, torch.Generator):
-        return {"generator": pack(value.get_state(), tensors, path)}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if not f.metadata.get("transient")]
-        return {"fields": {name: pack(item, tensors, f"{path}/{name}") for name, item in fields}}
-    if isinstance(value, dict):
-        return {"dict": [[key, pack(item, tensors, f"{path}/{key}")] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        return {"list": [pack(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]}
-    if isinstance(value, torch.optim.Optimizer):
-        return {"stateful": pack(value.state_dict(), tensors, path)}
-    raise TypeError(
-        f"a state may hold tensors, numbers, strings, generators, dataclasses, dicts, lists and optimizers; "
-        f"{path or 'the state'} is a {type(value).__name__}"
-    )
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise TypeError(
+            f"a state may hold tensors, numbers, strings, generators, dataclasses, dicts, lists and optimizers; "
+            f"{path or 'the state'} is a {type(value).__name__}"
+        )
+    kept = [f.name for f in dataclasses.fields(value) if not f.metadata.get("transient")]
+    return {"fields": {name: pack(getattr(value, name), tensors, f"{path}/{name}") for name in kept}}
+
+
+@pack.register
+def _(value: Tensor, tensors: dict[str, Tensor], path: str = "") -> dict:
+    tensors[path] = value
+    return {"tensor": path}
+
+
+@pack.register
+def _(value: int | float | str | None, tensors: dict[str, Tensor], path: str = "") -> dict:
+    return {"value": value}
+
+
+@pack.register
+def _(value: torch.Generator, tensors: dict[str, Tensor], path: str = "") -> dict:
+    return {"generator": pack(value.get_state(), tensors, path)}
+
+
+@pack.register
+def _(value: dict, tensors: dict[str, Tensor], path: str = "") -> dict:
+    return {"dict": [[key, pack(item, tensors, f"{path}/{key}")] for key, item in value.items()]}
+
+
+@pack.register
+def _(value: list | tuple, tensors: dict[str, Tensor], path: str = "") -> dict:
+    return {"list": [pack(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]}
+
+
+@pack.register
+def _(value: torch.optim.Optimizer, tensors: dict[str, Tensor], path: str = "") -> dict:
+    return {"stateful": pack(value.state_dict(), tensors, path)}
 
 
 def unpack(description: Any, tensors: dict[str, Tensor], template: Any = None) -> Any:
     """The inverse of `pack`. Dataclasses, generators and optimizers are rebuilt on `template`, a value of the same shape."""
     (kind, content), *_ = description.items()
-    if kind == "tensor":
-        tensor = tensors[content]
-        if isinstance(template, Tensor) and template.shape == tensor.shape and template.dtype == tensor.dtype:
-            with torch.no_grad():
-                return template.copy_(tensor)  # in place: an optimizer in the same state refers to this very object
-        return tensor
-    if kind == "value":
-        return content
-    if kind == "generator":
-        template.set_state(unpack(content, tensors).cpu())
-        return template
-    if kind == "fields":
-        filled = {name: unpack(item, tensors, getattr(template, name)) for name, item in content.items()}
-        transient = {f.name: getattr(template, f.name) for f in dataclasses.fields(template) if f.metadata.get("transient")}
-        return type(template)(**filled, **transient)
-    if kind == "dict":
-        inner = template if isinstance(template, dict) else {}
-        return {key: unpack(item, tensors, inner.get(key)) for key, item in content}
-    if kind == "list":
-        inner = list(template) if isinstance(template, list | tuple) else []
-        inner += [None] * (len(content) - len(inner))
-        items = [unpack(item, tensors, like) for item, like in zip(content, inner, strict=False)]
-        return tuple(items) if isinstance(template, tuple) else items
-    if kind == "stateful":
-        template.load_state_dict(unpack(content, tensors))
-        return template
-    raise FileError(f"unknown entry {kind!r}; the file was written by another version of dubito")
+    if kind not in _UNPACKERS:
+        raise FileError(f"unknown entry {kind!r}; the file was written by another version of dubito")
+    return _UNPACKERS[kind](content, tensors, template)
+
+
+def _tensor(content: Any, tensors: dict[str, Tensor], template: Any) -> Tensor:
+    tensor = tensors[content]
+    if isinstance(template, Tensor) and template.shape == tensor.shape and template.dtype == tensor.dtype:
+        with torch.no_grad():
+            return template.copy_(tensor)  # in place: an optimizer in the same state refers to this very object
+    return tensor
+
+
+def _generator(content: Any, tensors: dict[str, Tensor], template: Any) -> torch.Generator:
+    template.set_state(unpack(content, tensors).cpu())
+    return template
+
+
+def _fields(content: Any, tensors: dict[str, Tensor], template: Any) -> Any:
+    filled = {name: unpack(item, tensors, getattr(template, name)) for name, item in content.items()}
+    transient = {f.name: getattr(template, f.name) for f in dataclasses.fields(template) if f.metadata.get("transient")}
+    return type(template)(**filled, **transient)
+
+
+def _dict(content: Any, tensors: dict[str, Tensor], template: Any) -> dict:
+    inner = template if isinstance(template, dict) else {}
+    return {key: unpack(item, tensors, inner.get(key)) for key, item in content}
+
+
+def _list(content: Any, tensors: dict[str, Tensor], template: Any) -> list | tuple:
+    inner = list(template) if isinstance(template, list | tuple) else []
+    inner += [None] * (len(content) - len(inner))
+    items = [unpack(item, tensors, like) for item, like in zip(content, inner, strict=False)]
+    return tuple(items) if isinstance(template, tuple) else items
+
+
+def _stateful(content: Any, tensors: dict[str, Tensor], template: Any) -> Any:
+    template.load_state_dict(unpack(content, tensors))
+    return template
+
+
+_UNPACKERS: dict[str, Callable[[Any, dict[str, Tensor], Any], Any]] = {
+    "tensor": _tensor,
+    "value": lambda content, tensors, template: content,
+    "generator": _generator,
+    "fields": _fields,
+    "dict": _dict,
+    "list": _list,
+    "stateful": _stateful,
+}

@@ -104,6 +104,11 @@ def unflatten(vector: Tensor, like: Params) -> Params:
     }
 
 
+def full_precision(leaf: Tensor) -> Tensor:
+    """Half precision as float32, in which sums can be formed; others as they are."""
+    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
+
+
 def move(value: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
     """Tensors anywhere inside nested dicts, lists and tuples to a device; floating ones to a dtype. The rest is kept."""
     if isinstance(value, Tensor):

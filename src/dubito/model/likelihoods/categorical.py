@@ -27,6 +27,11 @@ class Classes(Likelihood):
         """True: uncertainty is an entropy."""
         return True
 
+    @property
+    def indexed(self) -> bool:
+        """True."""
+        return True
+
     @abstractmethod
     def log_probs(self, f: Tensor, params: Params) -> Tensor:
         """Log class probabilities [..., C]."""

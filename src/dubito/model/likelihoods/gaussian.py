@@ -104,6 +104,10 @@ class Gaussian(Likelihood):
         old = params[PREFIX + "log_scale"]
         return {PREFIX + "log_scale": (-0.5 * precision.log()).to(old.dtype).reshape(old.shape)}
 
+    def mean_noise(self, f: Tensor, params: Params) -> Tensor:
+        """scale^2."""
+        return self.noise(f, params).expand_as(f) ** 2
+
     def least_noise(self, params: Params) -> Tensor | float:
         """The smallest scale."""
         if self.scale is None:
@@ -212,6 +216,10 @@ class HeteroscedasticGaussian(Likelihood):
             raise ValueError(
                 "the targets hold NaN or infinite values: remove those rows, fill them in, or have NaN skipped by missing=True"
             )
+
+    def mean_noise(self, f: Tensor, params: Params) -> Tensor:
+        """e^s."""
+        return self._split(f)[1].exp()
 
     def observed(self, y: Tensor) -> Tensor | None:
         """Where no number of a target is NaN."""

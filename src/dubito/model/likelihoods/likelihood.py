@@ -143,6 +143,15 @@ class Likelihood(ABC):
         """Classes or labels rather than numbers: uncertainty is an entropy rather than a variance."""
         return False
 
+    @property
+    def indexed(self) -> bool:
+        """Whether a target is the index of a class, without an axis for outputs."""
+        return False
+
+    def mean_noise(self, f: Tensor, params: Params) -> Tensor | None:
+        """The variance of the noise of the targets given f, [..., n], where the first n outputs are their means; else None."""
+        return None
+
     @abstractmethod
     def __call__(self, f: Tensor, params: Params) -> Distribution:
         """p(y | f), batch shape `[...]` and event shape as one target has it."""

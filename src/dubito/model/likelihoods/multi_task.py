@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, MultivariateNormal
 
-from dubito.model.likelihoods.categorical import Classes
-from dubito.model.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian, given_nodes
+from dubito.model.likelihoods.gaussian import given_nodes
 from dubito.model.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty
 from dubito.tensors.tree import Params
 
@@ -122,18 +121,18 @@ class MultiTask(Likelihood):
         return y.movedim(self.dim, -1) if y.ndim == f.ndim else y
 
     def _columns(self, f: Tensor) -> list[int]:
-        return [1 if isinstance(part, Classes) else part.width(g) for _, part, g, _ in self._each(f, {})]
+        return [1 if part.indexed else part.width(g) for _, part, g, _ in self._each(f, {})]
 
     def _unstack(self, y: Tensor, f: Tensor) -> dict[str, Tensor]:
         parts = dict(zip(self.tasks, y.split(self._columns(f), -1), strict=True))
-        return {n: v.squeeze(-1).long() if isinstance(self.tasks[n][0], Classes) else v for n, v in parts.items()}
+        return {n: v.squeeze(-1).long() if self.tasks[n][0].indexed else v for n, v in parts.items()}
 
     def target(self, y: Tensor | dict[str, Tensor], f: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The tasks' targets side by side, [..., T]."""
         y, columns = self._targets(y, f), []
         for name, likelihood, part, _ in self._each(f, {}):
             column = likelihood.target(y[name], part)
-            columns.append((column.unsqueeze(-1) if isinstance(likelihood, Classes) else column).to(f.dtype))
+            columns.append((column.unsqueeze(-1) if likelihood.indexed else column).to(f.dtype))
         return torch.cat(columns, -1)
 
     def check(self, f: Tensor, y: Tensor | dict[str, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -204,12 +203,10 @@ class MultiTask(Likelihood):
         """Which outputs are means of numbers, [C], and the variance of their noise given all others, [..., n]."""
         means, noises = [], []
         for _, likelihood, part, inner in self._each(f, params):
-            n = likelihood.width(part) if isinstance(likelihood, Gaussian | HeteroscedasticGaussian) else 0
+            noise = likelihood.mean_noise(part, inner)
+            n = 0 if noise is None else noise.shape[-1]
             means += [True] * n + [False] * (part.shape[-1] - n)
-            if isinstance(likelihood, Gaussian):
-                noises.append(likelihood.noise(part, inner).expand_as(part) ** 2)
-            elif n:
-                noises.append(part[..., n:].exp())
+            noises += [] if noise is None else [noise]
         return torch.tensor(means, device=f.device), torch.cat(noises, -1) if noises else f[..., :0]
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
@@ -224,7 +221,7 @@ class MultiTask(Likelihood):
         where, classes, start = [], [], 0
         for (_, likelihood, part, inner), n in zip(self._each(f_mean, params), self._columns(f_mean), strict=True):
             column, start = slice(start, start + n), start + n
-            if isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
+            if likelihood.mean_noise(part, inner) is not None:
                 where += range(column.start, column.stop)
             else:
                 classes.append((likelihood(part, inner), column))

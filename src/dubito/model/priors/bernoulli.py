@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.priors.factorized import Factorized
+from dubito.model.priors.prior import zero
 from dubito.model.priors.scales import keep_positive
 from dubito.tensors.tree import Params
 
@@ -47,7 +48,7 @@ class Bernoulli(Factorized):
 
     def log_mass(self, params: Params) -> Tensor:
         """Log probability of weights that have these values exactly."""
-        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        total = zero(params)
         for leaf in params.values():
             first, second = (leaf == value for value in self.values)
             mass = torch.where(second, math.log(self.probability), torch.where(first, math.log1p(-self.probability), -torch.inf))

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito.model.priors.prior import PREFIX, Prior, weights
-from dubito.tensors.randomness import fresh_generator
+from dubito.model.priors.prior import PREFIX, Prior, source_for, weights, zero
 from dubito.tensors.tree import Params
 
 
@@ -62,7 +61,7 @@ class ByName(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """The sum over the priors."""
-        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        total = zero(params)
         for _, prior, own in self._parts(params):
             total = total + prior.log_prob(own)
         return total
@@ -95,7 +94,7 @@ class ByName(Prior):
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """One draw in the shapes of `like`."""
-        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
+        source = source_for(like, generator)
         return self._gathered(like, {pattern: prior.sample(own, source) for pattern, prior, own in self._parts(like)})
 
     def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:

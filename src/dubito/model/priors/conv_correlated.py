@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.model.priors.prior import Prior
+from dubito.model.priors.prior import Prior, source_for, zero
 from dubito.model.priors.scales import keep_positive
-from dubito.tensors.randomness import fresh_generator
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, full_precision
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class ConvCorrelated(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """Sum over kernels of log N(0, K) with K = `covariance`."""
-        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        total = zero(params)
         for leaf in params.values():
-            kernels = self._kernels(leaf.float() if leaf.dtype.itemsize < 4 else leaf)  # [n, k]
+            kernels = self._kernels(full_precision(leaf))  # [n, k]
             root = self._root(leaf).to(kernels)
             white = torch.linalg.solve_triangular(root, kernels.mT, upper=False)
             total = total - 0.5 * white.square().sum() - len(kernels) * root.diagonal().log().sum()
@@ -69,7 +68,7 @@ class ConvCorrelated(Prior):
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """One draw in the shapes of `like`."""
-        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
+        source = source_for(like, generator)
         normals = {name: torch.empty_like(leaf).normal_(generator=source) for name, leaf in like.items()}
         return {name: (self._kernels(leaf) @ self._root(leaf).mT).reshape(leaf.shape) for name, leaf in normals.items()}
 

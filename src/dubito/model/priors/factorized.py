@@ -7,9 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from dubito.model.priors.prior import Prior
-from dubito.tensors.randomness import fresh_generator
-from dubito.tensors.tree import Params
+from dubito.model.priors.prior import Prior, source_for, zero
+from dubito.tensors.tree import Params, full_precision
 
 
 class Factorized(Prior):
@@ -44,9 +43,9 @@ class Factorized(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """The sum of `density` over all weights."""
-        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        total = zero(params)
         for leaf in params.values():
-            total = total + self.density(leaf.float() if leaf.dtype.itemsize < 4 else leaf).sum()
+            total = total + self.density(full_precision(leaf)).sum()
         return total
 
     def gradient(self, params: Params) -> Params:
@@ -55,7 +54,7 @@ class Factorized(Prior):
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
         """The sum of `expected` over all weights, if it is known."""
-        total = torch.zeros((), device=next(iter(mean.values())).device) if mean else torch.zeros(())
+        total = zero(mean)
         for name, leaf in mean.items():
             part = self.expected(leaf, variance[name])
             if part is None:
@@ -65,7 +64,7 @@ class Factorized(Prior):
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """`draw` for every weight."""
-        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
+        source = source_for(like, generator)
         return {name: self.draw(leaf, source) for name, leaf in like.items()}
 
     def units(self, params: Params) -> Params:

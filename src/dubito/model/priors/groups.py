@@ -54,14 +54,17 @@ class Groups:
         if self.by == "column" and leaf.ndim > 1:
             return leaf.movedim(1, 0).reshape(leaf.shape[1], -1)
         if self.by == "gate" and any(word in name for word in RECURRENT):
-            # a state has as many units as each gate has rows, or fewer where it is projected: a GRU's rows may be four parts, too
-            short = "weight_hh" in name and leaf.shape[0] < self.gates * leaf.shape[1]
-            if leaf.shape[0] % self.gates or short:
-                raise ValueError(
-                    f"{name} has {leaf.shape[0]} rows, which are not {self.gates} gates: give Groups('gate', gates=...), 3 for a GRU"
-                )
+            self._check_gates(name, leaf)
             return leaf.reshape(self.gates, -1)
         return leaf.reshape(1, -1)
+
+    def _check_gates(self, name: str, leaf: Tensor) -> None:
+        # a state has as many units as each gate has rows, or fewer where it is projected: a GRU's rows may be four parts, too
+        short = "weight_hh" in name and leaf.shape[0] < self.gates * leaf.shape[1]
+        if leaf.shape[0] % self.gates or short:
+            raise ValueError(
+                f"{name} has {leaf.shape[0]} rows, which are not {self.gates} gates: give Groups('gate', gates=...), 3 for a GRU"
+            )
 
     def spread(self, name: str, values: Tensor, leaf: Tensor) -> Tensor:
         """A value for every group, [G], as one for every weight, in the shape of the leaf: the inverse of `rows`."""

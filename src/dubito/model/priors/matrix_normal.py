@@ -9,9 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dubito.model.priors.prior import Prior
-from dubito.tensors.randomness import fresh_generator
-from dubito.tensors.tree import Params
+from dubito.model.priors.prior import Prior, source_for, zero
+from dubito.tensors.tree import Params, full_precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,7 @@ class MatrixNormal(Prior):
 
     def _whitened(self, name: str, leaf: Tensor) -> tuple[Tensor, Tensor]:
         """The leaf as standard normals, [O, I], and the log of what the determinant takes."""
-        matrix, (up, left) = self._shaped(name, leaf.float() if leaf.dtype.itemsize < 4 else leaf), self._roots
+        matrix, (up, left) = self._shaped(name, full_precision(leaf)), self._roots
         logs = torch.zeros((), device=leaf.device)
         if up is not None:
             logs = logs + matrix.shape[1] * up.diagonal().log().sum().to(matrix)
@@ -70,7 +69,7 @@ class MatrixNormal(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """Log density of the matrix normal distribution."""
-        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        total = zero(params)
         for name, leaf in params.items():
             white, logs = self._whitened(name, leaf)
             total = total - 0.5 * white.square().sum() - logs - 0.5 * leaf.numel() * math.log(2 * math.pi)
@@ -91,7 +90,7 @@ class MatrixNormal(Prior):
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """A Z B^T with roots A and B of the two covariances and standard normal Z."""
-        source, (up, left) = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device), self._roots
+        source, (up, left) = source_for(like, generator), self._roots
         drawn: Params = {}
         for name, leaf in like.items():
             matrix = self._shaped(name, torch.empty_like(leaf).normal_(generator=source))

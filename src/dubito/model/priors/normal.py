@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dubito.model.priors.prior import Prior
+from dubito.model.priors.prior import Prior, source_for, zero
 from dubito.model.priors.scales import plain
-from dubito.tensors.randomness import fresh_generator
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, full_precision
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -96,10 +95,10 @@ class Normal(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """sum_i log N(w_i; 0, scale_i^2)."""
-        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        total = zero(params)
         for name, leaf in params.items():
             scale = self.scale_of(name)
-            total = total - 0.5 * (leaf.float() if leaf.dtype.itemsize < 4 else leaf).pow(2).sum() / scale**2
+            total = total - 0.5 * full_precision(leaf).pow(2).sum() / scale**2
             total = total - leaf.numel() * (math.log(scale) + 0.5 * math.log(2 * math.pi))
         return total
 
@@ -122,7 +121,7 @@ class Normal(Prior):
         r""":math:`E_q[w^2] = \mu^2 + \sigma^2` in the place of :math:`w^2`."""
         total = self.log_prob(mean)
         for name, leaf in variance.items():
-            total = total - 0.5 * (leaf.float() if leaf.dtype.itemsize < 4 else leaf).sum() / self.scale_of(name) ** 2
+            total = total - 0.5 * full_precision(leaf).sum() / self.scale_of(name) ** 2
         return total
 
     def units(self, params: Params) -> Params:
@@ -131,5 +130,5 @@ class Normal(Prior):
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """N(0, scale^2) for every weight."""
-        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
+        source = source_for(like, generator)
         return {name: torch.empty_like(leaf).normal_(0.0, self.scale_of(name), generator=source) for name, leaf in like.items()}

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
 
 PREFIX = "prior:"
@@ -20,6 +21,16 @@ def prior_params(params: Params) -> Params:
 def weights(params: Params) -> Params:
     """The network's weights alone."""
     return {name: leaf for name, leaf in params.items() if ":" not in name}
+
+
+def zero(params: Params) -> Tensor:
+    """0 on the device of the weights, to which log densities are added."""
+    return torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+
+
+def source_for(like: Params, generator: torch.Generator | None) -> torch.Generator:
+    """The generator, or if there is none a fresh one on the device of the weights."""
+    return generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
 
 
 class Prior(ABC):

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from dubito.model.priors.groups import Groups
-from dubito.model.priors.prior import PREFIX, Prior, weights
+from dubito.model.priors.prior import PREFIX, Prior, source_for, weights
 from dubito.model.priors.scales import Scale
-from dubito.tensors.randomness import fresh_generator
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, full_precision
 
 LOCAL, OVERALL = PREFIX + "log_scale", PREFIX + "log_overall"
 
@@ -60,7 +59,7 @@ class Scaled(Prior):
         total = torch.zeros((), device=first.device)
         for name, leaf in weights(params).items():
             log = self._log_scale(name, params)  # [G]
-            rows = self.grouping.rows(name, leaf.float() if leaf.dtype.itemsize < 4 else leaf)  # [G, n]
+            rows = self.grouping.rows(name, full_precision(leaf))  # [G, n]
             total = total - 0.5 * (rows.square().sum(1) * (-2 * log).exp()).sum() - rows.shape[1] * log.sum()
             total = total - 0.5 * leaf.numel() * math.log(2 * math.pi)
         for name, leaf in free.items():
@@ -100,7 +99,7 @@ class Scaled(Prior):
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """Scales from their densities, then weights from N(0, s^2)."""
-        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
+        source = source_for(like, generator)
         free = {**self.parameters(weights(like)), **{name: leaf for name, leaf in like.items() if name.startswith(PREFIX)}}
         drawn = {name: self._scale(name).sample(leaf, source) for name, leaf in free.items()}
         for name, leaf in weights(like).items():

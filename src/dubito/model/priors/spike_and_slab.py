@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.model.priors.prior import PREFIX, Prior, weights
+from dubito.model.priors.prior import PREFIX, Prior, source_for, weights, zero
 from dubito.model.priors.scales import keep_positive, plain, positive
-from dubito.tensors.randomness import fresh_generator
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, full_precision
 
 LOGIT = PREFIX + "logit_share"
 
@@ -65,9 +64,9 @@ class SpikeAndSlab(Prior):
                 "Give it a width, as SpikeAndSlab(spike=0.01)"
             )
         logit = self._logit(params)
-        total = torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+        total = zero(params)
         for leaf in weights(params).values():
-            slab, spike = self._both(leaf.float() if leaf.dtype.itemsize < 4 else leaf, logit)
+            slab, spike = self._both(full_precision(leaf), logit)
             total = total + torch.logaddexp(slab, spike).sum()
         return total + self.log_hyper(params)
 
@@ -91,7 +90,7 @@ class SpikeAndSlab(Prior):
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """One draw in the shapes of `like`."""
-        source = generator or fresh_generator(next(iter(like.values()), torch.zeros(())).device)
+        source = source_for(like, generator)
         drawn: Params = {}
         share = self.share
         if isinstance(share, tuple):

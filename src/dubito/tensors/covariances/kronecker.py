@@ -177,23 +177,9 @@ class Kronecker(Covariance):
         if positions == 1:
             squared, turned = layer.energy(basis), g.squeeze(2) @ self.left
             return torch.stack([gram(turned * (squared @ v.mT).sqrt()) for v in variances])
-        roots, inputs = [v.sqrt() for v in variances], basis.shape[0]
-        # Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
-        inputs_first, outputs_first = positions < classes * outputs, positions < inputs
-        parts = []
-        for piece in pieces(size, classes * outputs * inputs, basis):
-            a = layer.a[piece]
-            if inputs_first:
-                a = a @ basis[:-1] + basis[-1] if bias else a @ basis
-            rows = [one[piece].mT for one in g]  # [n, O, T]
-            rows = [self.left.mT @ one for one in rows] if outputs_first else rows
-            product = torch.stack([one @ a for one in rows], 1)  # [n, C, O, I]
-            if not inputs_first:
-                if bias:
-                    product = torch.cat([product, torch.stack([one.sum(-1, keepdim=True) for one in rows], 1)], -1)
-                product = product @ basis
-            if not outputs_first:
-                product = self.left.mT @ product
+        roots, parts = [v.sqrt() for v in variances], []
+        for piece in pieces(size, classes * outputs * basis.shape[0], basis):
+            product = self._rotated_rows(layer.a[piece], [rows[piece].mT for rows in g], basis, bias)
             each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
             parts.append(torch.stack([white @ white.mT for white in each]))
         total = torch.cat(parts, 1)
@@ -201,6 +187,23 @@ class Kronecker(Covariance):
             squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, g @ self.left
             total = total + torch.stack([gram((turned * (squared @ v.mT).sqrt()).flatten(2)) for v in variances])
         return total
+
+    def _rotated_rows(self, a: Tensor, rows: list[Tensor], basis: Tensor, bias: bool) -> Tensor:
+        """Rows [n, C, O, I] of the Jacobian in the eigenbasis, for inputs a [n, T, I] and gradients [n, O, T] of C outputs.
+
+        Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
+        """
+        outputs, positions = rows[0].shape[1:]
+        inputs_first, outputs_first = positions < len(rows) * outputs, positions < basis.shape[0]
+        if inputs_first:
+            a = a @ basis[:-1] + basis[-1] if bias else a @ basis
+        rows = [self.left.mT @ g for g in rows] if outputs_first else rows
+        product = torch.stack([g @ a for g in rows], 1)
+        if not inputs_first:
+            if bias:
+                product = torch.cat([product, torch.stack([g.sum(-1, keepdim=True) for g in rows], 1)], -1)
+            product = product @ basis
+        return product if outputs_first else self.left.mT @ product
 
     def propagate_output(self, layer: LayerRows, classes: int, factors: Sequence[float]) -> Tensor:
         """L diag(v) L^T with v = V (R^T a)^2."""
@@ -283,10 +286,7 @@ class Kronecker(Covariance):
         scale = self.scale if scale is None else scale.to(self.scale)
         temperature = self.temperature if temperature is None else temperature
         delta, warp = _separated(prior, self.weight, self.bias, self.right.shape[0])
-        same_warp = (warp is None and self.warp is None) or (
-            warp is not None and self.warp is not None and torch.allclose(warp.to(self.warp), self.warp)
-        )
-        if same_warp and self.parts is None:  # only numbers change
+        if self._same_warp(warp) and self.parts is None:  # only numbers change
             ratio = scale[0] / self.scale[0]
             values = None if self.values is None else self.values * ratio
             return replace(
@@ -299,6 +299,11 @@ class Kronecker(Covariance):
             self.weight, self.bias, self.shape, self._b(), self._a(), prior,
             scale=scale, count=self.count, temperature=temperature,
         )  # fmt: skip
+
+    def _same_warp(self, warp: Tensor | None) -> bool:
+        if warp is None or self.warp is None:
+            return warp is self.warp
+        return torch.allclose(warp.to(self.warp), self.warp)
 
     def times(self, factor: float) -> Kronecker:
         """The covariance under a multiple of the prior's precision."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, full_precision
 
 CHUNK = 2**22  # numbers that may be formed at a time, where something is formed piece by piece
 CACHE = 2**19  # numbers that a CPU's cache holds while they are formed, scaled and multiplied
@@ -129,7 +129,7 @@ def pieces(n: int, each: int, like: Tensor | None = None, chunk: int = CHUNK) ->
 def gram(rows: Tensor) -> Tensor:
     """Inner products of rows [C, B, n] as [B, C, C], summed in full precision."""
     if not rows.is_cuda:
-        rows = (rows.float() if rows.dtype.itemsize < 4 else rows).transpose(0, 1)
+        rows = full_precision(rows).transpose(0, 1)
         return rows @ rows.mT
     # few rows that are long: a GPU is busy only with many products, of parts of them
     parts = math.gcd(rows.shape[-1], PARTS)
