@@ -12,6 +12,7 @@ import dubito
 from dubito.families import FAMILIES, Binary, Factorized, Flow, Full, Grouped, Layerwise, LowRank, MatrixNormal, MeanField
 from dubito.priors import Bernoulli, Normal
 from dubito.tensors import tree
+from dubito.tensors.packing import describe
 
 NAMES = {"0.weight": (3, 2), "0.bias": (3,), "1.weight": (1, 3)}
 GAUSSIAN = {
@@ -98,6 +99,14 @@ def test_inverse_distribution_functions(name):
 def test_an_unknown_shape_is_refused():
     with pytest.raises(ValueError, match="derive from Factorized"):
         Factorized("triangle")
+
+
+def test_the_name_of_version_0_1_still_works():
+    """In code, with a warning; as the name of the family; and in the description of a method that checkpoints hold."""
+    with pytest.warns(DeprecationWarning, match="Factorized"):
+        assert dubito.families.Factorised is Factorized
+    assert dubito.Variational("factorised").q == Factorized()
+    assert describe(Factorized("cauchy")) == "Factorised(shape='cauchy')"
 
 
 @pytest.mark.parametrize("name", ["normal_jeffreys", "horseshoe"])

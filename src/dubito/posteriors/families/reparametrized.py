@@ -36,7 +36,7 @@ LINEAR = {F.linear}
 LAYERS = LINEAR | {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
 ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "requires_grad")}  # reading them is no use
 ARGUMENTS = ("input", "weight", "bias")
-TINY = 1e-20  # added to variances: the root has no finite slope at 0
+TINY = 1e-20  # smallest variance: at 0 its root has no finite slope
 
 Estimator = Literal["auto", "weights", "local", "flipout"]
 Layers: TypeAlias = Mapping[str, str | None]  # names: weight to bias, None if the layer has no Bayesian bias
