@@ -12,7 +12,7 @@ from dubito.apps.active.joint import GIGABYTE, Outcomes, Spread, greedy
 from dubito.apps.active.view import Functions, View
 from dubito.model.likelihoods import entropy
 from dubito.tensors.checks import at_least, positive, require
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def batchbald(
     require(fits, f"probs must be [S, N, C], and k from 1 to N; got {list(probs.shape)} and {k}")
     weights = probs.new_full((len(probs),), 1 / len(probs)) if weights is None else weights.to(probs)
     at = Functions(probs, weights, None)
-    generator = fresh() if generator is None else generator
+    generator = fresh_generator() if generator is None else generator
     settings = BatchBALD(configurations, memory)
     return greedy(settings._joint(at, generator), at, _single(at), k, generator)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.tensors import store, tree
 from dubito.tensors.checks import require
 
@@ -143,7 +144,7 @@ def pool_indices(indices: Indices, size: int) -> list[int]:
 
 
 def check_targets(
-    model: Model, x: Any, which: list[int], labels: Any, before: Tensor | None, fork: AbstractContextManager
+    model: Model, x: Inputs, which: list[int], labels: Any, before: Tensor | None, fork: AbstractContextManager
 ) -> Tensor:
     """The labels of x as targets of the model, like those of `before`; an error where they cannot be.
 

@@ -28,12 +28,12 @@ from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.model.likelihoods import MultiTask
 from dubito.network.reinitialize import reinitialize
-from dubito.network.weights import copied
+from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, one_of, require
-from dubito.tensors.randomness import derive, forked, generator
+from dubito.tensors.randomness import derive_seed, fork_rng, generator
 from dubito.tensors.tree import Params
 
 Oracle = Callable[[Tensor], Any]  # indices [k] -> their labels
@@ -108,7 +108,7 @@ class ActiveLearning:
         self.validation, self.patience, self.seed, self.progress = validation, patience, seed, progress
         self._lock = threading.RLock()
         # Labels are tried on a network of their own, copied while nobody else has it: during a fit that of the user holds other weights
-        self._trial = replace(model, network=copied(model.network))
+        self._trial = replace(model, network=copy_network(model.network))
         self._at_work = 0  # fits and predictions that are going on, in any thread
         self._labels, self._inputs = Labels(), []
         self._fitted: tuple[str, Posterior] | None = None  # of which labels, and what came of them
@@ -174,7 +174,7 @@ class ActiveLearning:
         x = self.pool.take(self.model, which)
         with self._lock:
             # a fit in another thread draws from the global generators, and to put them back would make it draw the same once more
-            fork = nullcontext() if self._at_work else forked()
+            fork = nullcontext() if self._at_work else fork_rng()
             y = check_targets(self._trial, x, which, labels, self._labels.targets, fork)
             new = self._labels.new(which)
             self._keep(self._labels.tell(which, y, overwrite))
@@ -244,7 +244,7 @@ class ActiveLearning:
             now, x = self._labels, joined(self._inputs)
             self._inputs = [x]
         digest = now.digest
-        seed = derive(self.seed, "fit", digest)
+        seed = derive_seed(self.seed, "fit", digest)
         known = any(made.of == digest for made in now.history)  # made again after a resume
         with self._working():
             start = self._start(seed, digest)
@@ -318,7 +318,7 @@ class ActiveLearning:
         began = time.perf_counter()
         view = View(
             self._predicting(posterior), self.pool, candidates, self.pending, self.how, self.draws, self.memory, self.size,
-            derive(self.seed, "draws", digest),
+            derive_seed(self.seed, "draws", digest),
         )  # fmt: skip
         with torch.no_grad(), self._working():
             choice = self.acquisition.choose(view, k, source)
@@ -397,7 +397,7 @@ class ActiveLearning:
                 "seed": self.seed,
                 "pool": self.pool.fingerprint(self.model),
                 "likelihood": repr(self.model.likelihood),
-                "network": f"{len(shapes)} parameters, {derive(repr(shapes)):x}",
+                "network": f"{len(shapes)} parameters, {derive_seed(repr(shapes)):x}",
             }
         return self._known
 

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
 from dubito.apps.network import joined
+from dubito.inference.batches import Data
 from dubito.model import Model
+from dubito.network.examples import Batch, Inputs
 from dubito.posteriors.posterior import inputs_of
 from dubito.tensors import store, tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import derive, forked, lent
+from dubito.tensors.randomness import borrowed_generators, derive_seed, fork_rng
 
 
 class Pool:
@@ -33,7 +35,7 @@ class Pool:
             [2.]]))
     """
 
-    def __init__(self, data: Any):
+    def __init__(self, data: Data):
         self.source = _source(data)
         self.length = self.source.length
         require(self.length, "the pool is empty: there is nothing to label")
@@ -41,7 +43,7 @@ class Pool:
     def __len__(self) -> int:
         return self.length
 
-    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
+    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """Inputs of the given numbers, in rising order, `size` at a time (or as a loader cuts them)."""
         kind = _dtype(model)
         for x in self.source.batches(model, indices.cpu(), size):
@@ -61,14 +63,14 @@ def _dtype(model: Model) -> torch.dtype:
     return next(model.network.parameters()).dtype
 
 
-def _rows_of(x: Any, rows: Tensor) -> Any:
+def _rows_of(x: Inputs, rows: Tensor) -> Any:
     return tree.apply_leaves(lambda leaf: leaf[rows.to(leaf.device)], x)
 
 
 class _Arrays:
     """All inputs, in memory."""
 
-    def __init__(self, data: Any):
+    def __init__(self, data: Data):
         self.arrays = tree.tensors(data)
         given = data.values() if isinstance(data, dict) else [data]
         self.recast = any(isinstance(leaf, np.ndarray) for leaf in given)  # NumPy has float64 alone, which no network means
@@ -76,7 +78,7 @@ class _Arrays:
         require(len(counts) == 1, f"all inputs of a pool must have the same number of rows; got {sorted(counts)}")
         self.length = counts.pop()
 
-    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
+    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """Rows of the arrays, `size` at a time."""
         for rows in indices.split(size):
             first, last = int(rows[0]), int(rows[-1])
@@ -89,7 +91,7 @@ class _Arrays:
         """Those rows, in that order."""
         return self._cast(model, _rows_of(self.arrays, which))
 
-    def _cast(self, model: Model, x: Any) -> Any:
+    def _cast(self, model: Model, x: Inputs) -> Any:
         if not self.recast:
             return x
         return tree.apply_leaves(lambda leaf: leaf.to(_dtype(model)) if leaf.is_floating_point() else leaf, x)
@@ -101,7 +103,7 @@ class _Items:
     def __init__(self, items: Any, collate: Callable[[list], Any] = default_collate, workers: int = 0):
         self.items, self.collate, self.workers, self.length = items, collate, workers, len(items)
 
-    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
+    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """Items, `size` at a time."""
         some = Subset(self.items, indices.tolist())
         for batch in _fetched(DataLoader(some, batch_size=size, collate_fn=self.collate, num_workers=self.workers)):
@@ -109,7 +111,7 @@ class _Items:
 
     def take(self, model: Model, which: Tensor) -> Any:
         """Those items, in that order."""
-        with forked(0):
+        with fork_rng(0):
             return tree.tensors(inputs_of(model, self.collate([self.items[i] for i in which.tolist()]))[0], _dtype(model))
 
 
@@ -120,7 +122,7 @@ class _Stream:
         self.stream = stream
         self.length = sum(_rows(_inputs_only(batch)) for batch in _fetched(stream))
 
-    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Any]:
+    def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """What is wanted of every batch."""
         wanted, before = torch.zeros(self.length, dtype=torch.bool), 0
         wanted[indices] = True
@@ -137,12 +139,12 @@ class _Stream:
     def take(self, model: Model, which: Tensor) -> Any:
         """Those inputs, in that order."""
         ordered, back = which.unique(return_inverse=True)
-        with forked(0):
+        with fork_rng(0):
             x = joined(list(self.batches(model, ordered, len(ordered))))
             return tree.tensors(_rows_of(x, back), _dtype(model))
 
 
-def _source(data: Any) -> _Arrays | _Items | _Stream:
+def _source(data: Data) -> _Arrays | _Items | _Stream:
     if isinstance(data, tuple):
         raise TypeError(
             "a pool holds inputs without labels, but a tuple means (x, y): pass x alone, and the labels to `tell` or as an oracle; "
@@ -163,23 +165,23 @@ def _source(data: Any) -> _Arrays | _Items | _Stream:
     raise TypeError(f"a pool must be a tensor, an array, a dict of these, a data set or a loader; got a {type(data).__name__}")
 
 
-def _fetched(source: Iterable[Any]) -> Iterator[Any]:
+def _fetched(source: Iterable[Any]) -> Iterator[Inputs]:
     """The batches of a loader. It may draw from the global generators, which are given back before anybody sees a batch."""
-    with lent(source), forked(0):
+    with borrowed_generators(source), fork_rng(0):
         iterator = iter(source)
     for i in count():
-        with lent(source), forked(derive("pool", i)):
+        with borrowed_generators(source), fork_rng(derive_seed("pool", i)):
             batch = next(iterator, None)
         if batch is None:
             return
         yield batch
 
 
-def _inputs_only(batch: Any) -> Any:
+def _inputs_only(batch: Batch) -> Any:
     return batch[0] if isinstance(batch, list | tuple) else batch
 
 
-def _rows(x: Any) -> int:
+def _rows(x: Inputs) -> int:
     leaf = next(iter(tree.leaves(tree.tensors(x))), None)
     if leaf is None or not leaf.ndim:
         raise TypeError(

@@ -26,7 +26,7 @@ class Folder:
 
     def write(self, labels: Labels, about: dict[str, Any]) -> None:
         """Write the state, whole or not at all; an error if somebody else has written here since."""
-        with store.locked(self.path):
+        with store.lock_folder(self.path):
             self._check()
             plain = {
                 "indices": torch.tensor(labels.indices, dtype=torch.long),
@@ -41,7 +41,7 @@ class Folder:
     def write_weights(self, before: Params, after: Params, digest: str) -> None:
         """What the last fit began with and came to, for sessions that go on from there."""
         tensors = {**{f"before:{k}": v for k, v in before.items()}, **{f"after:{k}": v for k, v in after.items()}}
-        with store.locked(self.path):
+        with store.lock_folder(self.path):
             self._check()
             _write(self.path / WEIGHTS, tensors, {"kind": "active weights", "of": digest})
 

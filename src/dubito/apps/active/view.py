@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dubito.apps.active.pool import Pool
 from dubito.model.likelihoods import Bernoulli, Classes
+from dubito.network.examples import Inputs
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
@@ -69,7 +70,7 @@ class View:
             sums.append(_sums(p))
         self._note(sums)
 
-    def functions(self, indices: Tensor | None = None, *, x: Any = None, least: int = DRAWS) -> Iterator[Functions]:
+    def functions(self, indices: Tensor | None = None, *, x: Inputs = None, least: int = DRAWS) -> Iterator[Functions]:
         """Draws of functions, the same for every batch: at the candidates, at other indices of the pool, or at inputs x.
 
         Where a posterior predicts without draws, `least` of them are made.
@@ -90,7 +91,7 @@ class View:
         total, epistemic = (torch.stack(sums).sum(0) / len(self)).tolist()
         self.uncertainty = {"total": total, "epistemic": epistemic}
 
-    def _way(self, posterior: Posterior, x: Any, least: int) -> tuple[str | None, int | None]:
+    def _way(self, posterior: Posterior, x: Inputs, least: int) -> tuple[str | None, int | None]:
         """The first way to predict, of those that come closest to what is wanted, that gives draws of functions."""
         one = tree.apply_leaves(lambda leaf: leaf[:1], x)
         ways = [(self.how, self.draws), (self.how, self.draws or least), ("sampled", self.draws or least)]
@@ -100,7 +101,7 @@ class View:
                 return way
         return ways[-1]
 
-    def _predict(self, posterior: Posterior, x: Any, how: str | None, draws: int | None) -> Predictive:
+    def _predict(self, posterior: Posterior, x: Inputs, how: str | None, draws: int | None) -> Predictive:
         return posterior.predict(x, how, draws=draws, memory=self.memory, seed=self.seed)
 
     def _read(self, p: Predictive) -> Functions:

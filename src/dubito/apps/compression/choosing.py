@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from dubito.apps.compression.pruning import moments, over_weights, scores, signal_to_noise
 from dubito.apps.network import gathered
 from dubito.evaluation import metrics
+from dubito.inference.batches import Data
 from dubito.posteriors import Point, Posterior
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least
@@ -21,7 +21,7 @@ CLOSE = 0.002  # of all that could go: how closely the most that may go is found
 FEW = 0.001  # of all weights: tensors with fewer get the threshold that all have in common
 
 
-def thresholds(posterior: Posterior, data: Any, *, allow: float = 0.001, size: int = 1000) -> dict[str, float]:
+def thresholds(posterior: Posterior, data: Data, *, allow: float = 0.001, size: int = 1000) -> dict[str, float]:
     """A threshold for every tensor, for `compress` and `prune`: they prune as much as costs `allow` of the score on held-out `data`.
 
     The score is that of the mean weights: accuracy, which may fall by `allow`, or for regression RMSE, which may grow by that share.
@@ -84,7 +84,7 @@ def _most(works: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _cost(posterior: Posterior, mean: Params, needed: Params, data: Any, size: int) -> Callable[[dict[str, float]], float]:
+def _cost(posterior: Posterior, mean: Params, needed: Params, data: Data, size: int) -> Callable[[dict[str, float]], float]:
     """The cost of thresholds: one minus accuracy, or the logarithm of the RMSE."""
     model = posterior.model
     x, y = gathered(model, data)

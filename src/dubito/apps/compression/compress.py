@@ -13,7 +13,7 @@ from dubito.apps.compression.report import compare
 from dubito.apps.compression.writing import Compressed
 from dubito.posteriors import Posterior
 from dubito.tensors import tree
-from dubito.tensors.randomness import forked
+from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
 
@@ -49,7 +49,7 @@ def compress(
     """
     x = tree.apply_leaves(torch.clone, tree.move(x, posterior.model.device))  # which the network may change in place
     model, buffers = posterior.model, getattr(posterior, "buffers", None) or posterior.model.buffers()
-    with torch.no_grad(), forked():
+    with torch.no_grad(), fork_rng():
         mean, variance = moments(posterior)
         full = {**model.parameters(), **mean}
         units, gone = scores(posterior), masks(posterior, threshold=threshold, share=share)

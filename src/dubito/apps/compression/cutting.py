@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from dubito.apps.compression.flows import Flows, Site, filled, run
 from dubito.apps.compression.rules import RULES
 from dubito.apps.compression.writing import Compressed, Plan, write
-from dubito.network.examples import pick_output
-from dubito.network.weights import swapped
+from dubito.network.examples import Inputs, pick_output
+from dubito.network.weights import with_weights
 from dubito.posteriors.predict.streamlined.operations import PROBE, Trace, leaves_of
 from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import forked
+from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 
-def call(network: nn.Module, x: Any) -> Any:
+def call(network: nn.Module, x: Inputs) -> Any:
     """The network at x: a tensor, a tuple of arguments or a dict of them."""
     args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
     return network(*args, **kwargs)
@@ -46,16 +46,16 @@ class _Plain:
     network: nn.Module
     output: Callable[[Any], Tensor]
 
-    def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+    def call(self, params: Params, x: Inputs, buffers: Buffers) -> tuple[Tensor, Buffers]:
         """The output at x with these weights, and the buffers."""
         weights = {**buffers, **params}
-        with swapped(self.network, weights):
+        with with_weights(self.network, weights):
             return self.output(call(self.network, x)), {name: weights[name] for name in buffers}
 
 
 def cut(
     network: nn.Module,
-    x: Any,
+    x: Inputs,
     *,
     params: Params | None = None,
     buffers: Buffers | None = None,
@@ -83,7 +83,7 @@ def cut(
     weights = {name: given.get(name, leaf).detach() for name, leaf in own.items()}
     weights |= drop(network, weights, outputs or {}, rows=True)
     weights |= drop(network, weights, inputs or {}, rows=False)
-    with torch.no_grad(), forked():  # dropout that is always on would draw
+    with torch.no_grad(), fork_rng():  # dropout that is always on would draw
         flows = follow(network, weights, x, output)
         return write(network, flows, plan(flows, x))
 
@@ -116,7 +116,7 @@ def _check_mask(name: str, mask: Tensor, size: int, *, grouped: bool) -> None:
     )
 
 
-def follow(network: nn.Module, weights: Params, x: Any, output: Callable[[Any], Tensor]) -> Flows:
+def follow(network: nn.Module, weights: Params, x: Inputs, output: Callable[[Any], Tensor]) -> Flows:
     """The flows of the network with these weights."""
     plain: Any = _Plain(network, output)
     names = [name for name, _ in network.named_parameters()]
@@ -130,7 +130,7 @@ def follow(network: nn.Module, weights: Params, x: Any, output: Callable[[Any], 
     return Flows(made, weights, RULES, _shapes(made, weights, x))
 
 
-def _shapes(trace: Trace, weights: Params, x: Any) -> dict[int, tuple[int, ...]]:
+def _shapes(trace: Trace, weights: Params, x: Inputs) -> dict[int, tuple[int, ...]]:
     """Of all tensors, in a run with fewer examples than the trace has."""
     n, values = PROBE[1], {slot: weights[name] for slot, name in trace.weights.items()} | trace.constants
     for slot, leaf, batched in zip(trace.inputs, tree.leaves(x), trace.batched, strict=True):
@@ -147,7 +147,7 @@ def _shapes(trace: Trace, weights: Params, x: Any) -> dict[int, tuple[int, ...]]
     return {slot: tuple(value.shape) for slot, value in values.items()}
 
 
-def plan(flows: Flows, x: Any) -> Plan:
+def plan(flows: Flows, x: Inputs) -> Plan:
     """What stays."""
     roots = flows.units.roots(np.arange(len(flows.units.parent)))
     live = flows.units.pinned
@@ -171,7 +171,7 @@ def _has_bias(site: Site, kept: np.ndarray, rows: np.ndarray) -> bool:
     return site.bias is not None or (site.alone and bool(folded.any()))
 
 
-def _like(trace: Trace, x: Any) -> Any:
+def _like(trace: Trace, x: Inputs) -> Any:
     """The shapes of x, with a few examples: a number that is not the first size of what has no axis of examples."""
     others = {leaf.shape[0] for leaf, batched in zip(tree.leaves(x), trace.batched, strict=True) if not batched and leaf.ndim}
     n, which = next(n for n in range(2, 99) if n not in others), iter(trace.batched)

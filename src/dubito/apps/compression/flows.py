@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.compression.units import Units
-from dubito.posteriors.predict.streamlined.operations import Ref, Step, Trace, follows_batch, leaves_of, resolve
+from dubito.posteriors.predict.streamlined.operations import Arguments, Ref, Step, Trace, follows_batch, leaves_of, resolve
 
 DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
 RANDOM = {"bernoulli", "normal", "multinomial", "uniform", "poisson"}
@@ -58,7 +58,7 @@ class Edit:
     """How an operation is written for fewer units."""
 
     kind: str
-    given: dict[str, Any] = field(default_factory=dict)
+    given: Arguments = field(default_factory=dict)
 
 
 def nothing(n: int) -> Tensor:
@@ -76,7 +76,7 @@ def matrix(weight: Tensor, row: int, groups: int = 1) -> Tensor:
     return weight.repeat(1, groups, 1) * block.unsqueeze(-1)
 
 
-def run(func: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def run(func: Callable, name: str, args: Any, kwargs: Arguments) -> Any:
     """The operation, with nothing changed in place."""
     out_of_place = getattr(Tensor, name, None)
     if getattr(func, "__name__", "").rstrip("_") == name != getattr(func, "__name__", "") and out_of_place is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.compression.flows import CONVOLUTION, TRANSPOSED, Flow, Flows, Result, Site, matrix
-from dubito.posteriors.predict.streamlined.operations import Ref, Step, slot_of
+from dubito.posteriors.predict.streamlined.operations import Arguments, Ref, Step, slot_of
 
 NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
@@ -60,7 +60,7 @@ def has_padding(padding: Any) -> bool:
 def _mix(
     flows: Flows,
     i: int,
-    given: dict[str, Any],
+    given: Arguments,
     *,
     axis: int,
     row: int,
@@ -97,7 +97,7 @@ def _bias(flows: Flows, slot: int | None, n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.float64) if slot is None else flows.values[slot].double()
 
 
-def _depthwise(flows: Flows, i: int, given: dict[str, Any], positions: int) -> Result:
+def _depthwise(flows: Flows, i: int, given: Arguments, positions: int) -> Result:
     """A convolution of each channel by itself: what comes out goes with what went in."""
     slot, bias = given["weight"].slot, slot_of(given.get("bias"))
     weight = flows.values[slot].detach().double().flatten(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito.apps.compression.flows import Flow, Flows, Result, filled, nothing
 from dubito.apps.compression.layers import has_padding
-from dubito.posteriors.predict.streamlined.operations import PROBE, Size, Step
+from dubito.posteriors.predict.streamlined.operations import PROBE, Arguments, Size, Step
 
 RESHAPES = {"view", "reshape", "unflatten", "squeeze"}
 EXPANDS = {"expand", "expand_as"}
@@ -97,7 +97,7 @@ def _replay(flows: Flows, step: Step, shape: tuple[int, ...], batch: int) -> lis
 
 def _edit(
     flows: Flows, step: Step, flow: Flow, out: Tensor, fewer: Tensor, axis: int, index: Tensor
-) -> tuple[str, dict[str, Any]] | None:
+) -> tuple[str, Arguments] | None:
     """How the operation is written for fewer units, if it can be."""
     assert step.source is not None
     n, shape = len(flow.units), flows.shape(step.source)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +17,11 @@ from dubito.apps.compression.storage import packed
 from dubito.apps.compression.writing import Compressed
 from dubito.apps.network import gathered
 from dubito.evaluation import metrics
+from dubito.inference.batches import Data
 from dubito.model import Model
 from dubito.model.likelihoods import Likelihood
-from dubito.network.weights import mode
+from dubito.network.examples import Inputs
+from dubito.network.weights import in_mode
 from dubito.posteriors import Point
 from dubito.tensors import tree
 from dubito.tensors.checks import require
@@ -105,11 +106,11 @@ def _bytes(n: float) -> str:
     return f"{n:.3g} GB"
 
 
-def operations(network: nn.Module, x: Any) -> int:
+def operations(network: nn.Module, x: Inputs) -> int:
     """Multiply-adds of layers, products and attention, for all of x."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with torch.no_grad(), mode(network, False), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), in_mode(network, False), FlopCounterMode(display=False) as counter:
         call(network, x)
     return counter.get_total_flops() // 2
 
@@ -129,7 +130,7 @@ def interleaved(first: Callable[[], object], second: Callable[[], object], *, re
 
 
 def compare(
-    model: Model, params: Params, buffers: Buffers, small: Compressed, x: Any, *, data: Any = None, repeats: int = 15
+    model: Model, params: Params, buffers: Buffers, small: Compressed, x: Inputs, *, data: Data = None, repeats: int = 15
 ) -> Report:
     """The network with these weights beside the compressed one. `data` is (x, y), a batch as the model reads it, or a loader."""
     weights = {name: leaf for name, leaf in params.items() if ":" not in name}
@@ -140,7 +141,7 @@ def compare(
     after_all = [leaf for leaf in state.values() if leaf.is_floating_point()]
     count = len(next(iter(tree.leaves(x))))
 
-    with torch.no_grad(), mode(model.network, False):
+    with torch.no_grad(), in_mode(model.network, False):
         seconds = interleaved(lambda: call(model.network, x), lambda: call(small, x), repeats=repeats)
     score, measure = (None, "") if data is None else _scores(model, params, buffers, small, data)
     return Report(
@@ -164,7 +165,7 @@ def _nonzero(leaves: list) -> int:
     return sum(int(torch.count_nonzero(leaf)) for leaf in leaves)
 
 
-def _scores(model: Model, params: Params, buffers: Buffers, small: Compressed, data: Any) -> tuple[tuple[float, float], str]:
+def _scores(model: Model, params: Params, buffers: Buffers, small: Compressed, data: Data) -> tuple[tuple[float, float], str]:
     x, y = gathered(model, data)
     likelihood: Likelihood = model.likelihood
     learned = {name: leaf for name, leaf in params.items() if ":" in name}

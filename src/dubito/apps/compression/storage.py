@@ -25,7 +25,7 @@ from dubito.apps.compression.flows import Flows
 from dubito.apps.compression.writing import Compressed, Plan, architecture, choices, signature, write
 from dubito.network.examples import pick_output
 from dubito.tensors import store, tree
-from dubito.tensors.randomness import forked
+from dubito.tensors.randomness import fork_rng
 
 MAGIC, FORMAT = b"dubito-cut", 1
 HEAD = struct.Struct("<B8s8sIII")  # format, digests of the network and of what follows, lengths
@@ -45,7 +45,7 @@ def save(module: Compressed, path: str | os.PathLike) -> int:
     if not isinstance(module, Compressed):
         raise TypeError(f"save takes what dubito.compress or compression.cut made; got a {type(module).__name__}")
     data = packed(module)
-    with store.replacing(path) as scratch:
+    with store.atomic_write(path) as scratch:
         scratch.write_bytes(data)
     return len(data)
 
@@ -143,7 +143,7 @@ def _unpacked(
     device = next(network.parameters()).device
     x = tree.apply_leaves(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device), like)
     weights = {name: leaf.detach() for name, leaf in [*network.named_parameters(), *network.named_buffers()]}
-    with torch.no_grad(), forked():
+    with torch.no_grad(), fork_rng():
         flows = follow(network, weights, x, output)
         if signature(flows) != about["trace"]:
             raise store.FileError(

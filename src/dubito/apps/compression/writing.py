@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from dubito.apps.compression.flows import CONVOLUTION, TRANSPOSED, Flows, Site, matrix
 from dubito.posteriors.predict.streamlined.graph import GraphWriter, add_tensor
-from dubito.posteriors.predict.streamlined.operations import Size, Step
+from dubito.posteriors.predict.streamlined.operations import Arguments, Size, Step
 from dubito.tensors import tree
 
 
@@ -213,22 +213,22 @@ class _Writer(GraphWriter):
 
     # -- operations, by the kind of their `Edit`
 
-    def _same(self, step: Step, given: dict[str, Any]) -> None:
+    def _same(self, step: Step, given: Arguments) -> None:
         self.assign(step.out, self.call(step, *self.fill((step.args, step.kwargs))))
 
-    def _resized(self, method: str, step: Step, given: dict[str, Any]) -> None:
+    def _resized(self, method: str, step: Step, given: Arguments) -> None:
         (part,), slot = given["parts"], step.out.slot
         sizes = self.fill(part["sizes"])
         sizes[part["axis"]] = self.count(slot)
         self.nodes[slot] = self.graph.call_method(method, (self.node(step.args[0].slot), *sizes))
 
-    def _reshape(self, step: Step, given: dict[str, Any]) -> None:
+    def _reshape(self, step: Step, given: Arguments) -> None:
         self._resized("reshape", step, given)
 
-    def _expand(self, step: Step, given: dict[str, Any]) -> None:
+    def _expand(self, step: Step, given: Arguments) -> None:
         self._resized("expand", step, given)
 
-    def _select(self, step: Step, given: dict[str, Any]) -> None:
+    def _select(self, step: Step, given: Arguments) -> None:
         source = step.args[0].slot
         kept = self.mask(source)
         assert kept is not None
@@ -247,7 +247,7 @@ class _Writer(GraphWriter):
         name = f"select.{sum(key.startswith('select.') for key in self.held)}"
         return self.graph.call_method("index_select", (x, axis, self.hold(name, torch.from_numpy(index.copy()), "constant")))
 
-    def _mix(self, step: Step, given: dict[str, Any]) -> None:
+    def _mix(self, step: Step, given: Arguments) -> None:
         k = given["site"]
         site, kept = self.flows.sites[k], self.plan.columns[k]
         known = step.arguments(*_signature(step.name))
@@ -279,7 +279,7 @@ class _Writer(GraphWriter):
         name = self.trace.weights.get(site.weight, f"derived.{site.weight}")
         return self.hold(f"{name.removesuffix('weight')}bias" if name.endswith("weight") else f"{name}_bias", value, "parameter")
 
-    def _depthwise(self, step: Step, given: dict[str, Any]) -> None:
+    def _depthwise(self, step: Step, given: Arguments) -> None:
         known = step.arguments(*CONVOLUTION)
         rest = {name: self.fill(value) for name, value in known.items() if name not in ("input", "weight", "bias", "groups")}
         groups = self.count(given["input"])
@@ -287,11 +287,11 @@ class _Writer(GraphWriter):
         args = tuple(self.fill(known.get(name)) for name in CONVOLUTION[:3])
         self.nodes[step.out.slot] = self.graph.call_function(step.func, args, rest)
 
-    def _cat(self, step: Step, given: dict[str, Any]) -> None:
+    def _cat(self, step: Step, given: Arguments) -> None:
         parts = [self.node(part.slot) for part in step.args[0] if self.count(part.slot) != 0]
         self.nodes[step.out.slot] = parts[0] if len(parts) == 1 else self.graph.call_function(torch.cat, (parts, given["dim"]))
 
-    def _pad(self, step: Step, given: dict[str, Any]) -> None:
+    def _pad(self, step: Step, given: Arguments) -> None:
         pad, place = list(given["pad"]), given["place"]
         pad[place : place + 2] = [int(self.plan.live[side].sum()) for side in given["new"]]
         args = (self.node(step.args[0].slot), pad, "constant", given["value"])

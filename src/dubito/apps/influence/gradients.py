@@ -21,8 +21,8 @@ from dubito.curvature.generic import Unrolled, example_gradients
 from dubito.curvature.layout import passed
 from dubito.curvature.rows import Layer
 from dubito.model import Model
-from dubito.network.examples import batch_size
-from dubito.network.weights import mode
+from dubito.network.examples import Batch, batch_size
+from dubito.network.weights import in_mode
 from dubito.tensors.checks import require
 from dubito.tensors.covariances import Covariance, Kronecker
 from dubito.tensors.covariances.propagation import flat, pieces
@@ -45,7 +45,7 @@ class Gradients:
         """The weights whose gradients are meant."""
         return {name: self.params[name] for name in self.names}
 
-    def losses(self, batch: Any, *, weigh: Weigh | None = None) -> Losses:
+    def losses(self, batch: Batch, *, weigh: Weigh | None = None) -> Losses:
         """The losses of a batch on their way back to the layers."""
         x, y = self.model.split(batch)
         size, like = batch_size(y), {name: leaf.detach() for name, leaf in self.like.items()}
@@ -82,7 +82,7 @@ class Gradients:
             ]
         return {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(live)}
 
-    def inputs(self, batch: Any, direction: Params) -> Tensor:
+    def inputs(self, batch: Batch, direction: Params) -> Tensor:
         r""":math:`\nabla_x \langle u, \nabla_\theta \ell_n \rangle` of every example for a direction u, in the shape of x."""
         x, y = self.model.split(batch)
         real = isinstance(x, Tensor) and x.is_floating_point()
@@ -90,7 +90,7 @@ class Gradients:
         live = {name: leaf.detach().requires_grad_() for name, leaf in self.like.items()}
         fixed = {name: leaf.detach() for name, leaf in self.params.items() if name not in live}
         leaf = x.detach().clone().requires_grad_()
-        with torch.enable_grad(), mode(self.model.network, False), sdpa_kernel(SDPBackend.MATH), Unrolled():
+        with torch.enable_grad(), in_mode(self.model.network, False), sdpa_kernel(SDPBackend.MATH), Unrolled():
             f = self.model.call({**fixed, **live}, leaf, {name: b.detach() for name, b in self.buffers.items()})[0]
             loss = -self.model.score(f, y, {**fixed, **live}).sum()
             slopes = torch.autograd.grad(loss, list(live.values()), create_graph=True, allow_unused=True, materialize_grads=True)

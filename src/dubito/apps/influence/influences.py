@@ -15,6 +15,7 @@ from dubito.apps.influence.ordered import Ordered, cut
 from dubito.apps.network import Network
 from dubito.curvature.cotangents import observed
 from dubito.model.likelihoods import own
+from dubito.network.examples import Inputs
 from dubito.posteriors import Point
 from dubito.posteriors.predict.linearized import linearized
 from dubito.tensors import tree
@@ -141,7 +142,7 @@ class Influences:
     def _along(self, directions: Params, weigh: Weigh | None = None) -> Tensor:
         return torch.cat([losses.along(directions).cpu() for losses in self._pass(weigh)], 1)
 
-    def _left_out(self, x: Any, f: Tensor, target: Any, slopes: Tensor) -> Tensor:
+    def _left_out(self, x: Inputs, f: Tensor, target: Any, slopes: Tensor) -> Tensor:
         """Slopes that make a Newton step on the other examples of what would be a step of first order."""
         assert isinstance(self.inverse, Structured)
         at, likelihood = self.at, self.at.model.likelihood

@@ -20,7 +20,7 @@ from dubito.model.priors import Normal, concerned
 from dubito.network.examples import batch_size
 from dubito.tensors import tree
 from dubito.tensors.covariances import Covariance
-from dubito.tensors.randomness import derive
+from dubito.tensors.randomness import derive_seed
 from dubito.tensors.tree import Params
 
 Kind = Literal["ggn", "hessian"]
@@ -127,7 +127,7 @@ class LiSSA:
         while True:
             runs = []
             for repeat in range(self.repeats):
-                run = self._run(b, derive(self.seed, "lissa", repeat))
+                run = self._run(b, derive_seed(self.seed, "lissa", repeat))
                 if run is None:
                     break
                 runs.append(run)

@@ -18,11 +18,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dubito.inference.batches import batches
+from dubito.inference.batches import Data, batches
 from dubito.model import Model
-from dubito.network.examples import batch_size
+from dubito.network.examples import Batch, batch_size
 from dubito.tensors import tree
-from dubito.tensors.randomness import derive, forked, lent
+from dubito.tensors.randomness import borrowed_generators, derive_seed, fork_rng
 
 RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 END = object()
@@ -33,7 +33,7 @@ class Ordered:
     """Batches of what `fit` takes as data, on the model's device and in the order of the data, as often as one likes."""
 
     model: Model
-    data: Any
+    data: Data
     size: int = 128  # examples at a time, where nobody has cut the data into batches
 
     def __post_init__(self):
@@ -43,14 +43,14 @@ class Ordered:
                 "data set itself"
             )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self._pass(shuffle=False, seed=0)
 
     def count(self) -> int:
         """N, the examples in a pass."""
         return batches(self.model, self.data, size=self.size, shuffle=False).n_data
 
-    def endless(self, seed: int) -> Iterator[Any]:
+    def endless(self, seed: int) -> Iterator[Batch]:
         """Pass after pass, each in another order; a loader and a list of batches keep their own."""
         while True:
             yield from self._pass(shuffle=True, seed=seed)
@@ -73,12 +73,12 @@ class Ordered:
                 yield places, rows(batch, size, index[places] - start)
             start += size
 
-    def _pass(self, *, shuffle: bool, seed: int) -> Iterator[Any]:
+    def _pass(self, *, shuffle: bool, seed: int) -> Iterator[Batch]:
         kind, source, i = next(self.model.network.parameters()).dtype, None, 0
         while True:
             # A DataLoader draws from the global generator, even unshuffled. It is lent out for one batch at a time: a pass over test
             # data stands still while one over the training data runs.
-            with lent(self.data), forked(derive(seed, i)):
+            with borrowed_generators(self.data), fork_rng(derive_seed(seed, i)):
                 if source is None:
                     source = iter(batches(self.model, self.data, n_data=1, size=self.size, shuffle=shuffle))
                 batch = next(source, END)
@@ -94,7 +94,7 @@ def _shuffles(loader: DataLoader) -> bool:
     return any(isinstance(sampler, RANDOM) or getattr(sampler, "shuffle", False) is True for sampler in known)
 
 
-def rows(batch: Any, size: int, which: slice | Tensor) -> Any:
+def rows(batch: Batch, size: int, which: slice | Tensor) -> Any:
     """Some examples of a batch of so many; what is the same for all of them stays."""
 
     def _some(leaf: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def rows(batch: Any, size: int, which: slice | Tensor) -> Any:
     return tree.apply_leaves(_some, batch)
 
 
-def cut(model: Model, data: Ordered, size: int) -> Iterator[Any]:
+def cut(model: Model, data: Ordered, size: int) -> Iterator[Batch]:
     """The same in batches of at most `size`."""
     for batch in data:
         n = batch_size(model.split(batch)[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from dubito.network.weights import copied, mode
+from dubito.network.examples import Inputs
+from dubito.network.weights import copy_network, in_mode
 from dubito.tensors.checks import at_least, positive, require
-from dubito.tensors.randomness import derive, forked
+from dubito.tensors.randomness import derive_seed, fork_rng
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS)
@@ -23,7 +23,7 @@ FIRST = 30  # power iterations before training
 
 
 def spectrally_normalized(
-    network: nn.Module, x: Any, *, norm: float = 1.0, iterations: int = 1, at: str = "", seed: int = 0
+    network: nn.Module, x: Inputs, *, norm: float = 1.0, iterations: int = 1, at: str = "", seed: int = 0
 ) -> nn.Module:
     r"""A copy of a network whose linear and convolutional layers have the operator norm `norm`, whatever they are trained to.
 
@@ -43,9 +43,9 @@ def spectrally_normalized(
     """
     positive(norm=norm)
     at_least(1, iterations=iterations)
-    made = copied(network)
+    made = copy_network(network)
     layers = _layers(made, at)
-    with forked(derive(seed, "spectral")):
+    with fork_rng(derive_seed(seed, "spectral")):
         shapes = _shapes(made, layers, x)
         for name, layer in layers.items():
             if isinstance(layer, nn.Linear):
@@ -129,7 +129,7 @@ class Scaled(nn.Module):
         return self.norm * weight
 
 
-def _shapes(network: nn.Module, layers: dict[str, nn.Module], x: Any) -> dict[str, torch.Size]:
+def _shapes(network: nn.Module, layers: dict[str, nn.Module], x: Inputs) -> dict[str, torch.Size]:
     """The shape of what comes into each convolution."""
     shapes: dict[str, torch.Size] = {}
 
@@ -139,7 +139,7 @@ def _shapes(network: nn.Module, layers: dict[str, nn.Module], x: Any) -> dict[st
     convolutions = {name: layer for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)}
     hooks = [layer.register_forward_pre_hook(partial(_note, name)) for name, layer in convolutions.items()]
     try:
-        with torch.no_grad(), mode(network, False):
+        with torch.no_grad(), in_mode(network, False):
             args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
             network(*args, **kwargs)
     finally:

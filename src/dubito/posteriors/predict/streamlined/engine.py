@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from dubito.curvature.capture import example_count
 from dubito.model import Model
 from dubito.model.likelihoods import own
+from dubito.network.examples import Inputs
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.posteriors.predict.streamlined.commute import pool_first
 from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, block_of, mean_of
@@ -63,12 +64,12 @@ class Streamlined:
         for name, var in variances.items():
             self.weights[name] = Weight.of(fixed[name], var.to(fixed[name].dtype), kernels.get(name))
 
-    def prepare(self, x: Any) -> Any:
+    def prepare(self, x: Inputs) -> Inputs:
         """x as tensors of the network's type, on its device."""
         like = next(self.model.network.parameters())
         return tree.move(tree.tensors(x, like.dtype), like.device)
 
-    def trace(self, x: Any) -> Trace:
+    def trace(self, x: Inputs) -> Trace:
         """The trace of the network for inputs like x; made once."""
         kind = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves(x))
         count = example_count(x)
@@ -109,7 +110,7 @@ class Streamlined:
         across = any(len({name.rpartition(".")[0] for name in block.shapes}) > 1 for block in wide)
         return ["uses of a weight apart"] * again + ["layers apart"] * across
 
-    def prefix(self, trace: Trace, slot: int, x: Any) -> Tensor:
+    def prefix(self, trace: Trace, slot: int, x: Inputs) -> Tensor:
         """The value of a slot that nothing random comes before."""
         leaves = list(tree.leaves(x))
         if slot in trace.inputs:
@@ -130,7 +131,7 @@ class Streamlined:
         return self.squares[name]
 
     def program(
-        self, x: Any, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False, fallback: int = 0
+        self, x: Inputs, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False, fallback: int = 0
     ) -> fx.GraphModule:
         """The program for inputs like x; made once. Operations without a rule are drawn `fallback` times, if that is not 0."""
         trace = self.trace(x)
@@ -142,7 +143,7 @@ class Streamlined:
 
     def moments(
         self,
-        x: Any,
+        x: Inputs,
         *,
         rank: int = 0,
         x_var: Tensor | None = None,
@@ -162,14 +163,14 @@ class Streamlined:
         f = program(*leaves, *(known[name] for name in self.trace(x).weights.values()))
         return Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
 
-    def rank(self, x: Any) -> int:
+    def rank(self, x: Inputs) -> int:
         """All directions where the network is narrow, none where it is wide."""
         trace = self.trace(x)
         units = sum(math.prod(trace.shapes[step.result][1:]) for step in trace.steps if step.result is not None)
         return -1 if units <= NARROW else 0
 
     def predict(
-        self, x: Any, *, rank: int | None = None, x_var: Tensor | None = None, taylor: bool = False, fallback: int = 0
+        self, x: Inputs, *, rank: int | None = None, x_var: Tensor | None = None, taylor: bool = False, fallback: int = 0
     ) -> LatentMixture:
         """The predictive at x."""
         x = self.prepare(x)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from torch import Tensor, fx, nn
 
-from dubito.posteriors.predict.streamlined.operations import Ref, Size, Step, Trace, refs, resolve
+from dubito.posteriors.predict.streamlined.operations import Arguments, Nested, Ref, Size, Step, Trace, refs, resolve
 
 
 class GraphWriter:
@@ -35,11 +34,11 @@ class GraphWriter:
         product = self.batch if size.slope == 1 else call(operator.mul, (self.batch, size.slope))
         return product if size.constant == 0 else call(operator.add, (product, size.constant))
 
-    def fill(self, value: Any) -> Any:
+    def fill(self, value: Nested) -> Nested:
         """A nested value with nodes in the place of every `Ref` and `Size`."""
         return resolve(value, self.node, self.size)
 
-    def call(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+    def call(self, step: Step, args: tuple, kwargs: Arguments) -> fx.Node:
         """The operation itself, nothing in place: what it reads may be read by others."""
         name = getattr(step.func, "__name__", "")
         if step.name == "setitem":
@@ -52,7 +51,7 @@ class GraphWriter:
             return self.graph.call_method(_out_of_place(name, step.name), args, kwargs)
         return self.graph.call_function(step.func, args, kwargs)
 
-    def assign(self, out: Any, node: fx.Node) -> None:
+    def assign(self, out: Nested, node: fx.Node) -> None:
         """The node, or its items, become the values of the slots in `out`."""
         if isinstance(out, Ref):
             self.nodes[out.slot] = node
@@ -68,7 +67,7 @@ def _out_of_place(name: str, canonical: str) -> str:
     return plain if hasattr(Tensor, plain) else name
 
 
-def set_item(x: Tensor, index: Any, value: Any) -> Tensor:
+def set_item(x: Tensor, index: Nested, value: Tensor | float) -> Tensor:
     """A copy of x with x[index] = value."""
     x = x.clone()
     x[index] = value

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
 PROBE = (3, 2)  # examples in the two runs of a trace
+Nested: TypeAlias = Any  # tuples, lists, dicts and slices of any leaves, as arguments of a torch function are
+Arguments: TypeAlias = dict[str, Any]  # by name
+Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Size:
         return Size(first - slope * PROBE[0], slope)
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Nested], Nested], value: Nested) -> Nested:
     """`function` of every leaf of nested tuples, lists, dicts and slices; named tuples and `torch.Size` become tuples."""
     if isinstance(value, tuple | list):
         items = [map_leaves(function, item) for item in value]
@@ -56,24 +59,24 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def leaves_of(value: Any, kind: type) -> list[Any]:
+def leaves_of(value: Nested, kind: type[Leaf]) -> list[Leaf]:
     """The leaves of that type in a nested value, in order."""
-    found: list[Any] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, value)
-    return found
+    leaves: list[Leaf] = []
+    map_leaves(lambda leaf: leaves.append(leaf) if isinstance(leaf, kind) else None, value)
+    return leaves
 
 
-def refs(value: Any) -> Iterator[Ref]:
+def refs(value: Nested) -> Iterator[Ref]:
     """All references in a nested value."""
     return iter(leaves_of(value, Ref))
 
 
-def follows_batch(value: Any) -> bool:
+def follows_batch(value: Nested) -> bool:
     """Whether a nested value holds a number that follows the number of examples."""
     return bool(leaves_of(value, Size))
 
 
-def resolve(value: Any, tensor: Callable[[int], Any], size: Callable[[Size], Any]) -> Any:
+def resolve(value: Nested, tensor: Callable[[int], object], size: Callable[[Size], object]) -> Nested:
     """A nested value with `tensor(slot)` in the place of every `Ref`, and `size(it)` in that of every `Size`."""
     replace = {Ref: lambda ref: tensor(ref.slot), Size: size}
     return map_leaves(lambda leaf: replace[type(leaf)](leaf) if type(leaf) in replace else leaf, value)
@@ -86,8 +89,8 @@ class Step:
     func: Callable
     name: str  # see `canonical`
     args: tuple
-    kwargs: dict[str, Any]
-    out: Any  # nested Refs
+    kwargs: Arguments
+    out: Nested  # of Refs
     where: str  # path of the module that called it
 
     @property
@@ -110,16 +113,16 @@ class Step:
         """Slot of its result; None if it gives several tensors."""
         return slot_of(self.out)
 
-    def argument(self, place: int, name: str, default: Any = None) -> Any:
+    def argument(self, place: int, name: str, default: object = None) -> Nested:
         """The argument that is given at that place or by that name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
-    def arguments(self, *names: str) -> dict[str, Any]:
+    def arguments(self, *names: str) -> Arguments:
         """The arguments by name; `names` are those that may be given by place."""
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
 
-def slot_of(value: Any) -> int | None:
+def slot_of(value: object) -> int | None:
     """The slot of a `Ref`; None of anything else."""
     return value.slot if isinstance(value, Ref) else None
 
@@ -144,7 +147,7 @@ class Trace:
         """The operation that wrote each slot."""
         return {slot: step for step in self.steps for slot in step.outputs}
 
-    def weight_name(self, value: Any) -> str | None:
+    def weight_name(self, value: object) -> str | None:
         """The name of the weight that a `Ref` stands for; None of anything else."""
         return self.weights.get(value.slot) if isinstance(value, Ref) else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from dubito.posteriors.predict.streamlined import rules as _rules  # noqa: F401 (registers them)
 from dubito.posteriors.predict.streamlined.graph import GraphWriter
 from dubito.posteriors.predict.streamlined.moments import Weight
-from dubito.posteriors.predict.streamlined.operations import Step, Trace, slot_of
+from dubito.posteriors.predict.streamlined.operations import Nested, Step, Trace, slot_of
 from dubito.posteriors.predict.streamlined.origin import find_origin
 from dubito.posteriors.predict.streamlined.registry import KEYWORDS, RULES
 from dubito.posteriors.predict.streamlined.rules.head import head
@@ -119,7 +119,7 @@ class _Lowering(GraphWriter):
 
     # -- keywords of rules, see `registry`; None where there is nothing to say
 
-    def _keyword(self, name: str, step: Step) -> Any:
+    def _keyword(self, name: str, step: Step) -> Nested:
         return self.modes[name] or None if name in self.modes else self._KEYWORDS[name](self, step)
 
     def _axis(self, step: Step) -> int | None:
@@ -134,7 +134,7 @@ class _Lowering(GraphWriter):
         assert isinstance(weight, Tensor)
         return self._buffer(f"square_{_identifier(self.trace.weights[slot])}", weight.detach().square())
 
-    def _origin(self, step: Step) -> tuple[Any, ...] | None:
+    def _origin(self, step: Step) -> tuple | None:
         """The layer behind what an attention averages, as `Origin` has it: the third argument, or the second of a product."""
         place = 2 if step.name == "scaled_dot_product_attention" else 1
         known = find_origin(self.trace, slot_of(step.argument(place, "value")), self.uncertain)
@@ -149,7 +149,7 @@ class _Lowering(GraphWriter):
         )  # on the CPU: any device can index
         return (*layer, channels, known.swapped)
 
-    def _kernel(self, step: Step) -> tuple[Any, ...] | None:
+    def _kernel(self, step: Step) -> tuple | None:
         """The convolution behind what is pooled, whose random kernel all positions share, as `Kernel` has it.
         A batch norm between the two scales every channel, which changes no correlation."""
         whole = not self.noisy and not any(_makes_noise(other) for other in self.trace.steps)
@@ -164,11 +164,11 @@ class _Lowering(GraphWriter):
         layer = (self._node(given[name]) for name in ("input", "weight", "bias"))
         return (*layer, given["stride"], given["padding"], given["dilation"], whole)
 
-    def _node(self, value: Any) -> Node:
+    def _node(self, value: object) -> Node:
         slot = slot_of(value)
         return None if slot is None else self.nodes[slot]
 
-    _KEYWORDS: ClassVar[dict[str, Callable[[_Lowering, Step], Any]]] = {
+    _KEYWORDS: ClassVar[dict[str, Callable[[_Lowering, Step], object]]] = {
         "axis": _axis, "square": _square, "origin": _origin, "kernel": _kernel,
     }  # fmt: skip
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +19,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from dubito.curvature.capture import _attention, example_count
 from dubito.model import Model
+from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.watch import Watch
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.posteriors.predict.dropout import ALPHA, CHANNELS, ELEMENTS, WEIGHTED, Dropout
 from dubito.posteriors.predict.streamlined.operations import (
     PROBE,
+    Arguments,
+    Nested,
     Ref,
     Size,
     Step,
@@ -43,7 +45,8 @@ _INPUTS = ("weight", "weight_ih_l0")  # of a layer: what multiplies its input
 # what turns data into a number that Python may decide by
 DECISIONS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__contains__", "nonzero", "allclose", "equal"}
 VIEWS = {"get_T", "get_mT", "get_H", "get_data", "get_real"}  # attributes that are tensors; the others are sizes and types
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
+Call = tuple[tuple, Arguments]  # args and kwargs
+Axes = tuple[int, ...] | None
 
 
 class Recorder(Watch):
@@ -82,10 +85,10 @@ class Recorder(Watch):
                 self.weights[slot] = name
         return self.slots[id(tensor)]
 
-    def _refer(self, value: Any) -> Any:
+    def _refer(self, value: Nested) -> Nested:
         """Arguments, with a `Ref` in the place of every tensor."""
 
-        def _ref(leaf: Any) -> Any:
+        def _ref(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             ref = Ref(self.slot(leaf))
@@ -98,10 +101,10 @@ class Recorder(Watch):
 
         return map_leaves(_ref, value)
 
-    def _results(self, value: Any) -> Any:
+    def _results(self, value: Nested) -> Nested:
         return map_leaves(lambda leaf: Ref(self.new_slot(leaf)) if isinstance(leaf, Tensor) else None, value)
 
-    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable, args: tuple, kwargs: Arguments) -> Nested:
         """The result of an operation, which is recorded; those that torch fuses are recorded step by step."""
         if self.dropout is not None:
             if func in ELEMENTS or func in CHANNELS:
@@ -115,7 +118,7 @@ class Recorder(Watch):
                 return unrolled(RECURRENT[func], args)
         return self._single(func, args, kwargs)
 
-    def _single(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _single(self, func: Callable, args: tuple, kwargs: Arguments) -> Nested:
         """Run one operation, and record it unless it leaves its input as it is (`contiguous`, dropout in eval mode)."""
         name, given = canonical(func), leaves_of((args, kwargs), Tensor)
         self._check(func, given)
@@ -146,7 +149,13 @@ class Recorder(Watch):
             )
 
     def _dropped(
-        self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, shared: Any = None
+        self,
+        func: Callable,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        shared: Axes = None,
     ) -> Tensor:
         """Dropout that is kept on: recorded, while the values stay as they are."""
         assert self.dropout is not None
@@ -161,7 +170,7 @@ class Recorder(Watch):
         self._add(func, canonical(func), before, self._results(result))
         return result
 
-    def _with_dropout(self, dropout: Dropout, func: Callable, args: tuple[Any, ...], kwargs: dict) -> Call:
+    def _with_dropout(self, dropout: Dropout, func: Callable, args: tuple, kwargs: Arguments) -> Call:
         """The same call, with dropout on the input of a layer that was named, and on inside of attention."""
         if func in RECURRENT:
             self._refuse_recurrent(args)
@@ -176,18 +185,18 @@ class Recorder(Watch):
             return args, {**kwargs, "training": True, "need_weights": True}
         return args, kwargs
 
-    def _refuse_recurrent(self, args: tuple[Any, ...]) -> None:
+    def _refuse_recurrent(self, args: tuple) -> None:
         between = any(isinstance(value, float) and value > 0 for value in args)
         if between or any(id(leaf) in self.sites for leaf in leaves_of(args, Tensor)):
             raise ValueError("dropout in a recurrent layer has no rule for one pass: predict with how='sampled'")
 
-    def _add(self, func: Callable, name: str, before: Any, out: Any) -> None:
+    def _add(self, func: Callable, name: str, before: Call, out: Nested) -> None:
         step = Step(func, name, before[0], before[1], out, self.where[-1])
         self.steps.append(step)
         if self.dependent.intersection(step.inputs):
             self.dependent.update(step.outputs)
 
-    def _changed(self, tensor: Tensor, before: Any, func: Callable, name: str) -> None:
+    def _changed(self, tensor: Tensor, before: Call, func: Callable, name: str) -> None:
         """In place: the tensor is another value from here on, and its views are no longer what they were."""
         storage = tensor.untyped_storage().data_ptr()
         others = [other for other in self.kept if id(other) in self.slots and other.untyped_storage().data_ptr() == storage]
@@ -201,10 +210,10 @@ def _paths(network: nn.Module) -> Iterator[list[str]]:
     names = {id(module): name or type(module).__name__ for name, module in network.named_modules()}
     stack = [""]
 
-    def _enter(module: nn.Module, _: Any) -> None:
+    def _enter(module: nn.Module, _: object) -> None:
         stack.append(names.get(id(module), stack[-1]))
 
-    def _leave(module: nn.Module, *_: Any) -> None:
+    def _leave(module: nn.Module, *_: object) -> None:
         stack.pop()
 
     hooks = [register_module_forward_pre_hook(_enter), register_module_forward_hook(_leave, always_call=True)]
@@ -215,7 +224,7 @@ def _paths(network: nn.Module) -> Iterator[list[str]]:
             hook.remove()
 
 
-def trace(model: Model, params: Params, x: Any, buffers: Buffers, dropout: Dropout | None = None) -> Trace:
+def trace(model: Model, params: Params, x: Inputs, buffers: Buffers, dropout: Dropout | None = None) -> Trace:
     """The operations of the network for inputs like x. With `dropout`, the network's and that which is added are operations too."""
     count = example_count(x)
     first = _record(model, params, x, buffers, count, PROBE[0], dropout)
@@ -247,7 +256,9 @@ def _same(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and a.shape == b.shape and torch.equal(a, b)
 
 
-def _record(model: Model, params: Params, x: Any, buffers: Buffers, count: int, n: int, dropout: Dropout | None = None) -> Trace:
+def _record(
+    model: Model, params: Params, x: Inputs, buffers: Buffers, count: int, n: int, dropout: Dropout | None = None
+) -> Trace:
     """One run of the network on n examples, those of x over and over."""
 
     def _resized(leaf: Tensor) -> Tensor:
@@ -261,7 +272,7 @@ def _record(model: Model, params: Params, x: Any, buffers: Buffers, count: int, 
     batched = [leaf.shape[:1] == (count,) for leaf in tree.leaves(x)]
     weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
     weights = {name: leaf.detach() for name, leaf in weights.items()}
-    with torch.no_grad(), mode(model.network, False), _paths(model.network) as where:
+    with torch.no_grad(), in_mode(model.network, False), _paths(model.network) as where:
         recorder = Recorder(weights, where, dropout)
         inputs = [recorder.new_slot(leaf) for leaf in tree.leaves(some)]
         recorder.dependent = set(inputs)
@@ -280,7 +291,7 @@ def _merge_steps(a: Step, b: Step) -> Step:
     return replace(a, args=args, kwargs=kwargs)
 
 
-def _merge_leaves(a: Any, b: Any) -> Any:
+def _merge_leaves(a: object, b: object) -> object:
     """An argument of both runs; a whole number that differs is a function of the number of examples."""
     if isinstance(a, bool) or not isinstance(a, Ref | int | float) or a == b:
         return a
