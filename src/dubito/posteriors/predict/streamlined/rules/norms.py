@@ -11,7 +11,7 @@ mean (rms_norm, normalize) the terms of the 1 are gone. With certain statistics 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -142,30 +142,32 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, channel: int)
     return x if bias is None else x + bias
 
 
+def _normalize(
+    x: Value, axes: Axes, eps: float, adjoint: bool, plain: Callable[[Tensor], Tensor], *, centered: bool = True
+) -> Moments | Tensor:
+    """`normalized` if x is random, else `plain(x)`."""
+    return normalized(x, axes, eps, adjoint, centered=centered) if isinstance(x, Moments) else plain(mean_of(x))
+
+
 @rule("layer_norm")
 def layer_norm(
-    input: Value, normalized_shape: Sequence[int], weight: Value | None = None, bias: Value | None = None, eps: float = 1e-5,
+    input: Value, normalized_shape: list[int], weight: Value | None = None, bias: Value | None = None, eps: float = 1e-5,
     *_: object, adjoint: bool = False, axis: int | None = None,
 ) -> Moments:  # fmt: skip
     """`normalized` over the last axes, then `rescale`."""
-    if isinstance(input, Moments):
-        x = normalized(input, tuple(range(-len(normalized_shape), 0)), eps, adjoint)
-    else:
-        x = F.layer_norm(mean_of(input), normalized_shape, eps=eps)  # pyright: ignore[reportArgumentType]
+    axes = tuple(range(-len(normalized_shape), 0))
+    x = _normalize(input, axes, eps, adjoint, lambda t: F.layer_norm(t, normalized_shape, eps=eps))
     return rescale(x, weight, bias, -1, adjoint, axis)
 
 
 @rule("rms_norm")
 def rms_norm(
-    input: Value, normalized_shape: Sequence[int], weight: Value | None = None, eps: float | None = None,
+    input: Value, normalized_shape: list[int], weight: Value | None = None, eps: float | None = None,
     *, adjoint: bool = False, axis: int | None = None,
 ) -> Moments:  # fmt: skip
     """`normalized` over the last axes, not centered, then `rescale`."""
-    if isinstance(input, Moments):
-        eps = torch.finfo(input.mean.dtype).eps if eps is None else eps
-        x = normalized(input, tuple(range(-len(normalized_shape), 0)), eps, adjoint, centered=False)
-    else:
-        x = F.rms_norm(mean_of(input), normalized_shape, eps=eps)  # pyright: ignore[reportArgumentType]
+    axes, small = tuple(range(-len(normalized_shape), 0)), torch.finfo(mean_of(input).dtype).eps if eps is None else eps
+    x = _normalize(input, axes, small, adjoint, lambda t: F.rms_norm(t, normalized_shape, eps=eps), centered=False)
     return rescale(x, weight, None, -1, adjoint, axis)
 
 
@@ -218,12 +220,11 @@ def instance_norm(
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *, adjoint: bool = False, axis: int | None = None,
 ) -> Moments:  # fmt: skip
     """`normalized` over the positions of each channel, or by running statistics; then `rescale`."""
-    if not use_input_stats:
-        x = _by_statistics(input, running_mean, running_var, eps, adjoint)
-    elif isinstance(input, Moments):
-        x = normalized(input, tuple(range(2 - input.mean.ndim, 0)), eps, adjoint)
+    if use_input_stats:
+        axes = tuple(range(2 - mean_of(input).ndim, 0))
+        x = _normalize(input, axes, eps, adjoint, lambda t: F.instance_norm(t, eps=eps))
     else:
-        x = F.instance_norm(mean_of(input), eps=eps)
+        x = _by_statistics(input, running_mean, running_var, eps, adjoint)
     return rescale(x, weight, bias, 1, adjoint, axis)
 
 
