@@ -395,7 +395,7 @@ def test_pictures(reports, tmp_path):
     assert made.tables[0].rows[0][2] == found["plain"].level(0.2).accuracy
     assert all(p.image.startswith("<svg") and "plain" in p.alt for figure in made.figures for p in figure.pictures)
     Report("Stability", sections=(made,)).write(tmp_path / "report.html")
-    with pytest.raises(ValueError, match="no quantity"):
+    with pytest.raises(ValueError, match="what must be one of"):
         drawing.lines(found, "speed")
     with pytest.raises(ValueError, match="at least one"):
         drawing.table({})
