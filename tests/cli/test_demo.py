@@ -100,7 +100,7 @@ def test_every_method_and_figure_is_there(made):
         "The least certain images": 6,
         "The most certain images": 6,
         "What 100 draws say": 3,
-        "Noise and ignorance": 2 * n,
+        "Aleatoric and epistemic uncertainty": 2 * n,
     }
     assert all(figure.caption for figure in figures.values())
     assert {"Seed", "Versions", "Made", "Duration"} <= set(report.facts)
@@ -197,6 +197,6 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch
     with pytest.raises(OSError, match="ends in .html"):
         demo(tmp_path / "demo.txt")
     for effort in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="effort is a positive factor"):
+        with pytest.raises(ValueError, match="effort must be positive"):
             package.demo(tmp_path / "demo.html", effort=effort)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -1,4 +1,4 @@
-"""The demo: every registered method on real digits, with two classes it has never seen, and on a curve with a gap in its data."""
+"""The demo: every method on handwritten digits, two classes of which are left out of the training, and on a curve with a gap."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from dubito.report.words import join_words
 
 @one_thread()
 def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float = 1.0) -> Report:
-    """Train on real digits by every method, compare them in a table, and write a report to look at.
+    """Fit every method to handwritten digits and to a curve; print a table and write a web page.
 
     Args:
-        out: the HTML file to write; the same numbers go into a JSON file beside it.
-        seed: the same seed gives the same result.
-        effort: a factor of the epochs; small ones are quick and poor.
+        out: the HTML file to write; the numbers go into a JSON file beside it.
+        seed: seed of everything random; the same seed gives the same result.
+        effort: factor of the epochs; small values are fast and give poor fits.
     """
     from rich.console import Console
     from rich.text import Text
 
     if not (effort > 0 and math.isfinite(effort)):
-        raise ValueError(f"effort is a positive factor of the epochs; got {effort}")
+        raise ValueError(f"effort must be positive and finite; got {effort}")
     path, begin, console = check_writable(out), time.monotonic(), Console()
 
     def say(words: str) -> None:
+        """Print a line of progress."""
         console.print(Text(words, style="dim"))
 
     problem, outcomes = digits.run(seed=seed, effort=effort, say=say)
@@ -52,7 +53,7 @@ def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float 
     )
     report.print(console)
     report.write(path)
-    console.print(Text(f"The report: {path} (its numbers: {path.with_suffix('.json')})"))
+    console.print(Text(f"Report: {path} (numbers: {path.with_suffix('.json')})"))
     return report
 
 
@@ -61,8 +62,8 @@ def _facts(seed: int, effort: float, seconds: float) -> dict[str, str]:
     shown = {*suiting(METHODS, Categorical), *suiting(METHODS, HeteroscedasticGaussian)}
     others = [preset(name) for name in METHODS if name not in shown]
     left_out, long = ([method.label for method in others if method.shown == kind] for kind in (True, False))
-    reasons = [f"{join_words(left_out)}: for other likelihoods than these two problems have"] if left_out else []
-    reasons += [f"{join_words(long)}: they take longer than a demo may, or are for unlabelled data"] if long else []
+    reasons = [f"{join_words(left_out)}: for other likelihoods than those of these problems"] if left_out else []
+    reasons += [f"{join_words(long)}: they take longer than a demo, or need unlabelled data"] if long else []
     return {
         "Made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Duration": f"{seconds:.0f} s for {len(shown)} methods on both problems",

@@ -1,4 +1,4 @@
-"""A curve in one dimension with a gap in its data, and noise that differs from place to place."""
+"""Regression in one dimension, with a gap in the data and noise that depends on the input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dubito.report import Column, Figure, Section, Table
 from dubito.report.regression import LEGEND, Curve, band, poster
 from dubito.tensors import randomness
 
-# Clipped, or a fit with learned noise may end where all of a stretch is taken for noise.
+# Gradients are clipped, or a fit with learned noise may explain a whole stretch of the data as noise.
 TRAINING = Training(
     epochs=350, learning_rate=5e-3, batch_size=40, prior_scale=3.0, dropout=0.05, damping=30.0, walk=0.007, clip=1.0, members=10
 )
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class Outcome(NamedTuple):
-    """What a method makes of the curve."""
+    """The predictions of a method for the curve."""
 
     curve: Curve
     near: Predictive
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Points to train on, and new ones to test on, where there were data and where there were none; all [N, 1]."""
+    """Training points, and test points near the data and in the gap; all [N, 1]."""
 
     x: Tensor
     y: Tensor
@@ -59,11 +59,13 @@ class Problem(NamedTuple):
 
 
 def truth(x: Tensor) -> Tensor:
+    """The curve without noise."""
     return 0.5 * x * torch.sin(1.2 * x + 0.4)
 
 
 def problem(*, seed: int = 0) -> Problem:
-    """
+    """The data of a seed.
+
     >>> p = problem()
     >>> len(p.x), len(p.x_gap)
     (120, 400)
@@ -71,6 +73,7 @@ def problem(*, seed: int = 0) -> Problem:
     generator = randomness.generator("cpu", seed, "curve")
 
     def points(n: int, *stretches: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """n noisy points on each stretch."""
         x = torch.cat([low + (high - low) * torch.rand(n, 1, generator=generator) for low, high in stretches])
         noise = 0.05 + 0.25 * torch.sigmoid(2 * x)  # little on the left, much on the right
         return x, truth(x) + noise * torch.randn(x.shape, generator=generator)
@@ -82,7 +85,7 @@ def problem(*, seed: int = 0) -> Problem:
 def run(
     methods: Iterable[str] = METHODS, *, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = str
 ) -> dict[str, dict[str, Outcome]]:
-    """Fit the methods, as far as they are for a noise that differs, with every activation: label -> activation -> outcome."""
+    """Fit the methods that support input-dependent noise, with every activation: label -> activation -> outcome."""
     given, grid, outcomes = problem(seed=seed), torch.linspace(-5.5, 5.5, 221).unsqueeze(1), {}
     fits = {}
     for activation, layer in ACTIVATIONS.items():
@@ -100,23 +103,23 @@ def run(
 
 
 def section(outcomes: Mapping[str, Mapping[str, Outcome]], *, seed: int = 0) -> Section:
-    """The part of the report that is about the curve; `seed` as in `run`."""
+    """The section of the report on the curve; `seed` as in `run`."""
     each = [(label, activation, outcome) for label, by in outcomes.items() for activation, outcome in by.items()]
     return Section(
         "Regression",
-        "A curve was seen on two stretches, with little noise on the left and much on the right. The network gives a mean and a noise "
-        "level; the method adds what it does not know about either.",
+        "The training data lie on two stretches of a curve, with little noise on the left and much on the right. The network predicts "
+        "a mean and a noise level; the method adds the uncertainty about both.",
         tables=(_table(each, problem(seed=seed)),),
         figures=(
             Figure(
-                "Noise and ignorance",
+                "Aleatoric and epistemic uncertainty",
                 tuple(band(o.curve, title=f"{label}, {activation}", ylim=YLIM) for label, activation, o in each),
                 legend=LEGEND,
                 caption=(
-                    "Near data the band should be noise, wide on the right only; in the gap and beyond the data ignorance should "
-                    "open up. A single network (MAP) has no ignorance to show. ReLU networks go on in straight lines and fan out; "
-                    "tanh networks level off, and with them the doubt. Laplace sees the network as linear in its weights: where a ReLU "
-                    "switches, its band has a step. The noise far from data is an extrapolation, too."
+                    "Near the data the band should be noise, wide on the right only; in the gap and beyond the data epistemic "
+                    "uncertainty should grow. A single network (MAP) has none. ReLU networks extrapolate in straight lines, which fan "
+                    "out; tanh networks level off, and so does their uncertainty. Laplace linearizes the network in its weights, so "
+                    "its band has a step where a ReLU switches. The noise far from the data is an extrapolation, too."
                 ),
             ),
         ),
@@ -124,17 +127,17 @@ def section(outcomes: Mapping[str, Mapping[str, Outcome]], *, seed: int = 0) -> 
 
 
 def _table(each: list[tuple[str, str, Outcome]], given: Problem) -> Table:
-    def row(o: Outcome) -> tuple[float, ...]:
+    def _row(o: Outcome) -> tuple[float, ...]:
         pairs = ((o.near, given.y_near), (o.gap, given.y_gap))
         return tuple(float(metric(p, y)) for p, y in pairs for metric in (metrics.nll, metrics.coverage))
 
     return Table(
         "A curve with a gap",
         COLUMNS,
-        tuple((label, activation, *row(o)) for label, activation, o in each),
+        tuple((label, activation, *_row(o)) for label, activation, o in each),
         caption=(
-            "On 400 new points each. Coverage is the share of points inside the 90 % interval, so 0.90 is right. An illustration, no "
-            "benchmark: the network and its training were chosen by looking at such pictures."
+            "On 400 new points each. Coverage is the share of points inside the 90 % interval, so 0.90 is ideal. This is an "
+            "illustration and not a benchmark: the network and its training were chosen by looking at such pictures."
         ),
     )
 

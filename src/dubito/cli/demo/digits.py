@@ -1,4 +1,4 @@
-"""Handwritten digits, two classes of which are never shown in training."""
+"""Handwritten digits, two classes of which are left out of the training."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from dubito.report.images import card, scatter
 from dubito.report.words import join_words
 
 TRAINING = DIGITS._replace(members=10)
-FAMILIAR = 8  # classes; 8 and 9 are the unfamiliar, being the last
-SHOWN = "mc_dropout"  # whose images are shown: it has as many draws as one likes
+FAMILIAR = 8  # classes in training; 8 and 9 are unfamiliar
+SHOWN = "mc_dropout"  # the method of the images: it has any number of draws
 COLUMNS = (
     Column("method"),
-    Column("accuracy", better="higher", meaning="share of the test images of known classes that are named right"),
+    Column("accuracy", better="higher", meaning="share of the test images of known classes that are classified correctly"),
     Column("NLL", better="lower", meaning="mean negative log probability of the true class"),
     Column("ECE", better="lower", meaning="mean gap between confidence and accuracy"),
-    Column("AUROC errors", better="higher", meaning="how well 1 - the largest probability finds the wrong answers"),
-    Column("AUROC unfamiliar", better="higher", meaning="how well the entropy finds the classes never shown"),
-    Column("seconds", digits=1, better="lower", meaning="time to fit, with the training of the network it goes on from"),
+    Column("AUROC errors", better="higher", meaning="how well 1 - the largest probability detects errors"),
+    Column("AUROC unfamiliar", better="higher", meaning="how well the entropy detects the classes left out of the training"),
+    Column("seconds", digits=1, better="lower", meaning="time to fit, including the training of the network it starts from"),
 )
 
 
 class Problem(NamedTuple):
-    """Training images and labels, and two kinds of test images: of the classes trained on, and of the others."""
+    """Training images and labels, and test images of known and of unknown classes."""
 
     x: Tensor
     y: Tensor
@@ -54,15 +54,17 @@ class Problem(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
+        """Names of the known classes."""
         return [str(c) for c in range(FAMILIAR)]
 
     @property
     def unfamiliar(self) -> str:
+        """Names of the unknown classes, in words."""
         return join_words([str(c) for c in self.y_unknown.unique().tolist()])
 
 
 class Outcome(NamedTuple):
-    """What a method makes of the test images."""
+    """The predictions of a method for the test images."""
 
     label: str
     known: Predictive
@@ -74,11 +76,12 @@ class Outcome(NamedTuple):
         return torch.cat([measure(self.known), measure(self.unknown)])
 
     def wrong(self, y: Tensor) -> Tensor:
+        """Which known test images are classified wrongly, [N]."""
         return self.known.mean.argmax(-1) != y
 
 
 def problem(*, seed: int = 0) -> Problem:
-    """A quarter of the digits to train on, since doubt matters where data are few. Of the unfamiliar classes all are for testing.
+    """A quarter of the digits for training, since uncertainty matters with few data; all of the unknown classes for testing.
 
     >>> p = problem()
     >>> len(p.x), len(p.x_known), len(p.x_unknown), int(p.y.max()), int(p.y_unknown.min())
@@ -98,11 +101,13 @@ def problem(*, seed: int = 0) -> Problem:
 
 @one_thread()
 def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = str) -> tuple[Problem, dict[str, Outcome]]:
-    """Fit every registered method that is for classes and predict both kinds of test images."""
+    """Fit every method that supports classification, and predict both kinds of test images."""
     given, outcomes = problem(seed=seed), {}
     network = Perceptron((64, 128, FAMILIAR), nn.ReLU, nn.Flatten(), seed=seed)
     model = Model(network, Categorical(), TRAINING.prior)
-    fit(model, MAP(epochs=1), (given.x[:64], given.y[:64]))  # torch loads itself in part at the first step: no method's time
+    fit(
+        model, MAP(epochs=1), (given.x[:64], given.y[:64])
+    )  # torch loads parts of itself at the first step; no method should pay for that
     fits = Fits(model, (given.x, given.y), TRAINING, seed=seed, effort=effort)
     for name in suiting(METHODS, Categorical):
         label, (posterior, seconds) = fits.label(name), fits(name)
@@ -127,20 +132,28 @@ def scores(outcome: Outcome, y: Tensor) -> dict[str, float]:
 
 
 def sections(given: Problem, outcomes: Mapping[str, Outcome]) -> tuple[Section, ...]:
-    """The part of the report that is about digits."""
+    """The sections of the report on digits."""
     every = list(outcomes.values())
     return (
         Section(
             "Scores",
-            f"{len(given.x)} images of the digits 0 to {FAMILIAR - 1} to train on, {len(given.x_known)} others to test on, and "
-            f"{len(given.x_unknown)} images of {given.unfamiliar}, which no method was shown, as the unfamiliar.",
+            f"{len(given.x)} training images and {len(given.x_known)} test images of the digits 0 to {FAMILIAR - 1}, and "
+            f"{len(given.x_unknown)} unfamiliar images of {given.unfamiliar}, which are in no training set.",
             tables=(_table(given, every),),
         ),
-        Section("Calibration", "Are predictions of 90 % right nine times in ten?", figures=_calibration(given, every)),
-        Section("The unfamiliar", "Is the network less sure of what it has never seen?", figures=(_unfamiliar(given, every),)),
+        Section(
+            "Calibration",
+            "Are predictions with a confidence of 90 % right nine times in ten?",
+            figures=_calibration(given, every),
+        ),
+        Section(
+            "The unfamiliar",
+            "Is the network more uncertain about classes that it has never seen?",
+            figures=(_unfamiliar(given, every),),
+        ),
         Section(
             "Images",
-            "What the network doubts, what it is sure of, and what the single draws say.",
+            "The most and the least uncertain images, and the predictions of single draws.",
             figures=_images(given, outcomes.get(SHOWN) or every[0]),
         ),
     )
@@ -172,16 +185,16 @@ def _calibration(given: Problem, outcomes: Sequence[Outcome]) -> tuple[Figure, .
             tuple(reliability(o.label, o.known.mean, y) for o in outcomes),
             legend=((BLUE, "accuracy in a bin, with its 90 % interval"), (VERMILION, "gap between confidence and accuracy")),
             caption=(
-                "Dots on the dashed line are calibrated; below it the network is too sure of itself, above it too modest. Bins with "
-                "fewer than five predictions are pale: they say little. The counts below are on a logarithmic scale."
+                "Dots on the dashed line are calibrated; below it the network is overconfident, above it underconfident. Bins with "
+                "fewer than five predictions are pale. The counts below are on a logarithmic scale."
             ),
         ),
         Figure(
             "Accuracy against coverage",
             (coverage("Known digits only", known), coverage("Known and unfamiliar digits", both)),
             caption=(
-                "How often the network is right if it may refuse to answer: it answers the share of images of which it is most sure. "
-                "In the second panel every answer to an unfamiliar digit is wrong, so a curve stays high if those are refused first."
+                "Accuracy if the network answers only the share of images about which it is most confident. In the second panel "
+                "every answer to an unfamiliar digit is wrong, so a curve stays high if those are rejected first."
             ),
         ),
     )
@@ -198,10 +211,10 @@ def _unfamiliar(given: Problem, outcomes: Sequence[Outcome]) -> Figure:
     return Figure(
         "Uncertainty of known and unfamiliar digits",
         histograms(panels, xlabel="predictive entropy in nats", upper=math.log(FAMILIAR)),
-        legend=((BLUE, "test images of known classes"), (VERMILION, f"images of {given.unfamiliar}, never shown")),
+        legend=((BLUE, "test images of known classes"), (VERMILION, f"images of {given.unfamiliar}, not in the training")),
         caption=(
-            "The less the two overlap, the better the unfamiliar is told from the familiar. Unfamiliar images at the left are what "
-            f"the network is sure of and should not be. The axis ends at ln {FAMILIAR}, the entropy of a guess among all classes."
+            "The less the two overlap, the better uncertainty detects unfamiliar images. Unfamiliar images at the left are those about "
+            f"which the network is wrongly confident. The axis ends at ln {FAMILIAR}, the entropy of a uniform guess."
         ),
     )
 
@@ -213,39 +226,39 @@ def _images(given: Problem, o: Outcome) -> tuple[Figure, ...]:
     f, probs = torch.cat([o.known.means, o.unknown.means], 1), torch.cat([o.known.probs, o.unknown.probs], 1)  # [S, N, C]
     n, entropy, ignorance = len(given.x_known), o.both(measures.predictive_entropy), measures.mutual_information(o.unknown)
     order = entropy.argsort(stable=True).tolist()
-    names = [f"{'an' if label == 8 else 'a'} {label}{', never shown' if label >= FAMILIAR else ''}" for label in labels]
+    names = [f"{'an' if label == 8 else 'a'} {label}{', unfamiliar' if label >= FAMILIAR else ''}" for label in labels]
     clear, ambiguous, strange = int(entropy[:n].argmin()), int(entropy[:n].argmax()), n + int(ignorance.argmax())
 
-    def cards(which: Sequence[int]) -> tuple[Picture, ...]:
+    def _cards(which: Sequence[int]) -> tuple[Picture, ...]:
         means = torch.cat([o.known.mean, o.unknown.mean])
         return tuple(
             card(images[i], means[i], probs[:, i], title=names[i], subtitle=f"entropy {entropy[i]:.2f}", truth=labels[i])
             for i in which
         )
 
-    def cloud(i: int, title: str) -> Picture:
+    def _cloud(i: int, title: str) -> Picture:
         return scatter(images[i], f[:, i], probs[:, i], title=title, subtitle=f"{names[i]}: entropy {entropy[i]:.2f}")
 
     return (
         Figure(
             f"The least certain images, by {o.label}",
-            cards(order[:-7:-1]),
-            legend=((BLUE, "probability of a class"), (VERMILION, "of the true class, if it was ever shown")),
+            _cards(order[:-7:-1]),
+            legend=((BLUE, "probability of a class"), (VERMILION, "of the true class, if it is known")),
             caption="The images of highest entropy among all test images. Thin lines reach from 10 to 90 % of the draws.",
         ),
         Figure(
             f"The most certain images, by {o.label}",
-            cards(order[:6]),
-            caption="The images of lowest entropy. All draws agree, and no line is left to be seen.",
+            _cards(order[:6]),
+            caption="The images of lowest entropy. All draws agree, so the lines are too short to be seen.",
         ),
         Figure(
             f"What {len(probs)} draws say, by {o.label}",
-            (cloud(clear, "A clear image"), cloud(ambiguous, "An ambiguous image"), cloud(strange, "An unfamiliar image")),
+            (_cloud(clear, "A clear image"), _cloud(ambiguous, "An ambiguous image"), _cloud(strange, "An unfamiliar image")),
             legend=((BLUE, "softmax inputs, a dot for each draw and class"), (VERMILION, "softmax outputs")),
             caption=(
                 "The inputs scatter for every image; what counts is whether the clouds overlap. Where one class is above all others in "
-                "every draw, the outputs agree. Where clouds overlap, one draw is fairly sure of one class and the next of another: a "
-                "single network would have shown one dot of each column, and nothing of this disagreement."
+                "every draw, the outputs agree. Where clouds overlap, one draw is confident of one class and the next of another. A "
+                "single network would show one dot per column, and none of this disagreement."
             ),
         ),
     )
