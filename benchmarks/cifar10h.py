@@ -28,7 +28,7 @@ from torch import Tensor
 
 import dubito
 from dubito import Categorical, Laplace, MCDropout, Model
-from dubito.cli.compare.judging import people
+from dubito.cli.compare.scoring import agreement
 from dubito.data import cifar10, cifar10h, label_entropy
 from dubito.priors import Normal
 
@@ -45,7 +45,7 @@ def scores(parts: dict[str, Tensor], mean: Tensor, shares: Tensor, human: Tensor
     found = {
         f"{name}, {key.removeprefix('human ')}": value
         for name, part in parts.items()
-        for key, value in people(part, human).items()
+        for key, value in agreement(part, human).items()
     }
     return found | {"cross-entropy": float(-(shares * mean.double().clamp_min(1e-12).log()).sum(-1).mean())}
 

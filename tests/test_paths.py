@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,33 @@ def test_a_module_does_not_hide_the_function_of_its_name():
     assert callable(dubito.judge)
     importlib.import_module("dubito.priors.matching")
     assert callable(dubito.priors.matching)
+
+
+@pytest.mark.parametrize(
+    "path", ["dubito.compare.judging.people", "dubito.integrators.refreshed", "dubito.compare.problem.problem"]
+)
+def test_names_that_docs_and_benchmarks_of_version_0_1_import_still_work(path):
+    module, name = path.rsplit(".", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_scripts_import_names_that_exist():
+    root = Path(__file__).parents[1]
+    scripts = [path for folder in ("benchmarks", "examples", "docs/images") for path in (root / folder).rglob("*.py")]
+    nodes = [node for path in scripts for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    wanted = {(node.module, alias.name) for node in nodes if (node.module or "").startswith("dubito.") for alias in node.names}
+    assert len(wanted) > 50
+    missing = [pair for pair in sorted(wanted) if not _exists(*pair)]
+    assert not missing
+
+
+def _exists(module, name):
+    try:
+        return hasattr(importlib.import_module(module), name) or bool(importlib.import_module(f"{module}.{name}"))
+    except ModuleNotFoundError:
+        return False
 
 
 def test_what_never_was_is_not_found():

@@ -72,7 +72,9 @@ MOVED = {  # these warn
     "compare.cell": "cli.compare.result",
     "compare.entry": "cli.compare.spec",
     "compare.judging": "cli.compare.scoring",
+    "compare.problem": "evaluation.problems",
     "demo.recipes": "inference.presets",
+    "labelling.shown": "web.labelling.rendering",
     "recalibrate.held": "evaluation.recalibrate.forecasts",
 }
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dubito._moved import renamed
 from dubito.inference.log_density import Density, Value
 
 
@@ -123,3 +124,6 @@ def refresh_direction(velocity: Tensor, noise: Tensor, step: Tensor, length: Ten
     """The direction partly drawn anew, so that it is forgotten over a path of `length`."""
     share = torch.expm1((2 * step / length).clamp(max=60.0)).sqrt().unsqueeze(1).to(velocity.dtype)  # beyond, nothing is left
     return on_sphere(velocity + share * noise)
+
+
+__getattr__ = renamed(__name__, {"refreshed": "refresh_direction"})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dubito._moved import renamed
 from dubito.apps.failure import SCORES, ConfidNet
 from dubito.apps.network import score_loader
 from dubito.apps.ood import DETECTORS
@@ -199,3 +200,6 @@ def _most_severe(shift: Mapping[str, Any]) -> dict[str, float]:
         return {}
     top = max(next(iter(shift.values())), key=int)
     return {f"shifted {key}": sum(by[top][key] for by in shift.values()) / len(shift) for key in SHIFTED}
+
+
+__getattr__ = renamed(__name__, {"people": "agreement"})
