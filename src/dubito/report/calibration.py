@@ -11,7 +11,7 @@ from torch import Tensor
 from dubito.evaluation import metrics
 from dubito.evaluation.metrics import Reliability
 from dubito.report.canvas import BLUE, CYCLE, SOFT, STYLES, VERMILION, Drawing, grid, picture
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 FEW = 5  # predictions in a bin
 LEAST = 0.05  # smallest coverage for which accuracy is shown: below it is mostly chance

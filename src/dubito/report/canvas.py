@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.report.canvas import BLUE, CYCLE, INK, ORANGE, SOFT, VERMILION, Drawing, grid, picture
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 POINTS = 500  # points of a line, at most
 MANY = 8  # largest number of chains that get a colour each

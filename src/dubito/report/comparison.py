@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dubito.report.canvas import CYCLE, STYLES, Drawing, grid, picture
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 MARKS = "osD^v"
 FEW = 4  # names that fit below a panel in one column

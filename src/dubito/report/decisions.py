@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dubito.evaluation.judge import Counts, Decision
 from dubito.report.calibration import LEAST
 from dubito.report.canvas import BLUE, CYCLE, STYLES, VERMILION, Drawing, grid, picture
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 LEGEND = ((BLUE, "successes"), (VERMILION, "errors"))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dubito.apps.dense import Detector, Maps
 from dubito.report.canvas import CYCLE, INK, STYLES, Drawing, grid, picture, pixels
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 from dubito.tensors.checks import require
 
 COLUMNS = ("input", "truth", "prediction", "aleatoric", "epistemic")

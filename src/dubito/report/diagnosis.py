@@ -14,7 +14,8 @@ from dubito.posteriors.diagnostics.predictions import running_score
 from dubito.posteriors.diagnostics.spread import RHAT_BAD, RHAT_GOOD
 from dubito.report.canvas import INK
 from dubito.report.chains import MANY, chain_colours, energies, rhats, running_scores, trace
-from dubito.report.report import Column, Figure, Picture, Report, Section, Table
+from dubito.report.content import Column, Figure, Picture, Section, Table
+from dubito.report.report import Report
 
 SHOWN = 2  # quantities of each kind: the one with the largest R-hat, and the one in the middle
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from dubito.posteriors.predictive import LatentMixture
 from dubito.report.canvas import BLUE, CYCLE, INK, Drawing, grid, picture
+from dubito.report.content import Picture
 from dubito.report.regression import EPISTEMIC
-from dubito.report.report import Picture
 
 
 def functions(x: Tensor, p: LatentMixture, *, title: str, count: int = 8, ylim: tuple[float, float] | None = None) -> Picture:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dubito.report.canvas import CYCLE, Drawing, grid, picture
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 
 def histograms(panels: Mapping[str, Mapping[str, Tensor]], *, xlabel: str, upper: float, n: int = 24) -> tuple[Picture, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from html import escape as quote
 from itertools import count
 
-from dubito.report.report import Figure, Picture, Report, Section, Snippet, Table
+from dubito.report.content import Content, Figure, Picture, Section, Snippet, Table
 from dubito.report.templates import fill, read_asset
 
 ARROWS = {"higher": "↑", "lower": "↓"}
@@ -17,7 +17,7 @@ ARROWS = {"higher": "↑", "lower": "↓"}
 FIRST = {"higher": "descending", None: "ascending", "lower": "ascending"}  # the best at the top
 
 
-def page(report: Report) -> str:
+def page(report: Content) -> str:
     """The HTML of a report."""
     links = "".join(f'<li><a href="#{_anchor(s)}">{_text(s.title)}</a></li>' for s in report.sections)
     facts = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>\n" for name, value in report.facts.items())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, Axes, Drawing, grid, picture, pixels
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 NAME = 14  # letters of a class that fit under a small image
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, Axes, Drawing, picture, pixels
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 
 def influential(values: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dubito.evaluation.metrics import QuantileCalibration
 from dubito.report.canvas import BLUE, CYCLE, INK, LINE, SOFT, Drawing, grid, picture
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 BAND = 0.95  # share of the points of calibrated predictives that lie inside the band
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dubito.posteriors.predictive import Predictive
 from dubito.report.canvas import INK, SOFT, Axes, Drawing, grid, picture, render
-from dubito.report.report import Picture
+from dubito.report.content import Picture
 
 EPISTEMIC, ALEATORIC = "#5b9bd0", "#f5c776"  # lighter than the lines' blue and orange, as areas should be
 LEGEND = (

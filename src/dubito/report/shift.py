@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from dubito.evaluation.shift import Sweep
 from dubito.report.canvas import CYCLE, SOFT, STYLES, Drawing, grid, picture
-from dubito.report.report import Column, Figure, Picture, Section, Table
+from dubito.report.content import Column, Figure, Picture, Section, Table
 
 
 class Reading(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from dubito.apps.stability import Stability
 from dubito.report.canvas import CYCLE, SOFT, Drawing, grid, picture
-from dubito.report.report import Column, Figure, Picture, Section, Table
+from dubito.report.content import Column, Figure, Picture, Section, Table
 
 LINES = {
     "accuracy": "accuracy",

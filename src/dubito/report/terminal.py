@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from dubito.report.report import Report, Table
+from dubito.report.content import Content, Table
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: Content, console: Console | None = None) -> None:
     """Print the tables. The best value of a column is bold and green, or has a star where there are no colours (in a file or pipe).
 
     A value that does not differ significantly from the best is green but not bold, or has a tilde.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
 from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.tensors.checks import require
 
 Array = Tensor | np.ndarray | Sequence[Any]  # what targets, scores and errors may come as
 
@@ -30,12 +31,11 @@ def suits(p: Predictive, name: str, *, classes: bool | None) -> None:
     kind = type(p.likelihood).__name__
     if isinstance(p.likelihood, MultiTask):
         raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(p.likelihood.tasks)}")
-    if classes is not None and p.likelihood.discrete != classes:
-        from dubito.evaluation.metrics import METRICS
-
-        fitting = [key for key, metric in METRICS.items() if (metric.regression if classes else metric.classes)]
-        ours, theirs = ("classes", "numbers") if classes else ("regression", "classes")
-        raise ValueError(f"{name} is for {ours}, and {kind} predicts {theirs}: use one of {', '.join(fitting)}")
+    if classes is not None:
+        needs, predicts, use = (
+            ("classes", "numbers", "rmse, crps or coverage") if classes else ("regression", "classes", "accuracy or ece")
+        )
+        require(p.likelihood.discrete == classes, f"{name} is for {needs}, and {kind} predicts {predicts}: use nll, {use}")
 
 
 def targets(p: Predictive, y: Array, name: str, *, classes: bool | None = None) -> Tensor:
