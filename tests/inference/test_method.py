@@ -55,3 +55,12 @@ def test_every_trait_is_documented():
     for item in fields(Traits):
         assert f"| `{item.name}` |" in page
         assert f"| `{item.name}` |" in (Traits.__doc__ or "")
+
+
+def test_class_attributes_of_methods_of_version_0_1_count_as_traits():
+    class Old:
+        post_hoc = True
+        may_grow = "n_draws"
+
+    traits = traits_of(Old())
+    assert (traits.post_hoc, traits.length_field, traits.many_starts) == (True, "n_draws", False)

@@ -19,6 +19,7 @@ from dubito.tensors import store
 from dubito.tensors.tree import Buffers, Params
 
 State = TypeVar("State")
+ATTRIBUTES = {"post_hoc": "post_hoc", "may_grow": "length_field"}  # class attributes of methods of version 0.1, and their traits
 Info = Mapping[str, Any]  # what a diagnostic or a person wants to see of a step; tensors may stay on their device
 
 
@@ -135,7 +136,8 @@ def inexact_settings(method: object) -> list[str]:
 def traits_of(method: object) -> Traits:
     """The traits of a method, or of a class of methods if they do not depend on its settings; otherwise the defaults."""
     traits = getattr(method, "traits", None)
-    return traits if isinstance(traits, Traits) else Traits()
+    attributes = {new: getattr(method, old) for old, new in ATTRIBUTES.items() if hasattr(method, old)}
+    return traits if isinstance(traits, Traits) else Traits(**attributes)
 
 
 @dataclass(frozen=True)
