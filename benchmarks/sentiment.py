@@ -42,7 +42,7 @@ from dubito.data import polarity
 from dubito.posteriors import Point, Posterior, Stochastic
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.priors import Normal
-from dubito.tensors.randomness import derive, forked
+from dubito.tensors.randomness import derive_seed, fork_rng
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from sequences import Encoder, Recurrent
@@ -69,7 +69,7 @@ def anew(posterior: Point, draws: int, seed: int) -> Predict:
     """Dropout as torch has it in training, on when predicting: new masks at every word. Probabilities are averaged."""
 
     def predict(x: Tensor) -> LatentMixture:
-        with forked(derive(seed, "naive")), torch.no_grad():
+        with fork_rng(derive_seed(seed, "naive")), torch.no_grad():
             f = [posterior.model.forward(posterior.params, x, posterior.buffers, train=True)[0] for _ in range(draws)]
         return LatentMixture(posterior.model.likelihood, torch.stack(f))
 
@@ -83,7 +83,7 @@ def run(job: Job, args: argparse.Namespace) -> dict[str, dict[str, dict[str, flo
     parts = {"valid": (split.x_valid.to(args.device), split.y_valid.to(args.device))}
     if job["final"]:
         parts["test"] = (split.x_test.to(args.device), split.y_test.to(args.device))
-    with forked(derive(job["seed"], "start")):
+    with fork_rng(derive_seed(job["seed"], "start")):
         net = network(job, len(split.vocabulary), args).to(args.device)
     model = Model(net, Categorical(), Normal(scale=(2 * len(train[1]) * job["decay"]) ** -0.5))
     descent = {"epochs": args.epochs, "learning_rate": args.learning_rate, "clip": 1.0}

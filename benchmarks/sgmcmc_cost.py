@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 import dubito
 from dubito.priors import Normal
-from dubito.tensors.randomness import PIECE, Normals, derive, seed_global
+from dubito.tensors.randomness import PIECE, Normals, derive_seed, seed_global
 
 PRIOR, LEARNING_RATE, SIZE = 1.0, 1e-3, 128
 
@@ -37,7 +37,7 @@ except ImportError:
 
 
 def batches(x: Tensor, y: Tensor):
-    seed_global(derive(0, 0))
+    seed_global(derive_seed(0, 0))
     order = torch.randperm(len(x))
     for start in range(0, len(x), SIZE):
         rows = order[start : start + SIZE]

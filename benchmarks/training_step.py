@@ -22,7 +22,7 @@ from torch import nn
 
 import dubito
 from dubito.priors import Normal
-from dubito.tensors.randomness import derive, seed_global
+from dubito.tensors.randomness import derive_seed, seed_global
 
 PRIOR, LEARNING_RATE = 1.0, 1e-3
 
@@ -33,13 +33,13 @@ def by_hand(network, x, y, size, epochs, *, learned, fused) -> nn.Module:
     weights = list(network.parameters())
     groups = [{"params": weights, "weight_decay": 1 / (len(x) * PRIOR**2)}]
     if learned:
-        torch.manual_seed(derive(0, "start"))  # as `fit`: the noise starts at the spread of a first batch
+        torch.manual_seed(derive_seed(0, "start"))  # as `fit`: the noise starts at the spread of a first batch
         log_scale = y[torch.randperm(len(x))[:size]].std(0).log().requires_grad_()
         groups.append({"params": [log_scale], "weight_decay": 0.0})
     optimizer = torch.optim.Adam(groups, lr=LEARNING_RATE, fused=fused)
     network.train()
     for epoch in range(epochs):
-        seed_global(derive(0, epoch))
+        seed_global(derive_seed(0, epoch))
         order = torch.randperm(len(x)).to(x.device)
         for start in range(0, len(x), size):
             rows = order[start : start + size]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import dubito
 from dubito.priors import Normal
-from dubito.tensors.randomness import derive, seed_global
+from dubito.tensors.randomness import derive_seed, seed_global
 
 PRIOR, SIZE = 1.0, 128
 WIDE = (784, 3000, 3000, 10)  # 11.4 million weights
@@ -47,7 +47,7 @@ METHODS: dict[str, tuple[Callable[[int], Any], dict[str, float], float | None]] 
 def by_hand(network: nn.Module, x: Tensor, y: Tensor, *, fused: bool | None) -> None:
     network = copy.deepcopy(network).train()
     optimizer = torch.optim.Adam(network.parameters(), weight_decay=1 / (len(x) * PRIOR**2), fused=fused)
-    seed_global(derive(0, 0))
+    seed_global(derive_seed(0, 0))
     order = torch.randperm(len(x))
     for start in range(0, len(x), SIZE):
         rows = order[start : start + SIZE]

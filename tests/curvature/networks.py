@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito import Model
-from dubito.likelihoods import own
+from dubito.likelihoods import likelihood_params
 from dubito.tensors.tree import Params
 
 DOUBLE = torch.float64
@@ -323,7 +323,7 @@ def output(model: Model, params: Params, x: Any) -> Tensor:
 
 def targets(model: Model, params: Params, x: Any) -> Tensor:
     """Targets that fit, drawn from the model at these weights."""
-    return model.likelihood(output(model, params, x), own(params)).sample()
+    return model.likelihood(output(model, params, x), likelihood_params(params)).sample()
 
 
 def jacobian(model: Model, params: Params, x: Any, names: Any = None) -> Tensor:
@@ -342,7 +342,7 @@ def jacobian(model: Model, params: Params, x: Any, names: Any = None) -> Tensor:
 def ggn(model: Model, params: Params, x: Any, y: Any, names: Any = None) -> Tensor:
     """sum_n J_n^T Lambda_n J_n over examples and positions, [P, P]."""
     f, rows = output(model, params, x), jacobian(model, params, x, names)
-    fisher = model.likelihood.fisher(f, own(params))
+    fisher = model.likelihood.fisher(f, likelihood_params(params))
     seen = model.likelihood.observed(model.likelihood.target(y, f))
     if seen is not None:
         keep = (seen if seen.ndim == f.ndim else seen.unsqueeze(-1)).to(f).expand_as(f)

@@ -17,7 +17,7 @@ from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.covariances import STRUCTURES, Covariance, Diagonal
 from dubito.tensors.covariances.covariance import normal
-from dubito.tensors.randomness import fresh, generator
+from dubito.tensors.randomness import fresh_generator, generator
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -60,7 +60,7 @@ class Coin(Posterior):
     p: float
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
-        source = generator or fresh(self.model.device)
+        source = generator or fresh_generator(self.model.device)
         up = torch.rand(n, generator=source, device=source.device).to(self.model.device) < self.p
         return {name: torch.where(up.reshape(-1, *[1] * leaf.ndim), self.heads[name], leaf) for name, leaf in self.tails.items()}
 

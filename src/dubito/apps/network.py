@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from dubito.inference.batches import batches
 from dubito.model import Model
-from dubito.model.likelihoods import Categorical, own
-from dubito.network.weights import mode
+from dubito.model.likelihoods import Categorical, likelihood_params
+from dubito.network.weights import in_mode
 from dubito.posteriors import Point, Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import forked, lent
+from dubito.tensors.randomness import borrowed_generators, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -43,7 +43,7 @@ class Network:
 
     def __call__(self, x: Any) -> Tensor:
         """f with C last, [B, *D, C]; gradients pass."""
-        with mode(self.model.network, False):
+        with in_mode(self.model.network, False):
             return self.model.call(self.params, x, self.buffers)[0]
 
     def features(self, x: Any, layer: str) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class Network:
     def predict(self, x: Any) -> LatentMixture:
         """The predictive of this network alone."""
         with torch.no_grad():
-            return LatentMixture(self.model.likelihood, self(self.ready(x)).unsqueeze(0), params=own(self.params))
+            return LatentMixture(self.model.likelihood, self(self.ready(x)).unsqueeze(0), params=likelihood_params(self.params))
 
     def ready(self, x: Any) -> Any:
         """Inputs as tensors on the network's device."""
@@ -168,7 +168,7 @@ def examples(model: Model, data: Any, *, size: int = SIZE, seed: int = 0) -> Gen
     """
     if isinstance(data, Tensor):
         data = list(data.split(size))
-    with lent(data), forked(seed):  # a DataLoader draws from the global generator, even unshuffled
+    with borrowed_generators(data), fork_rng(seed):  # a DataLoader draws from the global generator, even unshuffled
         for batch in batches(model, data, n_data=1, size=size, shuffle=False):
             x, y = inputs_of(model, tree.tensors(batch, next(model.network.parameters()).dtype))
             yield x, y
@@ -212,7 +212,7 @@ def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *
     if isinstance(data, Dataset):
         data = DataLoader(data, batch_size=size)
     parts = []
-    with lent(data), forked():
+    with borrowed_generators(data), fork_rng():
         for batch in data.split(size) if isinstance(data, Tensor) else data:
             known = getattr(score, "model", None)
             x = inputs_of(known, batch)[0] if isinstance(known, Model) else batch[0] if isinstance(batch, list | tuple) else batch

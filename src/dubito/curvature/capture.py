@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.watch import Watch
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
 
@@ -258,7 +258,11 @@ def forward(model: Model, params: Params, x: Inputs, buffers: Buffers, *, wanted
     capture = Capture(wanted, skip)
     fixed = {name: leaf.detach() for name, leaf in buffers.items()}
     tells = getattr(model, "tells", False)  # a program in the place of the network, which has no mode either
-    with torch.enable_grad(), nullcontext() if tells else mode(model.network, False), capture.listening() if tells else capture:
+    with (
+        torch.enable_grad(),
+        nullcontext() if tells else in_mode(model.network, False),
+        capture.listening() if tells else capture,
+    ):
         f, _ = model.call(params, x, fixed)
     for use in capture.uses:
         if use.x._version != use.version:

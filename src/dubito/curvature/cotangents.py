@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dubito.model import Model
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Targets
 from dubito.tensors.covariances.covariance import normal
 from dubito.tensors.tree import Params
@@ -61,12 +61,12 @@ def cotangents(
                 yield group, noise * (groups == group).to(noise)
         return
     if count is None:
-        for root in likelihood.fisher_root(f, own(params)):
+        for root in likelihood.fisher_root(f, likelihood_params(params)):
             for s in _positions(masked(root)):
                 yield 0, s
         return
     for _ in range(count):
-        yield 0, masked(likelihood.random_slope(f, own(params), generator)) / count**0.5
+        yield 0, masked(likelihood.random_slope(f, likelihood_params(params), generator)) / count**0.5
 
 
 def observed(model: Model, target: Tensor, f: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from dubito.curvature.capture import without_padding
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors.covariances.propagation import pieces
 from dubito.tensors.tree import Buffers, Params
 
@@ -79,7 +79,7 @@ def example_gradients(
 
     found: list[Params] = []
     size = cotangents.shape[0] * sum(leaf.numel() for leaf in live.values())
-    with mode(model.network, False), warnings.catch_warnings():
+    with in_mode(model.network, False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*performance drop because we have not yet implemented the batching rule.*")
         for piece in pieces(batch, size):
             s = cotangents[:, piece]

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito.curvature.cotangents import observed
 from dubito.curvature.generic import Unrolled, along
 from dubito.model import Model
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
 
@@ -34,7 +34,7 @@ def batch_product(
     live = {name: params[name].detach() for name in v}
     fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
     buffers = {name: leaf.detach() for name, leaf in buffers.items()}
-    learned = own({**fixed, **live})
+    learned = likelihood_params({**fixed, **live})
 
     def output(live: Params) -> Tensor:
         """The network's output, as a function of the weights."""
@@ -65,7 +65,7 @@ def batch_product(
             found = torch.autograd.grad(inner, list(points.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(points, found, strict=True))
 
-    with mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+    with in_mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own deprecated parts
         if kind == "hessian":
             return tree.stack([hessian(tree.select(v, i)) for i in range(tree.count(v))])

@@ -31,7 +31,7 @@ from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import UNCLEAR, Layout, Part, passed
 from dubito.curvature.rows import Layer, add_gram, squared_products
 from dubito.curvature.setup import Setup
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch, Targets, batch_size
 from dubito.tensors.covariances.propagation import pieces
 from dubito.tensors.tree import Params
@@ -219,7 +219,7 @@ class Diagonal(LayerStatistic):
             super().add_output_layer(sums, run)
             return
         likelihood = self.setup.model.likelihood
-        run.layers[0].add_single(sums, 0, likelihood.fisher_diagonal(run.f, own(self.setup.params)))
+        run.layers[0].add_single(sums, 0, likelihood.fisher_diagonal(run.f, likelihood_params(self.setup.params)))
 
     def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
         """Add squared inputs times its diagonal."""
@@ -306,7 +306,7 @@ class Kronecker(LayerStatistic):
         if not _plain(run):
             super().add_output_layer(sums, run)
             return
-        fisher = self.setup.model.likelihood.fisher_sum(run.f, own(self.setup.params))
+        fisher = self.setup.model.likelihood.fisher_sum(run.f, likelihood_params(self.setup.params))
         sums[f"{run.layers[0].part.weight}|B"][0] += fisher
 
     def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
@@ -434,7 +434,7 @@ def _fishers(run: LayerPass) -> Iterator[tuple[int, slice, Tensor]]:
     groups = groups_of(setup.model, f, setup.spec.kind)
     for piece in pieces(len(f), f.shape[1] ** 2):
         if groups is None:
-            fisher = likelihood.fisher(f[piece], own(setup.params))
+            fisher = likelihood.fisher(f[piece], likelihood_params(setup.params))
         else:  # that of unit noise
             fisher = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f[piece]), -1, -1)
         if seen is not None:

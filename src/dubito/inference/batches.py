@@ -16,7 +16,7 @@ from dubito.model import Model
 from dubito.network.examples import Batch, Data, Inputs, Targets, batch_size
 from dubito.tensors import tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import forked, lent, seed_global
+from dubito.tensors.randomness import borrowed_generators, fork_rng, seed_global
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _length(model: Model, data: Iterable[Batch], n_data: int) -> int:
         except TypeError:
             pass
     seen = count = 0
-    with lent(data), forked():
+    with borrowed_generators(data), fork_rng():
         for batch in data:
             seen, count = seen + _size(model, batch), count + 1
             if seen >= n_data:
@@ -178,11 +178,11 @@ def _count(model: Model, data: Iterable[Batch]) -> int:
                 raise ValueError(refused) from None
             return n // sampler.batch_size * sampler.batch_size if sampler.drop_last else n
         if sampler is not None:
-            with lent(data), forked():
+            with borrowed_generators(data), fork_rng():
                 return sum(len(list(indices)) for indices in sampler)
     elif not hasattr(data, "__len__"):
         raise ValueError("data without a length: give n_data=..., the number of examples in one pass")
-    with forked():
+    with fork_rng():
         return sum(_size(model, batch) for batch in data)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dubito.inference.method import Start
 from dubito.model import Model, Target
-from dubito.model.priors import Normal, Prior, concerned
+from dubito.model.priors import Normal, Prior, prior_params
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Posterior, Samples
 from dubito.tensors import store, tree
@@ -75,7 +75,7 @@ def starts(target: Target, start: Start, chains: int, generator: torch.Generator
     try:
         others = [reinitialize(target.model.network, start.params, seed) for seed in seeds]
     except ValueError:  # some parameter has no initialization of its own
-        believed = concerned(start.params)
+        believed = prior_params(start.params)
         others = [{**start.params, **target.model.prior.sample(believed, generator)} for _ in seeds]
     return tree.stack([start.params, *others])
 
@@ -93,7 +93,7 @@ def _evenly(count: int, chains: int) -> Tensor:
 def has_density(prior: Prior, params: Params) -> bool:
     """Whether the prior has a density there."""
     with torch.no_grad():
-        return not prior.log_prob(tree.apply(Tensor.double, concerned(params))).isneginf()
+        return not prior.log_prob(tree.apply(Tensor.double, prior_params(params))).isneginf()
 
 
 def move_into_support(prior: Prior, stacked: Params, generator: torch.Generator) -> Params:
@@ -114,7 +114,7 @@ def _move_inside(prior: Prior, params: Params, generator: torch.Generator) -> No
     for _ in range(10):  # a draw may be rounded to the edge of the support
         if has_density(prior, params):
             return
-        drawn = prior.sample(concerned(params), generator)
+        drawn = prior.sample(prior_params(params), generator)
         if has_density(prior, drawn):
             params |= {name: leaf for name, leaf in drawn.items() if not has_density(prior, {**drawn, name: params[name]})}
 
@@ -126,5 +126,5 @@ def units(target: Target, params: Params) -> Tensor:
         weights = {name: leaf for name, leaf in params.items() if ":" not in name}
         scales |= {name: leaf**-0.5 for name, leaf in prior.precision(weights).items()}
     else:
-        scales |= prior.units(concerned(params))
+        scales |= prior.units(prior_params(params))
     return tree.flatten(scales) * math.sqrt(target.temperature)

@@ -105,7 +105,7 @@ class Checkpoint:
         """Write the draws made so far, and then the checkpoint that counts them."""
         if self.folder is None:
             return
-        with store.telling(self.folder):
+        with store.describing_write_errors(self.folder):
             draws.flush()
             run.draws = len(draws)
             tensors: dict[str, Tensor] = {}
@@ -132,7 +132,7 @@ def fingerprint(
     """
     return {
         "method": _described(method),
-        "prior": store.described(target.model.prior),
+        "prior": store.describe(target.model.prior),
         **belonging(target.model),
         "n_data": target.n_data,
         "temperature": target.temperature,
@@ -169,6 +169,6 @@ def _described(method: Method) -> str:
     """The method, without the field that only says how long a run is to be (`Traits.length_field`), where it has one."""
     length = traits_of(method).length_field
     if length is None:
-        return store.described(method)
+        return store.describe(method)
     fields = [f.name for f in dataclasses.fields(method) if f.name != length]  # pyright: ignore[reportArgumentType]
-    return f"{type(method).__name__}({', '.join(f'{name}={store.described(getattr(method, name))}' for name in fields)})"
+    return f"{type(method).__name__}({', '.join(f'{name}={store.describe(getattr(method, name))}' for name in fields)})"

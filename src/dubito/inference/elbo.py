@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dubito.model import Model
 from dubito.model.priors import MultivariateNormal, Normal, Prior
-from dubito.model.priors.prior import concerned, weights
+from dubito.model.priors.prior import prior_params, weights
 from dubito.network.examples import Batch, Data, batch_size
 from dubito.posteriors import Drawn, Gaussian, Posterior
 from dubito.posteriors.families import Grouped
 from dubito.tensors import tree
 from dubito.tensors.covariances import Diagonal
-from dubito.tensors.randomness import forked, generator, lent
+from dubito.tensors.randomness import borrowed_generators, fork_rng, generator
 from dubito.tensors.text import TextTable
 from dubito.tensors.tree import Params
 
@@ -77,7 +77,7 @@ def _batches(model: Model, data: Data, chunk: int) -> list[Batch]:
     """The data on the model's device; one pair (x, y) is cut into chunks."""
     whole = isinstance(data, tuple)
     batches = [data] if whole else data
-    with lent(batches), forked():
+    with borrowed_generators(batches), fork_rng():
         batches = [tree.move(batch, model.device) for batch in batches]
     if not whole:
         return batches
@@ -122,10 +122,10 @@ def _estimated(posterior: Drawn, params: Params, noise: Params) -> float:
     q, leaves, prior = posterior.family, posterior.leaves, posterior.model.prior
     hyper = {name: leaf for name, leaf in posterior.points.items() if name.startswith("prior:")}
     if (given := q.divergence(leaves, noise, prior, hyper)) is not None:
-        return float(given if isinstance(q, Grouped) else given + prior.log_hyper(concerned(params)))
+        return float(given if isinstance(q, Grouped) else given + prior.log_hyper(prior_params(params)))
     density = q.log_prob(leaves, {name: leaf for name, leaf in params.items() if ":" not in name})
     assert density is not None
-    return float(density - prior.log_prob(concerned(params)) + prior.log_hyper(concerned(params)))
+    return float(density - prior.log_prob(prior_params(params)) + prior.log_hyper(prior_params(params)))
 
 
 def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict[str, float]]:
@@ -133,7 +133,7 @@ def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict
     prior, covariance = _prior(posterior), posterior.covariance
     names = list(covariance.shapes)
     hyper = {n: leaf for n, leaf in posterior.params.items() if n.startswith("prior:") and n not in names}
-    if any(":" in name and name not in concerned(posterior.params) for name in names):
+    if any(":" in name and name not in prior_params(posterior.params) for name in names):
         raise ValueError("this posterior is also over a learned noise, whose prior is flat: there is no bound")
     mean = {name: posterior.params[name].double() for name in names}
     variance = {name: leaf.double() for name, leaf in covariance.variance().items()}
@@ -142,10 +142,10 @@ def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict
     expected = prior.expected_log_prob({**mean, **hyper}, variance, independent=independent)
     if expected is None:
         source = generator(posterior.model.device, seed, "prior")
-        values = [prior.log_prob(concerned(tree.select(posterior.sample(1, source), 0))) for _ in range(draws)]
+        values = [prior.log_prob(prior_params(tree.select(posterior.sample(1, source), 0))) for _ in range(draws)]
         expected = torch.stack(values).double().mean()
     if hyper:
-        expected = expected - prior.log_hyper(concerned(posterior.params))
+        expected = expected - prior.log_hyper(prior_params(posterior.params))
     layers = {}
     if independent and not prior.parameters(weights(mean)):
         layers = {name: _bits_a_weight(prior, {name: mean[name]}, {name: variance[name]}) for name in names}

@@ -20,7 +20,7 @@ from dubito.inference.start import make_start
 from dubito.model import Model, Target
 from dubito.model.inspect import warn_if_padding_is_random, warn_if_random, warn_if_targets_are_far
 from dubito.network.examples import Batch, Data
-from dubito.network.weights import copied
+from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store
 from dubito.tensors.checks import require
@@ -94,8 +94,12 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
     source = batches(model, data, n_data=options.n_data, size=size, shuffle=method.data == "batches")
     held_out = None if validation is None else batches(model, validation, size=max(size, 256), n_data=1, shuffle=False)
     target = Target(model, source.n_data, options.temperature, torch.bfloat16 if options.precision else None)
-    with randomness.lent(source.source) as generators, randomness.lent(validation), randomness.forked():
-        reseed(generators, randomness.derive(options.seed, "start"))
+    with (
+        randomness.borrowed_generators(source.source) as generators,
+        randomness.borrowed_generators(validation),
+        randomness.fork_rng(),
+    ):
+        reseed(generators, randomness.derive_seed(options.seed, "start"))
         first = next(iter(source), None)
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
@@ -115,7 +119,7 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
             about=None if checkpoint.folder is None else about(target, method),
         )
         del first, begin  # not to be held during the fit
-        with store.locked(checkpoint.folder), draws:
+        with store.lock_folder(checkpoint.folder), draws:
             run = checkpoint.open(run, draws, resume=options.resume, device=model.device, steps=steps)
             loop = Loop(target, method, source, held_out, options, generators, checkpoint, draws, steps)
             with Progress(type(method).__name__, steps, show=options.progress) as bar:
@@ -133,7 +137,7 @@ def _on_device(model: Model, device: torch.device | str | None) -> Model:
     """The model, or one with a copy of its network if that is elsewhere."""
     if device is None or torch.device(device) == model.device:
         return model
-    return dataclasses.replace(model, network=copied(model.network).to(device))
+    return dataclasses.replace(model, network=copy_network(model.network).to(device))
 
 
 def _inspect(model: Model, method: Method, begin: Start, batch: Batch, *, rows: bool) -> None:

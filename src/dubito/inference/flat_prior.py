@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from dubito.model import Target
-from dubito.model.likelihoods import Likelihood, own
+from dubito.model.likelihoods import Likelihood, likelihood_params
 from dubito.model.priors import Normal
-from dubito.model.priors.factorized import Factorised
+from dubito.model.priors.factorized import Factorized
 from dubito.tensors import tree
 from dubito.tensors.tree import Params
 
@@ -36,7 +36,7 @@ class FlatPrior:
         if self.precision is not None:
             return self.normal(position)
         prior = self.target.model.prior
-        if isinstance(prior, Factorised) and not any(":" in name for name in self.like):
+        if isinstance(prior, Factorized) and not any(":" in name for name in self.like):
             # all weights have the same density, independently: of all leaves at once, with the slope in closed form
             return self.constant + prior.density(position.double()).sum(1), prior.slope(position)
         with _unchecked(self.target.model.likelihood):
@@ -54,13 +54,13 @@ class FlatPrior:
     def _normals(self) -> tuple[Tensor | None, float]:
         """The precisions [P] of a prior of independent normals, and the constant of its log density."""
         model, zeros = self.target.model, {n: torch.zeros_like(leaf, dtype=torch.float64) for n, leaf in self.like.items()}
-        live = {name: leaf.detach().clone().requires_grad_() for name, leaf in own(self.like).items()}
+        live = {name: leaf.detach().clone().requires_grad_() for name, leaf in likelihood_params(self.like).items()}
         prior = model.prior
         if type(prior) is not Normal or model.likelihood.log_prior(live).requires_grad:
             return None, 0.0 if live else float(model.likelihood.log_prior({}))
         precision = {n: zero if ":" in n else torch.full_like(zero, prior.scale_of(n)) ** -2 for n, zero in zeros.items()}
         at_zero = prior.log_prob({name: zero for name, zero in zeros.items() if ":" not in name})
-        return tree.flatten(precision), float(at_zero) + float(model.likelihood.log_prior(own(self.like)))
+        return tree.flatten(precision), float(at_zero) + float(model.likelihood.log_prior(likelihood_params(self.like)))
 
 
 @contextmanager

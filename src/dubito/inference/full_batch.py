@@ -19,8 +19,8 @@ from dubito.inference.log_density import Density
 from dubito.inference.method import Info, Start, Traits
 from dubito.inference.tuning import ChainState as ChainState
 from dubito.model import Target
-from dubito.model.likelihoods import own
-from dubito.model.priors import concerned
+from dubito.model.likelihoods import likelihood_params
+from dubito.model.priors import prior_params
 from dubito.model.priors.prior import PREFIX
 from dubito.network.examples import Batch
 from dubito.posteriors import Posterior
@@ -121,8 +121,8 @@ class Chains(ABC):
             f, _ = model.forward(start.params, x, start.buffers)
         chain = tree.repeat(start.params, 1)
         drawn = {
-            **model.likelihood.resample([(f.unsqueeze(0), y)], own(chain), 1.0, 1.0, generator),
-            **model.prior.resample(concerned(chain), target.temperature, generator),
+            **model.likelihood.resample([(f.unsqueeze(0), y)], likelihood_params(chain), 1.0, 1.0, generator),
+            **model.prior.resample(prior_params(chain), target.temperature, generator),
         }
         return [name in drawn for name, leaf in start.params.items() for _ in range(leaf.numel())]
 
@@ -191,11 +191,11 @@ class Chains(ABC):
         """Draw what has a conditional in closed form from it, which is a Gibbs move: it is always accepted."""
         target, model = density.target, density.target.model
         params, drawn = density.unflatten(state.position), {}
-        if learned := own(params):
+        if learned := likelihood_params(params):
             share = target.n_data / density.seen
             drawn |= model.likelihood.resample(density.outputs(state.position), learned, share, target.temperature, generator)
         if any(name.startswith(PREFIX) for name in params):
-            drawn |= model.prior.resample(concerned(params), target.temperature, generator)
+            drawn |= model.prior.resample(prior_params(params), target.temperature, generator)
         if drawn:
             state.position = tree.flatten({**params, **drawn}, stacked=True)
             state.gradient, state.log_likelihood, state.log_prior = density(state.position)

@@ -26,9 +26,9 @@ from dubito.inference.recorded_loop import Loop
 from dubito.inference.tracing import Traced, alike
 from dubito.model import Target
 from dubito.network.examples import Batch
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors import tree
-from dubito.tensors.randomness import forked, lent
+from dubito.tensors.randomness import borrowed_generators, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 HELD = {"cpu": 2**32, "cuda": 2**35}  # bytes of data that are kept at hand; what is larger is read anew for every gradient
@@ -224,7 +224,7 @@ class Density:
     @contextmanager
     def _passing(self) -> Iterator[None]:
         precision = self.target.precision
-        with mode(self.target.model.network, False), torch.autocast(self.kind, precision) if precision else nullcontext():
+        with in_mode(self.target.model.network, False), torch.autocast(self.kind, precision) if precision else nullcontext():
             yield
 
     def _prior(self, position: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
@@ -310,7 +310,7 @@ class _same_order:
     """A loader that shuffles is to give its batches in one order every time: the density is one function, to the last bit."""
 
     def __init__(self, data: Any):
-        self.lent, self.forked = lent(data.source if isinstance(data, Batches) else data), forked()
+        self.lent, self.forked = borrowed_generators(data.source if isinstance(data, Batches) else data), fork_rng()
 
     def __enter__(self) -> None:
         self.forked.__enter__()

@@ -60,7 +60,7 @@ class Loop:
         method, callbacks, info = self.method, self.options.callbacks, {}
         seen, skip = 0, run.batch
         if method.data == "batches" or run.epoch == 0:
-            reseed(self.generators, randomness.derive(self.options.seed, run.epoch))
+            reseed(self.generators, randomness.derive_seed(self.options.seed, run.epoch))
         groups = self._groups()
         for _ in islice(groups, skip):  # a checkpoint fell into this epoch: take up the same order of the data where it was left
             pass
@@ -113,7 +113,7 @@ class Loop:
         require(
             not len(self.draws), "early stopping picks one state and would bias a set of draws: samplers take no `validation`"
         )
-        with randomness.forked():  # scoring must not move the generators that training draws from
+        with randomness.fork_rng():  # scoring must not move the generators that training draws from
             posterior = self.method.posterior(self.target, run.state, self.draws)
             pairs = (self.target.model.split(batch) for batch in self.held_out)
             scores = [posterior.predict(x).log_prob(y) for x, y in pairs]

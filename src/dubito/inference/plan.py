@@ -30,7 +30,7 @@ from dubito.model import Model, Target
 from dubito.model.priors import Normal
 from dubito.network.examples import Batch, batch_size
 from dubito.tensors import store, tree
-from dubito.tensors.randomness import forked, generator
+from dubito.tensors.randomness import fork_rng, generator
 from dubito.tensors.text import TextTable
 
 GIGABYTE = 10**9
@@ -94,7 +94,7 @@ def plan(model: Model, method: Method, batch: Batch, *, n_data: int | None = Non
     free = available(model.device)
     limit = free if memory is None else int(memory * GIGABYTE)
     batches = math.ceil((n_data or size) / size)
-    with forked():
+    with fork_rng():
         estimate = _plan(_Case(model, method, batch, batches, limit, free))
     return estimate if n_data is not None else replace(estimate, steps=None, total=None)
 

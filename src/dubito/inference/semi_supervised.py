@@ -27,14 +27,14 @@ from dubito.inference.augment import Augmentation
 from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Method, Start, Traits, traits_of
 from dubito.model import Model, Target
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch, batch_size, split_batch
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between
-from dubito.tensors.randomness import derive
+from dubito.tensors.randomness import derive_seed
 from dubito.tensors.tree import Buffers, Params
 
 Unlabelled = Any  # inputs without targets: a tensor, an array, a dict of them, or a Dataset of inputs or of (input, anything)
@@ -75,7 +75,7 @@ class Stream:
         k = batch_count(self.n, self.size)
         turn, i = divmod(index, k)
         if self.order is None or self.order[0] != (seed, turn):
-            source = torch.Generator().manual_seed(derive(seed, "unlabelled", turn))
+            source = torch.Generator().manual_seed(derive_seed(seed, "unlabelled", turn))
             order = torch.randperm(self.n, generator=source)
             self.order = (seed, turn), order if self.dataset is not None else order.to(self.model.device)
         rows = self.order[1][self.n * i // k : self.n * (i + 1) // k]
@@ -162,7 +162,7 @@ class Consistent(Target):
         with nullcontext() if self.around is None else self.around({**buffers, **params}):
             f, buffers = self.model.call(params, x, buffers)
         f = f.float() if f.dtype.itemsize < 4 else f
-        return f, self.model.likelihood.mean(f, own(params)), buffers
+        return f, self.model.likelihood.mean(f, likelihood_params(params)), buffers
 
     def sum_scores(self, params: Params, index: int, batch: Batch, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
         """The sum over the labelled batch of log likelihoods, less its share of N w J: the caller scales both by N / B."""
@@ -185,7 +185,7 @@ class Consistent(Target):
             return made
 
         kind = self.model.device.type
-        with mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
+        with in_mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
             f, z, after = self.predicted(params, view(), buffers)
             scores = self.model.score(f[:n], y, params)
             apart = self.teach(View(self, x, view, n, rows, params, after, z)).mean()

@@ -29,12 +29,12 @@ from torch import Tensor
 from dubito.inference.chains import BUFFER, TRACE, batching_pays, check_precision, move_into_support, own_buffers, samples, starts
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Model, Target
-from dubito.model.likelihoods import own as learned
+from dubito.model.likelihoods import likelihood_params as learned
 from dubito.network.examples import Batch
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require
-from dubito.tensors.randomness import PIECE, Normals, normals
+from dubito.tensors.randomness import PIECE, Normals, draw_normals
 from dubito.tensors.tree import Buffers, Params
 
 PLAIN: dict[str, Any] = {"weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
@@ -89,7 +89,7 @@ class Move(NamedTuple):
                 torch._foreach_mul_(velocity, keep)
             self.drift(velocity, drift)
         elif keep == 0 or self.root or not Normals.pay(velocity) or not all(v.is_contiguous() for v in velocity):
-            self.push(velocity, normals(velocity, self.generator, scale), keep=keep, drift=drift)
+            self.push(velocity, draw_normals(velocity, self.generator, scale), keep=keep, drift=drift)
         else:  # in pieces, which are used before they leave the cache
             source = Normals(self.generator, scale)
             for weights, own in zip(self.weights, velocity, strict=True):

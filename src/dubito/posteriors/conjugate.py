@@ -16,7 +16,7 @@ from dubito.posteriors.predict.conjugate import Head, conjugate, features
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture, StudentT
 from dubito.tensors import tree
-from dubito.tensors.randomness import fresh, generator
+from dubito.tensors.randomness import fresh_generator, generator
 from dubito.tensors.tree import Buffers, Params
 
 DRAWS = 100  # for how="sampled", where nobody says
@@ -48,7 +48,7 @@ class Conjugate(Posterior):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n joint draws of the last layer's weights and of the noise, if it is learned; the other leaves are the same in all."""
-        drawn = self._drawn(n, generator or fresh(self.mean.device))
+        drawn = self._drawn(n, generator or fresh_generator(self.mean.device))
         fixed = tree.repeat({name: leaf for name, leaf in self.params.items() if name not in drawn}, n)
         return {name: drawn[name] if name in drawn else fixed[name] for name in self.params}
 

@@ -13,7 +13,7 @@ from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.randomness import fresh, generator
+from dubito.tensors.randomness import fresh_generator, generator
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -29,7 +29,7 @@ class Drawn(Posterior):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n draws of the family's weights; points are the same in all."""
-        source = generator or fresh(self.model.device)
+        source = generator or fresh_generator(self.model.device)
         with torch.no_grad():
             drawn = tree.stack([self.family.sample(self.leaves, self.family.noise(self.leaves, source)) for _ in range(n)])
         return {**drawn, **tree.repeat(self.points, n)}

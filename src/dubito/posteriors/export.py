@@ -24,9 +24,9 @@ from torch import Tensor, fx, nn
 
 from dubito.curvature.capture import example_count
 from dubito.curvature.layout import layout
-from dubito.model.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, align, average, own, quadrature
+from dubito.model.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, align, average, likelihood_params, quadrature
 from dubito.network.examples import Inputs, outputs_last
-from dubito.network.weights import copied
+from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.posteriors.predict.adjoint import Means
 from dubito.posteriors.predict.chain import find_chain, sweep
@@ -104,7 +104,7 @@ def as_module(posterior: Posterior, x: Inputs, *, how: str | None = None, rank: 
             )
         rank = engine.rank(x) if rank is None else rank
         f = engine.moments(x, rank=rank)
-        readout = Readout(engine.model.likelihood, own(engine.params), f.mean.shape[-1], scale).to(f.mean)
+        readout = Readout(engine.model.likelihood, likelihood_params(engine.params), f.mean.shape[-1], scale).to(f.mean)
         return _swept(engine, x, readout) if how == "adjoint" else _joined(engine, x, readout, rank)
 
 
@@ -216,7 +216,7 @@ def _side_by_side(posterior: Samples, x: Inputs) -> fx.GraphModule:
     answers = []
     for i in range(len(posterior)):
         weights = {**posterior.buffers, **tree.select({**posterior.params, **posterior.own_buffers}, i)}
-        member = copied(posterior.model.network).eval().requires_grad_(False)
+        member = copy_network(posterior.model.network).eval().requires_grad_(False)
         for name, leaf in (*member.named_parameters(), *member.named_buffers()):
             if name in weights:
                 leaf.copy_(weights[name])
@@ -231,7 +231,7 @@ class Average(nn.Module):
 
     def __init__(self, posterior: Samples):
         super().__init__()
-        learned, model = own(posterior.params), posterior.model
+        learned, model = likelihood_params(posterior.params), posterior.model
         self.output, self.likelihood, self.names = model.output, model.likelihood, tuple(learned)
         for i, leaf in enumerate(learned.values()):
             self.register_buffer(f"learned{i}", leaf.detach().clone())

@@ -18,12 +18,12 @@ from torch.func import vmap
 
 from dubito.curvature.generic import Unrolled, along
 from dubito.model import Model
-from dubito.model.likelihoods import own
-from dubito.network.weights import mode
+from dubito.model.likelihoods import likelihood_params
+from dubito.network.weights import in_mode
 from dubito.posteriors.predict.dropout import Dropout, Masks
 from dubito.posteriors.predictive import LatentMixture, mix
 from dubito.tensors import tree
-from dubito.tensors.randomness import derive, forked
+from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 WAYS = ("sampled", "linearized", "point")
@@ -72,7 +72,7 @@ class Functions:
     def __call__(self, x: Tensor) -> LatentMixture:
         """The predictive at x, with a graph back to x."""
         shared = {name: plain(leaf) for name, leaf in self.shared.items()}
-        with mode(self.model.network, False), warnings.catch_warnings():
+        with in_mode(self.model.network, False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own: operators without a batching rule, deprecated parts
             if self.dropout is not None:
                 f = self._masked(x, shared)
@@ -82,7 +82,7 @@ class Functions:
                 f = torch.stack([self._once(tree.select(self.stacked, i), x, shared) for i in range(len(self))])
             else:
                 f = self._batched(x, shared)
-        learned = own(shared if self.tangent else {**shared, **self.stacked})
+        learned = likelihood_params(shared if self.tangent else {**shared, **self.stacked})
         f = f.float() if f.dtype.itemsize < 4 else f
         weights = None if self.weights is None else plain(self.weights)
         return LatentMixture(
@@ -125,7 +125,7 @@ class Functions:
             with masks:
                 return self._once({}, x, shared)
 
-        with forked(derive(*seeds.tolist())):  # masks that are not consistent come from the global generator
+        with fork_rng(derive_seed(*seeds.tolist())):  # masks that are not consistent come from the global generator
             return self._each(one, {"seed": seeds})
 
     def _each(self, one: Callable[[Params], Tensor], stacked: Params) -> Tensor:

@@ -28,7 +28,7 @@ from dubito.posteriors.predictive import LINKS, LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.checks import one_of, require
 from dubito.tensors.covariances import Covariance, Diagonal
-from dubito.tensors.randomness import forked, fresh, generator, lent
+from dubito.tensors.randomness import borrowed_generators, fork_rng, fresh_generator, generator
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -72,7 +72,7 @@ class Gaussian(Posterior):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n draws of the weights, leaves [n, *shape]; parameters without a covariance are the same in all."""
-        source = generator or fresh(self.model.device)
+        source = generator or fresh_generator(self.model.device)
         drawn = self._noise(n, source)
         return {
             name: (leaf + drawn[name]).to(leaf.dtype) if name in drawn else leaf.expand(n, *leaf.shape).clone()
@@ -182,7 +182,7 @@ class Gaussian(Posterior):
 
     def sample_functions(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of the linearised function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
-        deltas = self.covariance.sample(n, generator or fresh(self.model.device))
+        deltas = self.covariance.sample(n, generator or fresh_generator(self.model.device))
         return functions(self.model, x, params=self.params, buffers=self.buffers, deltas=deltas)
 
     @cached_property
@@ -282,7 +282,7 @@ class Gaussian(Posterior):
 
     def _held_out(self, data: Iterable[Batch]) -> list[Any]:
         batches: Iterable[Batch] = [data] if isinstance(data, tuple) else data
-        with lent(batches), forked():  # a DataLoader draws from the global generator, even unshuffled
+        with borrowed_generators(batches), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
             batches = [tree.move(batch, self.model.device) for batch in batches]
         if not batches:
             raise ValueError("there is no held-out data: the loader gave no batch")

@@ -37,7 +37,7 @@ def network(module: nn.Module) -> dict[str, Any]:
 
 def belonging(model: Model) -> dict[str, Any]:
     """What a file says of the model whose posterior it holds."""
-    return {**network(model.network), "likelihood": store.described(model.likelihood), "only": model.only}
+    return {**network(model.network), "likelihood": store.describe(model.likelihood), "only": model.only}
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -85,7 +85,7 @@ def _words(layer: nn.Module) -> str:
         like.__dict__.update(layer.__dict__, training=True)
         for held in ("_parameters", "_buffers"):
             like.__dict__[held] = {name: _bare(leaf) for name, leaf in layer.__dict__[held].items()}
-        return " ".join(store.unplaced(like.extra_repr()).split())
+        return " ".join(store.without_addresses(like.extra_repr()).split())
     except Exception:  # it asks for the values, which are no part of what the network is
         return ""
 

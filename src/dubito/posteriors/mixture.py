@@ -15,7 +15,7 @@ from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predictive import LatentMixture, mix
 from dubito.posteriors.stochastic import Stochastic
 from dubito.tensors import tree
-from dubito.tensors.randomness import derive, fresh
+from dubito.tensors.randomness import derive_seed, fresh_generator
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -39,7 +39,7 @@ class Mixture(Posterior):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n draws of the weights, each from a member that is drawn by its weight."""
-        source = generator or fresh(self.model.device)
+        source = generator or fresh_generator(self.model.device)
         which = torch.multinomial(torch.tensor(self.weights, device=source.device), n, replacement=True, generator=source)
         counts = torch.bincount(which, minlength=len(self.members)).tolist()
         drawn = [member.sample(k, source) for member, k in zip(self.members, counts, strict=True) if k]
@@ -59,7 +59,7 @@ class Mixture(Posterior):
 
     def _functions(self, how: str | None, draws: int | None, seed: int) -> Mixed:
         each = None if draws is None else -(-draws // len(self.members))
-        parts = [member.functions(how, draws=each, seed=derive(seed, i)) for i, member in enumerate(self.members)]
+        parts = [member.functions(how, draws=each, seed=derive_seed(seed, i)) for i, member in enumerate(self.members)]
         return Mixed(tuple(parts), self.weights)
 
     def function(self, source: torch.Generator) -> Functions:
@@ -90,7 +90,7 @@ class Mixture(Posterior):
             how = "sampled"  # Student-t predictives cannot be mixed in closed form
         each = None if draws is None else -(-draws // len(self.members))
         parts = [
-            member.predict(x, how, draws=each, memory=memory, seed=derive(seed, i), **options)
+            member.predict(x, how, draws=each, memory=memory, seed=derive_seed(seed, i), **options)
             for i, member in enumerate(self.members)
         ]
         return mix(parts, list(self.weights))

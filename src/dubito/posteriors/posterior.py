@@ -19,7 +19,7 @@ from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, one_of
-from dubito.tensors.randomness import forked, generator, global_state, lent, set_global_state
+from dubito.tensors.randomness import borrowed_generators, fork_rng, generator, global_state, set_global_state
 from dubito.tensors.tree import Buffers, Params
 
 DRAWS = 30  # functions of a form that can only be sampled, where nobody says
@@ -194,7 +194,7 @@ class Posterior(ABC):
         if isinstance(loader, tuple | Dataset):
             raise TypeError("predict_loader takes a DataLoader or a list of batches; for inputs in memory use predict(x)")
         predictives, targets = [], []
-        with lent(loader), forked():  # a DataLoader draws from the global generator, even unshuffled
+        with borrowed_generators(loader), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
             for p, y in self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed):
                 predictives.append(p.to("cpu"))
                 targets.append(tree.move(y, "cpu"))
@@ -219,7 +219,7 @@ def _given(loader: Iterable[Batch]) -> Iterator[Any]:
     states: list[Tensor] = []
     inside: dict = {}
     while True:
-        with lent(loader) as generators, forked():
+        with borrowed_generators(loader) as generators, fork_rng():
             if iterator is None:
                 iterator = iter(loader)
             else:

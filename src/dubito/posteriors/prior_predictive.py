@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dubito.model import Model
-from dubito.model.likelihoods import own
-from dubito.model.priors import concerned
+from dubito.model.likelihoods import likelihood_params
+from dubito.model.priors import prior_params
 from dubito.network.examples import Inputs
 from dubito.posteriors.predict.sampled import GIGABYTE, sampled
 from dubito.posteriors.predictive import LatentMixture
@@ -29,7 +29,7 @@ def prior_predictive(model: Model, x: Inputs, *, draws: int = 100, seed: int = 0
     if draws < 1:
         raise ValueError(f"draws are at least 1; got {draws}")
     params, generator = model.parameters(), randomness.generator(model.device, seed, "prior predictive")
-    believed, shared = concerned(params), {**model.buffers(), **own(params)}
+    believed, shared = prior_params(params), {**model.buffers(), **likelihood_params(params)}
     size = sum(leaf.numel() * leaf.element_size() for leaf in believed.values())
     at_once, parts = max(1, int(memory * GIGABYTE / size)), []
     for start in range(0, draws, at_once):
@@ -37,4 +37,4 @@ def prior_predictive(model: Model, x: Inputs, *, draws: int = 100, seed: int = 0
         weights = {name: leaf for name, leaf in tree.stack(drawn).items() if ":" not in name}
         parts.append(sampled(model, x, shared=shared, stacked=weights, memory=memory))
     means = parts[0].means if len(parts) == 1 else torch.cat([part.means for part in parts])
-    return LatentMixture(model.likelihood, means, params=own(params))
+    return LatentMixture(model.likelihood, means, params=likelihood_params(params))

@@ -15,7 +15,7 @@ from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -48,7 +48,7 @@ class Samples(Posterior):
         """n of the draws, at random with replacement."""
         leaf = next(iter(self.params.values()))
         weights = torch.ones(len(self), device=leaf.device) if self.weights is None else self.weights
-        which = torch.multinomial(weights, n, replacement=True, generator=generator or fresh(leaf.device))
+        which = torch.multinomial(weights, n, replacement=True, generator=generator or fresh_generator(leaf.device))
         return tree.select(self.params, which)
 
     def modes(self) -> tuple[Params, Buffers]:

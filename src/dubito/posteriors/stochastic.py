@@ -17,7 +17,7 @@ from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predictive import LINKS, LatentMixture
 from dubito.tensors.checks import one_of
-from dubito.tensors.randomness import fresh, generator
+from dubito.tensors.randomness import fresh_generator, generator
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -36,7 +36,7 @@ class Stochastic(Posterior):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n draws of functions: there are no draws of the weights, only seeds that fix all masks, under "dropout:seed", [n]."""
-        source = generator or fresh()
+        source = generator or fresh_generator()
         return {"dropout:seed": torch.randint(2**62, (n,), generator=source, device=source.device).to(self.model.device)}
 
     @property

@@ -24,7 +24,7 @@ from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predictive import LatentMixture, concatenate
 from dubito.posteriors.samples import Samples
 from dubito.tensors import store, tree
-from dubito.tensors.randomness import forked, fresh, lent
+from dubito.tensors.randomness import borrowed_generators, fork_rng, fresh_generator
 from dubito.tensors.tree import Buffers, Params
 
 TRACE, BUFFER = "trace:", "buffer:"
@@ -162,7 +162,7 @@ class Stored(Posterior):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n of the draws, at random with replacement."""
         device = self.model.device
-        which = torch.multinomial(torch.ones(len(self), device=device), n, True, generator=generator or fresh(device))
+        which = torch.multinomial(torch.ones(len(self), device=device), n, True, generator=generator or fresh_generator(device))
         return {name: leaf for name, leaf in self.select(which.cpu()).items() if self._is_weight(name)}
 
     def select(self, which: Tensor) -> Params:
@@ -201,7 +201,7 @@ class Stored(Posterior):
         """As every posterior does. The inputs are kept in memory, so that the draws are read once, and not for every batch."""
         if isinstance(loader, tuple | Dataset):
             raise TypeError("predict_loader takes a DataLoader or a list of batches; for inputs in memory use predict(x)")
-        with lent(loader), forked():  # a DataLoader draws from the global generator, even unshuffled
+        with borrowed_generators(loader), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
             batches = [tree.move(inputs_of(self.model, batch), "cpu") for batch in loader]
         if not batches:
             raise ValueError("there is no data: the loader gave no batch")

@@ -16,7 +16,7 @@ from dubito.inference.method import Traits
 from dubito.model import Target
 from dubito.posteriors import Mixture, Samples
 from dubito.tensors import tree
-from dubito.tensors.randomness import hashed
+from dubito.tensors.randomness import hash_rows
 from dubito.testing import tensors
 
 
@@ -96,10 +96,10 @@ def test_bags_are_poisson_belong_to_the_example_and_differ_between_members():
     order = torch.randperm(5000)
     assert torch.equal(ensemble._bag(target, (x[order], y[order])), bags[:, order]), "whatever the order and the batch"
     assert (torch.corrcoef(bags) - torch.eye(4)).abs().max() < 0.06
-    assert len(hashed([x, y]).unique()) == 5000
+    assert len(hash_rows([x, y]).unique()) == 5000
     digits = torch.zeros(100, 64)
     digits[torch.arange(100), torch.arange(100) % 64] = torch.arange(100) // 64 + 1.0
-    assert len(hashed([digits]).unique()) == 100, "sparse rows are told apart"
+    assert len(hash_rows([digits]).unique()) == 100, "sparse rows are told apart"
 
 
 def test_a_bag_weighs_the_likelihood_as_repeated_data_would():

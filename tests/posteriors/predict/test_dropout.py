@@ -144,7 +144,7 @@ def test_both_recurrent_forms_give_the_same_function_for_the_same_masks(kind):
 
         class Forced(Masks):
             def keep(self, site, shape, rate, device, batch_axis=0):
-                g = torch.Generator().manual_seed(dubito.tensors.randomness.derive(site))
+                g = torch.Generator().manual_seed(dubito.tensors.randomness.derive_seed(site))
                 shape = (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])
                 return torch.rand(shape, generator=g) >= rate
 

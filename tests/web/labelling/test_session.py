@@ -235,7 +235,7 @@ def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "replacing", full)
+    monkeypatch.setattr(store, "atomic_write", full)
     with pytest.raises(store.WriteError, match=r"No space.*answers\.jsonl"):
         one.close()
     monkeypatch.undo()

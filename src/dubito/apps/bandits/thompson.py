@@ -19,7 +19,7 @@ from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Posterior, Samples
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, between, require
-from dubito.tensors.randomness import derive, generator
+from dubito.tensors.randomness import derive_seed, generator
 from dubito.tensors.tree import Params
 
 
@@ -88,7 +88,7 @@ class Thompson:
         if self.members == 1:
             return [{}]  # the weights of the network
         weights = {name: leaf for name, leaf in self.model.parameters().items() if ":" not in name}
-        return [reinitialize(self.model.network, weights, derive(self.seed, "member", i)) for i in range(self.members)]
+        return [reinitialize(self.model.network, weights, derive_seed(self.seed, "member", i)) for i in range(self.members)]
 
     def act(self, context: Tensor) -> int:
         """The best arm by a drawn function, or a random one with probability epsilon; fits first where a fit is due."""
@@ -138,7 +138,7 @@ class Thompson:
         options = FitOptions(batch_size=self.batch_size, progress=False)
         members = []
         for i, start in enumerate(self._before):
-            setting = replace(options, start=start or None, seed=derive(self.seed, "fit", n, i))
+            setting = replace(options, start=start or None, seed=derive_seed(self.seed, "fit", n, i))
             members.append(fit_in_turn(self.model, self.method, data, setting))
         self._after = [_end(member) for member in members]
         self.posterior = members[0] if len(members) == 1 else Mixture.equal(members)

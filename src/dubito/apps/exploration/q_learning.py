@@ -23,7 +23,7 @@ from dubito.model import Model, Target
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, require
-from dubito.tensors.randomness import derive, forked, generator
+from dubito.tensors.randomness import derive_seed, fork_rng, generator
 
 FOREVER = 2**40  # a number of steps over which a learning rate does not change noticeably
 
@@ -184,7 +184,7 @@ class QLearning:
         if self._state is not None and self.learned % self.sync == 0:
             self._freeze()
         data = self._data(batch, self._targets(batch))
-        with forked(derive(self.seed, "learn", self.learned)):  # dropout in training draws from the global generator
+        with fork_rng(derive_seed(self.seed, "learn", self.learned)):  # dropout in training draws from the global generator
             if self._state is None:
                 check_width(self.model, data[0][0], self.actions)
                 self._state = self._initial_state(data, check=True)
@@ -273,7 +273,7 @@ class QLearning:
 
     def _episode(self, env: Environment) -> None:
         episode, step, total, done = len(self.history.returns), 0, 0.0, False
-        observation = self.observe(env.reset(seed=derive(self.seed, "episode", episode) % 2**31)[0])
+        observation = self.observe(env.reset(seed=derive_seed(self.seed, "episode", episode) % 2**31)[0])
         while not done:
             action = self.act(observation, step=step)
             shown, reward, terminated, truncated, _ = env.step(action)
@@ -287,7 +287,7 @@ class QLearning:
         """The returns of episodes in which the network at the center of the posterior acts greedily."""
         center, returns = only_network(self.posterior, "Q-learning"), []
         for episode in range(episodes):
-            shown, done, total = env.reset(seed=derive(self.seed, "evaluate", episode) % 2**31)[0], False, 0.0
+            shown, done, total = env.reset(seed=derive_seed(self.seed, "evaluate", episode) % 2**31)[0], False, 0.0
             while not done:
                 with torch.no_grad():
                     action = int(center((self._ready(self.observe(shown)).unsqueeze(0),)).argmax())
@@ -339,7 +339,7 @@ class QLearning:
             self._frozen = Network(self.model, **plain["frozen"])
             batch = self.replay.sample(self.batch_size, generator("cpu", self.seed, "batch", 0))
             data = self._data(batch, batch.reward)
-            with forked(0):  # a step allocates the buffers of the optimizer
+            with fork_rng(0):  # a step allocates the buffers of the optimizer
                 state = self._initial_state(data, check=False)
                 template, _ = self.method.step(self.target, state, [data], self._draws)
             self._state = store.unpack(packed["state"], tensors, template)

@@ -24,14 +24,14 @@ from dubito.evaluation.metrics import aupr_error
 from dubito.evaluation.reservoir import Reservoir
 from dubito.inference.progress import Progress
 from dubito.model import Model
-from dubito.model.likelihoods import Classes, own
+from dubito.model.likelihoods import Classes, likelihood_params
 from dubito.network.cuda_graphs import Steps
 from dubito.posteriors import Posterior
 from dubito.posteriors.predict.dropout import Dropout, Masks
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require
-from dubito.tensors.randomness import derive, forked, generator
+from dubito.tensors.randomness import derive_seed, fork_rng, generator
 from dubito.tensors.tree import Buffers, Params
 
 POSITIONS = 2**22  # of dense outputs, that are kept for an epoch: a random part where there are more
@@ -110,7 +110,7 @@ class ConfidNet:
         if layer not in dict(model.network.named_modules()):
             raise ValueError(f"the network has no layer {layer!r}; it has {[n for n, _ in model.network.named_modules() if n]}")
         held = _Held.of(network, network, layer, validation, self)
-        with forked(derive(seed, "confidnet")):  # layers are initialized from the global generator
+        with fork_rng(derive_seed(seed, "confidnet")):  # layers are initialized from the global generator
             head = _mlp(held.phi.shape[-1], self.hidden).to(held.phi)
         history: list[dict[str, float]] = []
         with torch.enable_grad(), Progress("ConfidNet", self.epochs + self.tune_epochs, show=progress) as bar:
@@ -158,7 +158,7 @@ class ConfidNet:
 
         for epoch in range(self.epochs):
             if known is None:
-                phi, target, random = self._gathered(network, layer, data, derive(seed, "masks", epoch))
+                phi, target, random = self._gathered(network, layer, data, derive_seed(seed, "masks", epoch))
                 known = None if random else (phi, target)
             else:
                 phi, target = known
@@ -181,7 +181,7 @@ class ConfidNet:
         with closing(examples(network.model, data, size=ROWS, seed=seed)) as batches:
             for i, (x, y) in enumerate(batches):
                 masks = Masks(dropout, {**network.buffers, **network.params})
-                with torch.no_grad(), forked(derive(seed, i)):
+                with torch.no_grad(), fork_rng(derive_seed(seed, i)):
                     if self.dropout:
                         with masks:
                             phi, f = network.features(x, layer)
@@ -217,7 +217,7 @@ class ConfidNet:
         optimizer = torch.optim.Adam(leaves, lr=self.tune_rate, fused=True)
         for epoch in range(self.tune_epochs):
             total, count = 0.0, 0
-            with closing(_shuffled(network.model, data, self.batch_size, derive(seed, "tune", epoch))) as batches:
+            with closing(_shuffled(network.model, data, self.batch_size, derive_seed(seed, "tune", epoch))) as batches:
                 for x, y in batches:
                     with torch.no_grad():
                         target, _, kept = _truth(network, network(x), y, self.target)
@@ -301,7 +301,7 @@ def _truth(network: Network, f: Tensor, y: Tensor, kind: str) -> tuple[Tensor, T
     assert isinstance(likelihood, Classes)
     y = likelihood.target(y, f)
     kept = y != likelihood.ignore_index
-    probs = likelihood.mean(f.detach(), own(network.params))
+    probs = likelihood.mean(f.detach(), likelihood_params(network.params))
     true = probs.gather(-1, torch.where(kept, y, 0).unsqueeze(-1)).squeeze(-1)
     largest, top = probs.max(-1)
     return true / largest if kind == "ratio" else true, top != y, kept
@@ -380,7 +380,7 @@ class Confidence:
             return {key.split("/", 1)[1]: leaf for key, leaf in tensors.items() if key.startswith(f"{name}/")}
 
         state = part("head")
-        with forked(0):
+        with fork_rng(0):
             head = _mlp(state["0.weight"].shape[1], tuple(meta["hidden"])).to(state["0.weight"])
         head.load_state_dict(state)
         parts = part("params"), part("buffers"), part("encoder")

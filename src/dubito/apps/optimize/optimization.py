@@ -22,7 +22,7 @@ from dubito.network.examples import split_batch
 from dubito.posteriors import Point, Posterior
 from dubito.tensors import store
 from dubito.tensors.checks import at_least, one_of, require
-from dubito.tensors.randomness import derive, generator
+from dubito.tensors.randomness import derive_seed, generator
 
 NEAR = 0.05  # standard deviation of candidates around the best known inputs, in units of the box
 
@@ -116,7 +116,7 @@ class Optimization:
         if self._fitted is None or self._fitted[0] != len(self.y):
             shift, scale = self._units()
             data = (self._scaled(self.x), ((self.y - shift) / scale).to(self._like.dtype).unsqueeze(1))
-            options = FitOptions(seed=derive(self.seed, "fit", len(self.y)), batch_size=self.batch_size, progress=False)
+            options = FitOptions(seed=derive_seed(self.seed, "fit", len(self.y)), batch_size=self.batch_size, progress=False)
             posterior = fit_in_turn(self.model, self.method, data, options)
             require(
                 not isinstance(posterior, Point),
@@ -147,7 +147,7 @@ class Optimization:
         at_least(1, k=k)
         before, self.asked = self.asked, self.asked + k
         if len(self.y) < self.initial:
-            sobol = torch.quasirandom.SobolEngine(len(self.bounds), scramble=True, seed=derive(self.seed, "initial") % 2**31)
+            sobol = torch.quasirandom.SobolEngine(len(self.bounds), scramble=True, seed=derive_seed(self.seed, "initial") % 2**31)
             return self._unscaled(2 * sobol.draw(before + k, dtype=torch.float64)[before:] - 1)
         z = self._spread(generator("cpu", self.seed, "ask", before, len(self.y)))
         choose = self._by_functions if self.acquisition == "thompson" else self._by_improvement
@@ -171,7 +171,7 @@ class Optimization:
         """The k candidates with the greatest joint expected improvement, improved together, [k, d]."""
         sign, (shift, scale) = self._sign, self._units()
         best = sign * (self.best[1] - shift) / scale
-        f = draw_functions(self.posterior, draws=self.draws, seed=derive(self.seed, "functions", before, len(self.y)))
+        f = draw_functions(self.posterior, draws=self.draws, seed=derive_seed(self.seed, "functions", before, len(self.y)))
         with torch.no_grad():
             p = f(z)
         weights = p.draw_weights

@@ -256,7 +256,7 @@ def _with_network(problem: Problem, training: TrainingOptions) -> Problem:
         raise UsageError("--network replaces the MLP: leave out --hidden")
     network = Network(network=training.network) if training.network else Network(hidden=training.hidden or ())
     problem = replace(problem, build=network.build, hidden=training.hidden)
-    with randomness.forked(0):  # also imports the user's module, so that its source can be hashed
+    with randomness.fork_rng(0):  # also imports the user's module, so that its source can be hashed
         _check_network(problem, training.network or "")
     return problem
 

@@ -54,7 +54,7 @@ def fit(name: str, args: Sequence[str]) -> None:
     training = options.training(len(rows.train), tuple(table.x.shape[1:]), len(outputs))
     options = parse_options(name, args, about=about, training=training)
     recipe = make_recipe(options, table, y, kind, rows)
-    with randomness.forked(randomness.derive(options.run.seed, "network")):
+    with randomness.fork_rng(randomness.derive_seed(options.run.seed, "network")):
         model = recipe.model(options.network.network)
     check(model, recipe, options, rows)
     announce(name, model, recipe, options, rows)
@@ -66,7 +66,7 @@ def fit(name: str, args: Sequence[str]) -> None:
             posterior = fitting.run()
         if len(rows.held_out):
             recipe = replace(recipe, metrics=score(posterior, recipe, options, table.x, y, rows))
-        with store.telling(folder):
+        with store.describing_write_errors(folder):
             io.save(posterior, folder / POSTERIOR)
             recipe.write(folder / NAME)  # written last: a folder that has it is finished
         shutil.rmtree(folder / CHECKPOINT)
@@ -125,7 +125,7 @@ class Fitting:
             return
         batch = self.train[0][:2], self.train[1][:2]
         start = Start(self.model.parameters(batch[1]), self.model.buffers())
-        with usage_errors(ValueError), randomness.forked(0):
+        with usage_errors(ValueError), randomness.fork_rng(0):
             method.init(Target(self.model, 2), start, batch, torch.Generator().manual_seed(0), steps=1)
 
     def run(self) -> Posterior:

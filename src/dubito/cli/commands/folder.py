@@ -39,7 +39,7 @@ def fit_folder(folder: Path, recipe: Recipe, *, resume: bool) -> Iterator[None]:
     open_folder(folder, recipe, resume=resume)
     with ExitStack() as lock:
         with usage_errors(FileExistsError):  # another process works here, and the folder is not ours to tidy
-            lock.enter_context(store.locked(folder))
+            lock.enter_context(store.lock_folder(folder))
         try:
             yield
         except (UsageError, store.WriteError, KeyboardInterrupt) as end:

@@ -112,7 +112,7 @@ def label(args: Sequence[str]) -> None:
         )
         own: Any = None
         if model.network is not None:
-            with randomness.forked(model.seed):
+            with randomness.fork_rng(model.seed):
                 own = Network(network=model.network).build(tuple(given.pool.shape[1:]), len(given.classes))
         folder = options.out or Path("labels", re.sub(r"[^A-Za-z0-9]+", "-", Path(options.data).name).strip("-"))
         if folder.exists() and not folder.is_dir():

@@ -93,7 +93,7 @@ class FitOptions(NamedTuple):
 
     def training(self, rows: int, shape: tuple[int, ...], outputs: int) -> Training:
         """The training of the presets for this many rows and inputs of this shape."""
-        with randomness.forked(0):
+        with randomness.fork_rng(0):
             network = self.network.build(shape, outputs)
         training = table_training(rows, batch_size=self.run.batch_size, prior_scale=self.run.prior_scale)
         return training._replace(dropout_at=dropout_places(network))

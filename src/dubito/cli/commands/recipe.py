@@ -25,7 +25,7 @@ from dubito.model import Model
 from dubito.model.likelihoods import Categorical, Gaussian
 from dubito.model.priors import Normal
 from dubito.posteriors.predictive import Predictive
-from dubito.tensors.store import replacing
+from dubito.tensors.store import atomic_write
 
 FORMAT = 1
 NAME = "fit.json"
@@ -175,5 +175,5 @@ def _wide(value: Any) -> Any:
 @contextmanager
 def open_atomically(path: Path) -> Iterator[TextIO]:
     """A text file that is written completely or not at all."""
-    with replacing(path) as scratch, open(scratch, "w", encoding="utf-8", newline="") as file:
+    with atomic_write(path) as scratch, open(scratch, "w", encoding="utf-8", newline="") as file:
         yield file

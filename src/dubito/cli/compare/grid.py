@@ -87,7 +87,7 @@ class Grid:
         interrupted = False
         if missing:
             self._warm_up(part(self.seeds[0]))
-        with store.locked(self.folder), Progress("compare", UNIT * len(missing), show=progress) as bar:
+        with store.lock_folder(self.folder), Progress("compare", UNIT * len(missing), show=progress) as bar:
             try:
                 for place, result in self._make(missing, keys, part, bar):
                     result.write(self.folder)
@@ -101,7 +101,7 @@ class Grid:
 
     def _warm_up(self, part: Part) -> None:
         """torch loads parts of itself at the first step; no method should pay for that. Errors appear again where they are saved."""
-        with suppress(Exception), randomness.forked(0):
+        with suppress(Exception), randomness.fork_rng(0):
             model = self.specs[0].model(self.problem, tuple(part.x_train.shape[1:]))
             fit(model, MAP(epochs=1), (part.x_train[:8], part.y_train[:8]), device=self.device, progress=False)
 
@@ -117,7 +117,7 @@ class Grid:
         return {(i, seed): keys[i, seed] for i in range(len(self.specs)) for seed in self.seeds}
 
     def _key(self, spec: Spec, seed: int, part: Part, checksum: str) -> Key:
-        with randomness.forked(0):
+        with randomness.fork_rng(0):
             network = spec.model(self.problem, tuple(part.x_train.shape[1:])).network
         shapes = {name: list(p.shape) for name, p in network.named_parameters()}
         training = self.problem.training
@@ -189,7 +189,7 @@ class Grid:
 
     def _fit_spec(self, spec: Spec, seed: int, part: Part, trained: Trained, event: Callable[[Event], object]) -> Chosen:
         """Fit a method, after the training it starts from, which methods of the same seed share."""
-        with randomness.forked(randomness.derive(seed, "network")):
+        with randomness.fork_rng(randomness.derive_seed(seed, "network")):
             model = spec.model(self.problem, tuple(part.x_train.shape[1:]))
         small = sum(p.numel() for p in model.network.parameters()) <= SMALL
         with one_thread() if small else nullcontext():

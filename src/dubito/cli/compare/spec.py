@@ -108,7 +108,7 @@ def parse_spec(text: str, problem: Problem) -> Spec:
 
 def training_of(problem: Problem) -> Training:
     """The problem's training with the places of dropout in its network; for UCI these include the inputs, as in the paper."""
-    with randomness.forked(0):
+    with randomness.fork_rng(0):
         network = problem.build(tuple(problem.part(0).x_train.shape[1:]), len(problem.outputs))
     return problem.training._replace(dropout_at=dropout_places(network, inputs=problem.stackable))
 

@@ -25,9 +25,9 @@ from dubito.inference.descent import Descent, advance, clip, share
 from dubito.inference.methods import MAP, Ensemble, MCDropout
 from dubito.model import Model
 from dubito.model.likelihoods import PREFIX as LIKELIHOOD
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.reinitialize import reinitialize
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.posteriors import Point, Posterior, Samples, Stochastic
 from dubito.posteriors.predict.dropout import PREFIX as RATE
 from dubito.posteriors.predict.dropout import Dropout, Masks
@@ -207,7 +207,7 @@ class Stack:
             method = replace(method, rate=point.get("rate", method.rate))
             task = _dropout_task(task, method, point, part)
         epochs = int(point.get("epochs", method.epochs))
-        return Job(noise, epochs, tuple(task._replace(seed=randomness.derive(seed, k)) for k in range(members)), method)
+        return Job(noise, epochs, tuple(task._replace(seed=randomness.derive_seed(seed, k)) for k in range(members)), method)
 
     def _posterior(self, job: Job, leaves: Params) -> Posterior:
         model, method = self.models[job.noise], job.method
@@ -235,7 +235,7 @@ def _dropout_task(task: Task, method: MCDropout, point: Mapping[str, float], par
 
 
 def _model(spec: Spec, problem: Problem, part: Part) -> Model:
-    with randomness.forked(randomness.derive(0, "network")):
+    with randomness.fork_rng(randomness.derive_seed(0, "network")):
         model = spec.model(problem, tuple(part.x_train.shape[1:]))
     if any(True for _ in model.network.buffers()):
         raise ValueError("networks with buffers (BatchNorm) cannot be trained in one stack")
@@ -272,12 +272,12 @@ def train(model: Model, tasks: Sequence[Task], method: Descent, *, epochs: int, 
         """Mean negative log likelihood of a batch, less the log prior of the noise."""
         with nullcontext() if dropout is None else Masks(dropout, {**weights, **rates}):
             f = model.call(weights, x, {})[0]
-        prior = model.likelihood.log_prior(own(weights)) / n
+        prior = model.likelihood.log_prior(likelihood_params(weights)) / n
         return -model.score(f, y, weights).mean() - prior
 
     gradient = vmap(grad_and_value(loss), randomness="different")
     generators = [randomness.generator("cpu", t.seed, "batches") for t in tasks]
-    with randomness.forked(randomness.derive(*(t.seed for t in tasks), "stack")), mode(model.network, True):
+    with randomness.fork_rng(randomness.derive_seed(*(t.seed for t in tasks), "stack")), in_mode(model.network, True):
         for step in range(steps):
             if step % k == 0:
                 order = torch.stack([torch.randperm(n, generator=g) for g in generators]).to(device)  # [K, N]

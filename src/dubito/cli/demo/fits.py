@@ -57,7 +57,7 @@ class Perceptron(nn.Sequential):
         self, sizes: tuple[int, int, int], activation: type[nn.Module], *before: nn.Module, seed: int, spread: float | None = None
     ):
         inputs, width, outputs = sizes
-        with randomness.forked(randomness.derive(seed, "network")):
+        with randomness.fork_rng(randomness.derive_seed(seed, "network")):
             layers = {
                 **{f"before{i}": layer for i, layer in enumerate(before)},
                 "input": nn.Linear(inputs, width),

@@ -19,7 +19,7 @@ from dubito.posteriors.posterior import Posterior, inputs_of
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import forked, lent
+from dubito.tensors.randomness import borrowed_generators, fork_rng
 
 Predictor = Callable[[Any], Predictive]
 
@@ -72,7 +72,7 @@ def for_each_batch(
     loader = _batches(data, input_dtype(model), size)
     total = _length(loader)
     bar = Progress(title, total, show=progress if total else False)
-    with bar, lent(loader), forked():  # a DataLoader draws from the global generator, even unshuffled
+    with bar, borrowed_generators(loader), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
         for i, batch in enumerate(loader):
             x, y = split_batch(batch) if model is None else inputs_of(model, batch)
             require(y is not None, "the batches hold inputs only: scores need the targets as well")

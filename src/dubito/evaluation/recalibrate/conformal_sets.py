@@ -18,7 +18,7 @@ from dubito.evaluation.recalibrate.rank import check_level, conformal_quantile, 
 from dubito.model.likelihoods import Bernoulli
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import one_of
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 
 SCORES = ("lac", "aps", "raps")
 
@@ -156,7 +156,7 @@ def _scores(settings: ConformalSets, probs: Tensor, generator: torch.Generator |
     ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     if settings.randomized:
-        source = fresh(probs.device) if generator is None else generator
+        source = fresh_generator(probs.device) if generator is None else generator
         u = torch.rand(*probs.shape[:-1], 1, generator=source, dtype=probs.dtype, device=source.device).to(probs.device)
     else:
         u = 1.0

@@ -16,7 +16,7 @@ from dubito.evaluation.recalibrate.numbers import RecalibratedNumbers
 from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import forked
+from dubito.tensors.randomness import fork_rng
 
 Batches = Iterable[tuple[Predictive, Array]]
 FLOOR = math.log(torch.finfo(torch.float64).tiny)
@@ -110,7 +110,7 @@ def pairs(name: str, predictive: Predictive | Batches, y: Array | None) -> Itera
             f"{name} is fitted to a Predictive and its targets, fit(posterior.predict(x), y), or to pairs of them, "
             f"fit(posterior.predict_batches(loader)); got a {type(predictive).__name__}"
         )
-    with forked():  # a DataLoader behind the batches draws from the global generator
+    with fork_rng():  # a DataLoader behind the batches draws from the global generator
         for pair in predictive:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Predictive):
                 raise TypeError(

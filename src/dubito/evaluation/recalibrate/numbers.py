@@ -13,7 +13,7 @@ from dubito.model.likelihoods import Likelihood, Uncertainty
 from dubito.posteriors.predictive import Predictive, Units
 from dubito.tensors import tree
 from dubito.tensors.checks import between
-from dubito.tensors.randomness import fresh
+from dubito.tensors.randomness import fresh_generator
 
 FAR = (1e-7, 1e-5, 1e-4, 1e-3, 1e-2)  # levels of the tails at which the integral of the CRPS is cut
 GAUSS = (  # five nodes and weights on [-1, 1]
@@ -146,7 +146,7 @@ class RecalibratedNumbers(Predictive):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y, by the inverse of F'."""
         device = self.means.device
-        source = fresh(device) if generator is None else generator
+        source = fresh_generator(device) if generator is None else generator
         shares = torch.rand((n, *self.before.mean.shape), generator=source, dtype=torch.float64, device=device)
         return quantile_at(self.before, self._inverse(shares)).to(self.before.mean)
 

@@ -20,7 +20,7 @@ from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, positive, require
-from dubito.tensors.randomness import derive, hashed, uniforms
+from dubito.tensors.randomness import derive_seed, hash_rows, uniforms_from
 from dubito.tensors.tree import Params
 
 
@@ -117,7 +117,7 @@ class Ensemble:
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> EnsembleState:
         """Members with newly initialized weights, in one batched state where that is faster."""
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-        starts = [self._reset(target, start, derive(seed, i)) for i in range(self.size)]
+        starts = [self._reset(target, start, derive_seed(seed, i)) for i in range(self.size)]
         pays = any(self._vectorized(target, stage) for stage in range(len(self.methods)))
         batched = pays and self._works(target, _together(target, starts), batch)
         # How many batches a pass has is not told, but the sum of all steps tells it: the steps of every stage grow with them.
@@ -254,9 +254,9 @@ class Ensemble:
     def _bag(self, target: Target, batch: Batch) -> Tensor:
         """How often each example counts for each member, [S, B]: Poisson(1), from a hash of the example's own bytes."""
         x, y = target.model.split(batch)
-        keys = hashed([*tree.leaves(x), *tree.leaves(y)])
-        salts = torch.tensor([derive("bag", i) for i in range(self.size)], device=keys.device)
-        uniform = uniforms(keys ^ salts.unsqueeze(1))
+        keys = hash_rows([*tree.leaves(x), *tree.leaves(y)])
+        salts = torch.tensor([derive_seed("bag", i) for i in range(self.size)], device=keys.device)
+        uniform = uniforms_from(keys ^ salts.unsqueeze(1))
         counts = torch.zeros_like(uniform)
         cumulative = term = 0.36787944117144233  # e^-1
         for k in range(1, 12):

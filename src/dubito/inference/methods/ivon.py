@@ -20,7 +20,7 @@ from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive
 from dubito.tensors.covariances import Diagonal
-from dubito.tensors.randomness import PIECE, Normals, normals
+from dubito.tensors.randomness import PIECE, Normals, draw_normals
 from dubito.tensors.tree import Buffers, Params
 
 LIFETIMES = 10  # of what is remembered of the Hessian, in a run: at its end the first guess counts exp(-10)
@@ -328,7 +328,7 @@ class _Noise:
     def add(self, drawn: list[Tensor], means: list[Tensor], spreads: list[Tensor]) -> None:
         """drawn <- means + scale sqrt(spreads) xi."""
         if self.normals is None:
-            noise = normals(means, self.generator, self.scale)
+            noise = draw_normals(means, self.generator, self.scale)
         else:
             noise = _shares(self.normals(sum(map(Tensor.numel, means))), means)
         if len(means) == 1:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dubito.inference.semi_supervised import Consistency, ConsistencyState, View, squared
 from dubito.model import Target
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors import tree
-from dubito.tensors.randomness import forked
+from dubito.tensors.randomness import fork_rng
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PiModel(Consistency):
         if self.augment is None:
             # dropout that the method inside puts on (MCDropout(at=...)) counts as well
             prepared, outputs = self._inner.prepare(target), []
-            with torch.no_grad(), forked(), mode(target.model.network, True):
+            with torch.no_grad(), fork_rng(), in_mode(target.model.network, True):
                 for _ in range(2):
                     weights, buffers = state.student.params, tree.clone(state.student.buffers)
                     if prepared.around is None:

@@ -14,12 +14,12 @@ from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Start
 from dubito.model import Model, Target
 from dubito.network.examples import Batch
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.posteriors import Gaussian, Point, Posterior, Samples
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, positive, require
 from dubito.tensors.covariances import Diagonal, LowRank
-from dubito.tensors.randomness import derive
+from dubito.tensors.randomness import derive_seed
 from dubito.tensors.tree import Buffers, Params
 
 TRACKED = ("running_mean", "running_var", "num_batches_tracked")
@@ -157,7 +157,7 @@ class SWAG(Descent[SWAGState]):
 
     def _draw(self, state: SWAGState, i: int) -> Params:
         """The i-th draw, always the same: made again when it is needed, since all of them may be too much to hold while training."""
-        generator = torch.Generator(next(iter(state.mean.values())).device).manual_seed(derive(state.seed, i))
+        generator = torch.Generator(next(iter(state.mean.values())).device).manual_seed(derive_seed(state.seed, i))
         diagonal, columns = self._parts(state)
 
         def noise(shape: Iterable[int], like: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ class SWAG(Descent[SWAGState]):
                 squares=tree.select(state.squares, i),
                 columns=tree.select(state.columns, i),
                 statistics=tree.select(state.statistics, i),
-                seed=derive(state.seed, "member", i),
+                seed=derive_seed(state.seed, "member", i),
             )
             for i in range(target.members)
         ]
@@ -224,7 +224,7 @@ class SWAG(Descent[SWAGState]):
 
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
     """The layers whose running statistics follow the data in training, by name."""
-    with mode(network, True):  # some networks keep theirs frozen
+    with in_mode(network, True):  # some networks keep theirs frozen
         return {
             name: module
             for name, module in network.named_modules()
@@ -241,7 +241,7 @@ def statistic_names(prefix: str) -> list[str]:
 def _statistics(model: Model, norms: dict[str, _BatchNorm], params: Params, x: Any, buffers: Buffers) -> Buffers:
     """Mean and variance of what reaches each layer in a batch, and whether (1 or 0) anything did. Dropout is off."""
     fresh = {name: torch.zeros_like(buffers[name]) for prefix in norms for name in statistic_names(prefix)}
-    with mode(model.network, False):
+    with in_mode(model.network, False):
         try:
             for module in norms.values():
                 module.training = True

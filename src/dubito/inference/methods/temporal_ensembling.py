@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dubito.inference.semi_supervised import Consistency, ConsistencyState, View, squared
 from dubito.model import Target
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.tensors import tree
 from dubito.tensors.checks import between
-from dubito.tensors.randomness import hashed
+from dubito.tensors.randomness import hash_rows
 
 
 @dataclass
@@ -57,7 +57,7 @@ class TemporalEnsembling(Consistency):
         model = target.model
         with torch.no_grad():
             f, _ = model.forward(state.student.params, x, tree.clone(state.student.buffers))
-            z = model.likelihood.mean(f.float() if f.dtype.itemsize < 4 else f, own(state.student.params))
+            z = model.likelihood.mean(f.float() if f.dtype.itemsize < 4 else f, likelihood_params(state.student.params))
         n = target.n_data + (0 if state.stream is None else state.stream.n)
         return TemporalEnsemblingState(
             **vars(state),
@@ -70,7 +70,7 @@ class TemporalEnsembling(Consistency):
     def teach(self, state: TemporalEnsemblingState, view: View) -> Tensor:
         """The squared difference from the average of earlier predictions, which is then updated."""
         x = tree.apply_leaves(lambda leaf: leaf[: view.labelled], view.inputs)
-        rows = torch.cat([self._places(state, hashed(list(tree.leaves(x)))), len(state.keys) + view.rows])
+        rows = torch.cat([self._places(state, hash_rows(list(tree.leaves(x)))), len(state.keys) + view.rows])
         z, k = view.z.detach().to(state.sums.dtype), state.seen[rows]
         each = (-1, *[1] * (z.ndim - 1))
         before = state.sums[rows]

@@ -15,7 +15,7 @@ from dubito.inference.chains import check_precision
 from dubito.inference.descent import Descent, DescentState, advance, clip
 from dubito.inference.method import Start, Traits
 from dubito.model import Target
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.model.priors import Normal
 from dubito.network.examples import Batch
 from dubito.posteriors import Drawn, Gaussian, Posterior
@@ -285,9 +285,9 @@ class Variational(Descent[VariationalState]):
         weight, n = self._weight(state), target.n_data
         leaves, points = _split(live)
         with torch.enable_grad():
-            prior = target.model.likelihood.log_prior(own(points))
+            prior = target.model.likelihood.log_prior(likelihood_params(points))
             if prior.requires_grad:
-                torch.autograd.backward(prior, torch.full_like(prior, -1 / n), inputs=list(own(points).values()))
+                torch.autograd.backward(prior, torch.full_like(prior, -1 / n), inputs=list(likelihood_params(points).values()))
         if self.path_only:
             return None  # all of the rest was scored with the likelihood
         if isinstance(target.model.prior, Normal) and type(self.q) is MeanField and not self.learn_prior:

@@ -70,6 +70,3 @@ class Factorized(Prior):
     def units(self, params: Params) -> Params:
         """`typical` for every weight."""
         return {name: torch.full_like(leaf, self.typical()) for name, leaf in params.items()}
-
-
-Factorised = Factorized

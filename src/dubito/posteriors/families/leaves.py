@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.tensors import tree
-from dubito.tensors.randomness import normals
+from dubito.tensors.randomness import draw_normals
 from dubito.tensors.tree import Params
 
 LOG_TWO_PI = math.log(2 * math.pi)
@@ -45,7 +45,7 @@ def inverse_softplus(scale: Tensor) -> Tensor:
 
 def normal_like(leaves: Params, generator: torch.Generator) -> Params:
     """Standard normal numbers in the shapes of some tensors."""
-    return dict(zip(leaves, normals(list(leaves.values()), generator), strict=True))
+    return dict(zip(leaves, draw_normals(list(leaves.values()), generator), strict=True))
 
 
 def reparametrize(means: Params, scales: Params, noise: Params) -> Params:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dubito.curvature.capture import example_count, tapped
 from dubito.model import Model
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
 from dubito.posteriors.predict.linearized import linearized
 from dubito.posteriors.predict.streamlined.engine import Streamlined
@@ -84,7 +84,7 @@ def adjoint(
     if chain is not None and top is None and (x_var is None or chain.start == trace.inputs[0]):
         with torch.no_grad():
             mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in _in_chunks(engine, trace, chain, x, x_var, memory))
-        params = own(engine.params)
+        params = likelihood_params(engine.params)
         return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
     with torch.inference_mode(False):
         return _by_linearizing(engine, x, x_var, memory, fallback, top)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.watch import Watch
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
 
@@ -71,7 +71,7 @@ class Linears(Watch):
 def find(model: Model, params: Params, buffers: Buffers, x: Inputs) -> Head:
     """The last layer of a network, or an error that says why it has none of the kind that is needed."""
     watch = Linears({**buffers, **params})
-    with torch.no_grad(), mode(model.network, False), watch:
+    with torch.no_grad(), in_mode(model.network, False), watch:
         f, _ = model.call(params, x, buffers)
     call = next((call for call in reversed(watch.calls) if _rows(call, f) is not None), None)
     if call is None:
@@ -98,7 +98,7 @@ def find(model: Model, params: Params, buffers: Buffers, x: Inputs) -> Head:
 def features(model: Model, params: Params, buffers: Buffers, x: Inputs, head: Head) -> tuple[Tensor, Tensor]:
     """phi(x) [B, *D, d], with 1 as its last entry where the bias is Bayesian, and the network's output f [B, *D, C]."""
     watch = Linears({}, params[head.weight])
-    with torch.no_grad(), mode(model.network, False), watch:
+    with torch.no_grad(), in_mode(model.network, False), watch:
         f, _ = model.call(params, x, buffers)
     call = watch.calls[-1] if watch.calls else None
     rows = None if call is None else _rows(call, f)

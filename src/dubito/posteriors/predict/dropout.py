@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
-from dubito.network.weights import mode
-from dubito.tensors.randomness import derive, forked
+from dubito.network.weights import in_mode
+from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.tree import Params
 
 PREFIX = "dropout:"
@@ -50,7 +50,7 @@ def hashed_uniform(seed: Tensor, site: str, shape: tuple[int, ...]) -> Tensor:
         return (z >> by) & ((1 << (64 - by)) - 1)
 
     z = torch.arange(1, math.prod(shape) + 1, device=seed.device) * _signed(0x9E3779B97F4A7C15)
-    z = (seed ^ derive(site)) * _signed(0xD1342543DE82EF95) + z
+    z = (seed ^ derive_seed(site)) * _signed(0xD1342543DE82EF95) + z
     z = (z ^ shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ shifted(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ shifted(z, 31)
@@ -100,7 +100,7 @@ class Dropout:
             return
         params, buffers = model.parameters(), model.buffers()
         probe = Masks(self, {**buffers, **params})
-        with forked(0), torch.no_grad(), mode(model.network, False), probe:
+        with fork_rng(0), torch.no_grad(), in_mode(model.network, False), probe:
             model.call(params, x, buffers)
         self._check_order(probe)
         if missed := [site for site in self.sites if site not in probe.hit]:

@@ -17,9 +17,9 @@ from dubito.curvature.capture import example_count
 from dubito.curvature.generic import Unrolled, along
 from dubito.curvature.layout import Layout, layout
 from dubito.model import Model
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.posteriors.predict.linearization import Linearization
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
@@ -55,12 +55,12 @@ def linearized(
     if example_count(x) == 0:
         with torch.no_grad():
             f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
-        return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=own(params))
+        return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=likelihood_params(params))
     found = layout(model, params, x, buffers, names)
     if draws is not None or (found.outputs > POSITIONS and not found.flat):
         deltas = covariance.sample(draws or fallback, generator)
         means = functions(model, x, params=params, buffers=buffers, deltas=deltas)
-        return LatentMixture(model.likelihood, means, params=own(params))
+        return LatentMixture(model.likelihood, means, params=likelihood_params(params))
     f, cov, root = [], [], []
     step = _examples_at_a_time(found, params, x, top, memory)
     for start in range(0, example_count(x), step):
@@ -76,7 +76,9 @@ def linearized(
             cov.append(run.covariances()[0])
         f.append(run.f)
     means, whole = (_joined(parts).unsqueeze(0) for parts in (f, cov or root))
-    return LatentMixture(model.likelihood, means, whole if cov else None, params=own(params), root=None if cov else whole)
+    return LatentMixture(
+        model.likelihood, means, whole if cov else None, params=likelihood_params(params), root=None if cov else whole
+    )
 
 
 def _examples_at_a_time(found: Layout, params: Params, x: Inputs, top: tuple[int, Tensor] | None, memory: float) -> int:
@@ -109,7 +111,7 @@ def sweep(
     if found.outputs > POSITIONS and not found.flat:
         raise ValueError("an example has so many outputs that they are predicted by draws, which cannot be swept over")
     run = Linearization(model, params, buffers, covariance, x, found, names)
-    means, learned = run.f.unsqueeze(0), own(params)
+    means, learned = run.f.unsqueeze(0), likelihood_params(params)
     if run.wide_root() is not None:
         for factor in factors:
             root = run.wide_root(factor)
@@ -160,7 +162,7 @@ def functions(model: Model, x: Inputs, *, params: Params, buffers: Buffers, delt
         f, slope = along(output, live, {name: leaf.to(live[name].dtype) for name, leaf in delta.items()})
         return f + slope
 
-    with torch.no_grad(), mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+    with torch.no_grad(), in_mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own deprecated parts
         found = [one(tree.select(deltas, i)) for i in range(tree.count(deltas))]
     f = torch.stack(found)

@@ -21,14 +21,14 @@ from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
-from dubito.network.weights import mode
+from dubito.network.weights import in_mode
 from dubito.posteriors.predict.dropout import Dropout, Folding, Masks
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.randomness import derive, forked
+from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 GIGABYTE = 2**30
@@ -143,13 +143,13 @@ def sampled(
             return once(varying, common and common.again())
         return f
 
-    seed = derive(*seeds.tolist()) if seeds is not None else 0
-    with torch.no_grad(), mode(model.network, False), forked(seed) if dropout is not None else nullcontext():
+    seed = derive_seed(*seeds.tolist()) if seeds is not None else 0
+    with torch.no_grad(), in_mode(model.network, False), fork_rng(seed) if dropout is not None else nullcontext():
         if draws == 1:
             f = once({name: leaf[0] for name, leaf in varying.items()}, None).unsqueeze(0)
         else:
             f = _all_draws(once, varying, draws, x, memory * GIGABYTE, known)
-    learned = own({**shared, **stacked})
+    learned = likelihood_params({**shared, **stacked})
     f = f.float() if f.dtype.itemsize < 4 else f  # probabilities and variances need more than half precision
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 

@@ -16,7 +16,7 @@ from dubito.posteriors.predictive.predictive import Predictive, Units, as_units
 from dubito.posteriors.predictive.quantiles import normal_mixture_quantile, within_support
 from dubito.tensors import tree
 from dubito.tensors.checks import between, one_of
-from dubito.tensors.randomness import forked, fresh, generator
+from dubito.tensors.randomness import fork_rng, fresh_generator, generator
 from dubito.tensors.tree import Params
 
 LINKS = ("nodes", "mc", "pairwise", "probit", "bridge")
@@ -238,7 +238,7 @@ class LatentMixture(Predictive):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y for every input."""
         device = self.means.device
-        generator = fresh(device) if generator is None else generator
+        generator = fresh_generator(device) if generator is None else generator
         which = torch.multinomial(self.component_weights, n, replacement=True, generator=generator)
         params = {k: v[which] if v.ndim == 2 else v for k, v in (self.params or {}).items()}
         f = self.means[which]
@@ -248,7 +248,7 @@ class LatentMixture(Predictive):
             f = f + _times(self._root if len(self._root) == 1 else self._root[which], unit)
         # torch.distributions draws from the global generator only: lend it a seed from ours and put it back
         seed = int(torch.randint(2**62, (1,), generator=generator, device=device))
-        with forked(seed):
+        with fork_rng(seed):
             return self.likelihood(f, align(params, f)).sample()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:

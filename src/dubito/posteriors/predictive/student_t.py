@@ -14,7 +14,7 @@ from dubito.model.likelihoods import Likelihood, Uncertainty
 from dubito.posteriors.predictive.predictive import Predictive, Units, as_units
 from dubito.tensors import tree
 from dubito.tensors.checks import between
-from dubito.tensors.randomness import forked, fresh
+from dubito.tensors.randomness import fork_rng, fresh_generator
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class StudentT(Predictive):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y for every input."""
         device = self.means.device
-        source = fresh(device) if generator is None else generator
+        source = fresh_generator(device) if generator is None else generator
         unit = torch.randn((n, *self.mean.shape), generator=source, dtype=torch.float64, device=device)
         seed = int(torch.randint(2**62, (1,), generator=source, device=device))
-        with forked(seed):  # torch.distributions draws from the global generator only
+        with fork_rng(seed):  # torch.distributions draws from the global generator only
             chi2 = torch.distributions.Chi2(2 * self.shape.double()).sample((n, *self.mean.shape[:-1]))
         return (self.mean + self._scale * unit * (2 * self.shape.double() / chi2).sqrt()).to(self.means)
 

@@ -66,7 +66,7 @@ class Journal:
         try:
             if not self.path.exists() or self.path.stat().st_size != self._size:
                 # new, deleted, or with half a line that could not be removed: write everything again
-                with store.replacing(self.path) as scratch:
+                with store.atomic_write(self.path) as scratch:
                     scratch.write_bytes(b"".join(map(_line, self.answers)))
                 self._size = self.path.stat().st_size
             try:

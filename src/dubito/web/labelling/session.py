@@ -20,7 +20,7 @@ from dubito.inference.methods import MCDropout
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical
 from dubito.model.priors import Normal
-from dubito.network.weights import copied
+from dubito.network.weights import copy_network
 from dubito.posteriors.predict.dropout import drops
 from dubito.tensors import randomness, store
 from dubito.tensors.checks import at_least, between
@@ -78,7 +78,7 @@ class Session:
         between(0, 1, rate=rate)
         self.task, self.folder, self.batch, self.acquisition = task, Path(folder), batch, acquisition
         self._lock = ExitStack()
-        self._lock.enter_context(store.locked(self.folder))  # or another process could answer here, too
+        self._lock.enter_context(store.lock_folder(self.folder))  # or another process could answer here, too
         try:
             for name in (ANSWERS, ABOUT, LABELS):
                 for scratch in self.folder.glob(f".{name}.*"):  # unfinished files of a process that was killed
@@ -101,8 +101,8 @@ class Session:
         device: torch.device | str,
         seed: int,
     ) -> ActiveLearning:
-        with randomness.forked(seed):
-            own = self.task.build() if network is None else copied(network)
+        with randomness.fork_rng(seed):
+            own = self.task.build() if network is None else copy_network(network)
         training = self.task.training
         own_dropout = network is not None and any(map(drops, network.modules()))
         # the user's network has its own dropout, or gets some before every layer
@@ -345,7 +345,7 @@ class Session:
         """Write `labels.csv`: the row number of each labelled input in the source, from 0, and its class."""
         path, numbers = self.folder / LABELS, self.task.rows
         try:
-            with self._changed, store.replacing(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
+            with self._changed, store.atomic_write(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
                 rows = csv.writer(file)
                 rows.writerow(["row", "class"])
                 for index, label in self.journal.standing.items():
@@ -365,7 +365,7 @@ class Session:
         about = {"task": self.task.name, "classes": list(self.task.classes), "pool": len(self.task.pool)}
         path = self.folder / ABOUT
         if not path.exists():
-            with store.replacing(path) as scratch:
+            with store.atomic_write(path) as scratch:
                 scratch.write_text(json.dumps(about) + "\n")
             return
         try:
