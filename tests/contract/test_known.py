@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import dubito
 from dubito import HMC, MALA, MAP, NeuralLinear
 from dubito.inference.registry import METHODS
+from dubito.inference.tuning import ChainState
 from dubito.testing import KNOWN, TEMPERATURES, Regression, check_method
 
 CASES = [
@@ -46,24 +48,29 @@ def test_the_posterior_is_the_known_one(case, temperature):
 SHORT: dict[str, Any] = {"chains": 2, "draws": 4, "burn_in": 2}
 
 
+def deciding(answer):
+    """Whatever the accept step of a sampler decides, the answer for all chains is this one."""
+    accept = ChainState.accept
+    return patch.object(ChainState, "accept", lambda state, point, accepted: accept(state, point, torch.full_like(accepted, answer)))
+
+
 @dataclass(frozen=True)
 class AcceptEverything(MALA):
     """Moves of three times the length, none of which is rejected."""
 
     def move(self, density, state, generator):
         state.tuning["log_step"] = torch.full_like(state.tuning["log_step"], 3 * self.step_size).log()
-        return super().move(density, state, generator)
-
-    def accept(self, state, after, accepted):
-        super().accept(state, after, torch.ones_like(accepted))
+        with deciding(True):
+            return super().move(density, state, generator)
 
 
 @dataclass(frozen=True)
 class RejectEverything(HMC):
     """Chains that never move."""
 
-    def accept(self, state, after, accepted):
-        super().accept(state, after, torch.zeros_like(accepted))
+    def move(self, density, state, generator):
+        with deciding(False):
+            return super().move(density, state, generator)
 
 
 def sampler(kind, **options):

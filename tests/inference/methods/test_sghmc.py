@@ -77,7 +77,7 @@ def test_the_velocity_is_standard_normal_whatever_the_step():
     method = SGHMC(learning_rate=0.01, momentum=0.5, burn_in=40, draws=1)
     speeds: list[Tensor] = []
 
-    def watch(event: dubito.fit.Event) -> None:
+    def watch(event: dubito.inference.method.Event) -> None:
         if event.step > 20:
             speeds.append(event.state.velocity["level"].clone())
 

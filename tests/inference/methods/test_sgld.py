@@ -75,7 +75,7 @@ def test_a_preconditioner_is_held_while_draws_are_made_and_the_law_is_that_of_it
     method = SGLD(preconditioner="rmsprop", learning_rate=0.05, burn_in=20, draws=300)
     seen: list[tuple[int, Tensor]] = []
 
-    def watch(event: dubito.fit.Event) -> None:
+    def watch(event: dubito.inference.method.Event) -> None:
         seen.append((event.step, event.state.root["level"][0].clone()))
 
     dataset = TensorDataset(*levels.data)
