@@ -51,7 +51,9 @@ SHORT: dict[str, Any] = {"chains": 2, "draws": 4, "burn_in": 2}
 def deciding(answer):
     """Whatever the accept step of a sampler decides, the answer for all chains is this one."""
     accept = ChainState.accept
-    return patch.object(ChainState, "accept", lambda state, point, accepted: accept(state, point, torch.full_like(accepted, answer)))
+    return patch.object(
+        ChainState, "accept", lambda state, point, accepted: accept(state, point, torch.full_like(accepted, answer))
+    )
 
 
 @dataclass(frozen=True)
