@@ -91,6 +91,7 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
     """
 
     def find(name: str) -> object:
+        """The value of the new name, with a warning."""
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         deprecate(f"{module}.{name}", f"{module}.{names[name]}")
@@ -113,17 +114,22 @@ def renamed_fields(**names: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        """The class, which now takes the old names too."""
         init: Callable[..., None] = cls.__init__
 
         @wraps(init)
         def renaming(self: object, *args: object, **options: object) -> None:
+            """`__init__` with old keyword arguments passed on under their new names."""
             for old in names.keys() & options.keys():
                 deprecate(f"{cls.__name__}({old}=...)", f"{cls.__name__}({names[old]}=...)")
                 options[names[old]] = options.pop(old)
             init(self, *args, **options)
 
         def reading(old: str) -> property:
+            """The old attribute: a property that reads the new one."""
+
             def read(self: object) -> object:
+                """The value of the new attribute, with a warning."""
                 deprecate(f"{cls.__name__}.{old}", f"{cls.__name__}.{names[old]}")
                 return getattr(self, names[old])
 

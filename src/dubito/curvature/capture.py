@@ -62,7 +62,7 @@ def _without_check(function: Callable) -> Callable:
     return copy
 
 
-_attention = _without_check(F.multi_head_attention_forward)
+attention_forward = _without_check(F.multi_head_attention_forward)
 
 
 class _Listening(threading.local):
@@ -137,7 +137,7 @@ class Capture(Watch):
         """What a torch function returns, with the use of a wanted weight recorded."""
         if func is F.multi_head_attention_forward:
             with self:
-                return _attention(*args, **kwargs)
+                return attention_forward(*args, **kwargs)
         if func is F.linear:
             return self._linear(func, *args, **kwargs)
         if func in CONVOLUTIONS:

@@ -138,6 +138,7 @@ def at_rate(step: Callable[..., Any], rate: float, **options: Any) -> Callable[[
     """The law of a walk with noise on mini-batches: h = rate T / N."""
 
     def law(problem: Regression) -> Law:
+        """The known law of the weights on this problem."""
         return epoch_law(problem, step(rate * problem.temperature / ROWS, **options), even=True)
 
     return law
@@ -147,6 +148,7 @@ def averaged_sgd(rate: float, momentum: float) -> Callable[[Regression], Law]:
     """The law that SWAG reports of a walk by SGD with covariance S: diag(S) / 2 + S / 2, whatever the temperature."""
 
     def law(problem: Regression) -> Law:
+        """The known law of the weights on this problem."""
         walk = epoch_law(Regression(), sgd_step(rate / ROWS, momentum), even=False)
         return Law(walk.mean, 0.5 * torch.diag(walk.covariance.diagonal()) + 0.5 * walk.covariance)
 
@@ -157,6 +159,7 @@ def unadjusted(step_size: float) -> Callable[[Regression], Law]:
     """The law of unadjusted Langevin steps of a length in units of the prior's scale at the temperature."""
 
     def law(problem: Regression) -> Law:
+        """The known law of the weights on this problem."""
         return langevin_law(problem, (step_size * SCALE) ** 2 * problem.temperature)
 
     return law
@@ -175,6 +178,7 @@ def accepts(low: float, high: float) -> Callable[[Regression, Any], None]:
     """The accept step has something to do: with a step this long some proposals are rejected."""
 
     def check(problem: Regression, posterior: Any) -> None:
+        """Compare the posterior with what is known."""
         share = float(posterior.trace["acceptance"].mean())
         require(low < share < high, f"{share:.2f} of the proposals are accepted, expected between {low} and {high}")
 
@@ -185,6 +189,7 @@ def travels(fewest: int, most: int) -> Callable[[Regression, Any], None]:
     """Trajectories have the lengths that path, step and jitter give: so many gradients, and both ends occur."""
 
     def check(problem: Regression, posterior: Any) -> None:
+        """Compare the posterior with what is known."""
         counts = posterior.trace["gradients"]
         found = int(counts.min()), int(counts.max())
         require(found == (fewest, most), f"trajectories of {found[0]} to {found[1]} gradients, expected {fewest} to {most}")
@@ -211,6 +216,7 @@ def dropout(rate: float) -> Callable[[Regression, Any], None]:
     """With dropout on the inputs the function at x has the variance p / (1 - p) sum_j x_j^2 w_cj^2, masks being consistent or not."""
 
     def check(problem: Regression, posterior: Any) -> None:
+        """Compare the posterior with what is known."""
         x = torch.randn(3, 2, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
         weight, bias, n = posterior.params["weight"], posterior.params["bias"], 8000
         spread = rate / (1 - rate) * (x.square() @ weight.square().mT)
@@ -239,6 +245,7 @@ def perturbed(noise: float, weight: float) -> Callable[[Regression], Law]:
     consistency of weight v adds 4 N v s^2 / C."""
 
     def law(problem: Regression) -> Law:
+        """The known law of the weights on this problem."""
         scales = torch.tensor(NOISES, dtype=torch.float64)
         return problem.ridge(ROWS * noise**2 * (scales**-2 + 4 * weight / OUTPUTS))
 

@@ -173,6 +173,7 @@ def check_split(targets: Targets) -> None:
     if likelihood.discrete:
 
         def entropy(p: Tensor) -> Tensor:
+            """The entropy of class probabilities, summed over labels where there are several."""
             value = torch.special.entr(p)
             labels = targets.draws.ndim == 3
             return (value + torch.special.entr(1 - p) if labels else value).sum(-1)

@@ -172,6 +172,7 @@ def check_untouched_by_errors(method: Any) -> None:
     before = snapshot(model)
 
     def fails(call: Callable[[], Any], what: str) -> None:
+        """The call must raise, and leave the model as it was."""
         try:
             call()
         except OSError:
@@ -216,6 +217,7 @@ def check_counts(method: Any) -> None:
     """The number of data is right for tensors and all kinds of loaders, and asked for where it cannot be known."""
 
     def count(source: Any, **options: Any) -> int:
+        """The number of examples that the method was told."""
         try:
             spy: Any = _Spy(method)
             dubito.fit(small_model(), spy, source, **options)

@@ -103,6 +103,7 @@ def check_expectation(prior: Prior, like: Params) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def normal(shape: torch.Size) -> Tensor:
+        """Standard normal numbers from the generator of this check."""
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     mean = {name: leaf + 0.3 * normal(leaf.shape) for name, leaf in like.items()}

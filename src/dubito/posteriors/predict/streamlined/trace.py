@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from dubito.curvature.capture import _attention, example_count
+from dubito.curvature.capture import attention_forward, example_count
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
@@ -112,7 +112,7 @@ class Recorder(Watch):
             args, kwargs = self._with_dropout(self.dropout, func, args, kwargs)
         if func is F.multi_head_attention_forward:
             with self:
-                return _attention(*args, **kwargs)
+                return attention_forward(*args, **kwargs)
         if func in RECURRENT:
             with self:
                 return unrolled(RECURRENT[func], args)
