@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from contract import oracles_evaluation, oracles_model, oracles_posteriors, oracles_rules
+from contract import oracles_evaluation, oracles_methods, oracles_model, oracles_posteriors, oracles_rules
 from dubito.testing import KNOWN
 
 TABLES: Mapping[str, Mapping[str, Callable[[], None]]] = {
     "likelihood": oracles_model.LIKELIHOODS,
-    "definition": oracles_model.FURTHER,
+    "definition": {**oracles_model.FURTHER, **oracles_methods.FURTHER},
     "prior": oracles_model.PRIORS,
     "scale": oracles_model.SCALES,
     "prior over functions": oracles_model.FUNCTIONS,
