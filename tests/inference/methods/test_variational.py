@@ -467,3 +467,13 @@ def test_binary_weights_are_learned():
     assert abs(float(drawn["bias"].mean()) - 0.5) < 0.1
     with pytest.raises(ValueError, match="no density"):
         dubito.fit(model, dubito.MAP(epochs=1), (x, y))
+
+
+def test_a_strong_prior_decides_on_the_noise():
+    torch.manual_seed(0)
+    x = torch.randn(40, 2)
+    data = (x, x.sum(1, keepdim=True) + torch.randn(40, 1))
+    prior = torch.distributions.LogNormal(torch.tensor([-3.0]), torch.tensor([0.01]))  # of the precision
+    model = dubito.Model(nn.Linear(2, 1), dubito.Gaussian(prior=prior))
+    posterior = dubito.fit(model, Variational(epochs=100, learning_rate=0.05), data, progress=False)
+    assert posterior.params["likelihood:log_scale"].item() == pytest.approx(1.5, abs=0.02)
