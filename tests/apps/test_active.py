@@ -158,6 +158,28 @@ def test_bald_of_numbers():
     torch.testing.assert_close(mean_std(LatentMixture(dubito.Gaussian(scale=1.0), means)), torch.tensor([3.0]))
 
 
+def test_bald_of_a_predicted_noise_that_is_uncertain():
+    """Under a Gaussian posterior it is the mean of the log noise that counts, not the log of its mean: .538, where that gives .163."""
+    p = LatentMixture(dubito.HeteroscedasticGaussian(), torch.tensor([[[0.0, -1.0]]]), cov=torch.tensor([[[0.3, 1.5]]]))
+    torch.testing.assert_close(bald(p), torch.tensor([0.5 * (np.log(0.3 + np.exp(-1 + 1.5 / 2)) + 1)], dtype=torch.float32))
+    unit = torch.randn(400_000, 1, 2, generator=generator())
+    drawn = replace(p, means=p.means + unit * torch.tensor([0.3, 1.5]).sqrt(), cov=None)
+    torch.testing.assert_close(bald(p), bald(drawn), atol=0.01, rtol=0)
+    dense = replace(p, cov=torch.tensor([[[[0.3, 0.2], [0.2, 1.5]]]]))
+    torch.testing.assert_close(bald(dense), bald(p))
+    noises = {"likelihood:log_scale": torch.tensor([[-1.0], [1.0]])}  # an ensemble of Gaussians, each with a noise of its own
+    several = LatentMixture(dubito.Gaussian(), torch.zeros(2, 1, 1), cov=torch.ones(2, 1, 1), params=noises)
+    torch.testing.assert_close(bald(several), 0.5 * torch.tensor([1 + np.cosh(2)], dtype=torch.float32).log())
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_bald_of_several_tasks_is_the_sum_over_them(certain):
+    tasks = dubito.MultiTask({"a": (dubito.HeteroscedasticGaussian(), 2), "b": (dubito.Categorical(), 3)})
+    f = torch.randn(6, 4, 5, generator=generator())
+    p = LatentMixture(tasks, f, cov=None if certain else 0.5 * torch.ones(6, 4, 5))
+    torch.testing.assert_close(bald(p), bald(p.task("a")) + bald(p.task("b")))
+
+
 def test_ties_are_taken_at_random():
     """A point has no BALD at all: what it asks must not be the head of the pool."""
     chosen = torch.cat([best(torch.zeros(100), 3, generator(seed)).positions for seed in range(50)])
@@ -287,17 +309,21 @@ def test_batchbald_in_little_memory_and_given_what_is_pending():
         BatchBALD().choose(view_of(point, x), 2, generator())
 
 
-def test_batchbald_of_numbers_is_a_determinant():
+@pytest.mark.parametrize("own_noise", [False, True])
+def test_batchbald_of_numbers_is_a_determinant(own_noise):
     values, noise = torch.randn(30, 9, 2, dtype=torch.float64, generator=generator()), torch.rand(9, 2, dtype=torch.float64) + 0.1
     posterior, x = forms(dubito.Gaussian(scale=0.5), 2)["gaussian"], torch.randn(9, 3)
     view = view_of(posterior, x)
-    view.functions = lambda indices=None, **_: iter([Functions(values, torch.full((30,), 1 / 30, dtype=torch.float64), noise)])
+    weights = torch.full((30,), 1 / 30, dtype=torch.float64)
+    log_noise = noise.log() - torch.rand(9, 2, dtype=torch.float64, generator=generator()) if own_noise else None
+    view.functions = lambda indices=None, **_: iter([Functions(values, weights, noise, log_noise)])
     found = BatchBALD().choose(view, 4, generator())
+    known = noise.log() if log_noise is None else log_noise
 
     def worth(batch: list[int]) -> float:
         deviations = (values - values.mean(0))[:, batch].flatten(1)
         cov = deviations.T @ deviations / 30
-        return 0.5 * float(torch.linalg.slogdet(cov + noise[batch].flatten().diag())[1] - noise[batch].log().sum())
+        return 0.5 * float(torch.linalg.slogdet(cov + noise[batch].flatten().diag())[1] - known[batch].sum())
 
     chosen: list[int] = []
     for pick, gain in zip(found.positions.tolist(), found.scores.tolist(), strict=True):
@@ -305,6 +331,18 @@ def test_batchbald_of_numbers_is_a_determinant():
         assert pick == max(gains, key=gains.__getitem__)
         assert gain == pytest.approx(gains[pick], rel=1e-5)
         chosen.append(pick)
+
+
+@pytest.mark.parametrize("form", ["gaussian", "samples", "mixture"])
+def test_batchbald_begins_with_bald_of_a_predicted_noise(form):
+    posterior, x = forms(dubito.HeteroscedasticGaussian(), 2)[form], torch.randn(20, 3, generator=generator())
+    view = view_of(posterior, x, draws=50)
+    found = BatchBALD().choose(view, 1, generator())
+    singles = bald(posterior.with_fixed_masks().predict(x, "sampled", draws=50, seed=view.seed))
+    if form == "samples":  # the same draws, then
+        assert found.scores[0].item() == pytest.approx(singles.max().item(), rel=1e-4)
+    drawn = torch.cat([part.log_noise for part in view.functions()])
+    assert torch.isfinite(drawn).all()
 
 
 @pytest.mark.parametrize("form", ["gaussian", "samples", "mixture"])

@@ -69,7 +69,7 @@ class BatchBALD:
     def _joint(self, at: Functions, generator: torch.Generator) -> Outcomes | Spread:
         values = at.values.transpose(0, 1)  # [N, S, C]
         if at.noise is not None:
-            return Spread(values, at.noise, at.weights, memory=self.memory)
+            return Spread(values, at.noise, at.weights, log_noise=at.log_noise, memory=self.memory)
         return Outcomes(values, at.weights, most=self.configurations, generator=generator, memory=self.memory)
 
 
@@ -103,7 +103,7 @@ def _single(at: Functions) -> Tensor:
         total = entropy(torch.tensordot(at.weights, at.values, dims=1))
         gain = total - torch.tensordot(at.weights, entropy(at.values), dims=1)
     else:
-        joint = Spread(at.values.transpose(0, 1), at.noise, at.weights, memory=1.0)
+        joint = Spread(at.values.transpose(0, 1), at.noise, at.weights, log_noise=at.log_noise, memory=1.0)
         gain = joint.gains(torch.arange(at.values.shape[1], device=at.values.device))
     check_finite(gain)
     return gain
@@ -131,8 +131,7 @@ class _Kept:
     def _reduce(self, most: int) -> None:
         at, rows, single = self.all()
         top = single.topk(min(most, len(single))).indices.sort().values
-        at = Functions(at.values[:, top], at.weights, None if at.noise is None else at.noise[top])
-        self.parts, self.count = [(at, rows[top], single[top])], len(top)
+        self.parts, self.count = [(at.at(top), rows[top], single[top])], len(top)
 
     def all(self) -> tuple[Functions, Tensor, Tensor]:
         """Functions, positions and BALD of all that are kept."""

@@ -66,8 +66,7 @@ def expected_gain(at: Functions, targets: Functions) -> Tensor:
     size = max(1, CHUNK // (many * width * width))
     parts = []
     for start in range(0, n, size):
-        rows = slice(start, start + size)
-        part = Functions(at.values[:, rows], at.weights, None if at.noise is None else at.noise[rows])
+        part = at.at(slice(start, start + size))
         parts.append((_of_classes if at.noise is None else _of_numbers)(part, targets))
     return torch.cat(parts)
 

@@ -87,10 +87,16 @@ class Spread:
     and :math:`A_B` of all that have been taken, a candidate adds
 
     .. math:: \tfrac12 \ln \det (I + A_i^T P A_i), \qquad P = (I + A_B A_B^T)^{-1}.
+
+    Where the draws have noises of their own, the unit is their mean variance, and a label also tells of the noise: :math:`\tfrac12 (\ln
+    E_\theta \sigma_\theta^2 - E_\theta \ln \sigma_\theta^2)` for each output.
     """
 
-    def __init__(self, values: Tensor, noise: Tensor, weights: Tensor, *, memory: float):
+    def __init__(self, values: Tensor, noise: Tensor, weights: Tensor, *, memory: float, log_noise: Tensor | None = None):
         self.weights, self.memory = weights.double(), memory
+        self.of_noise = 0.5 * (noise.log() - (noise.log() if log_noise is None else log_noise)).double().clamp_min(0).sum(
+            -1
+        )  # [N]
         self.scaled = self._deviations(values, noise)  # [N, S, C]
         self.rest = torch.eye(values.shape[1], dtype=torch.float64, device=values.device)  # P
 
@@ -109,7 +115,7 @@ class Spread:
         part = self.scaled[rows]
         inner = part.mT @ (self.rest @ part)  # [n, C, C]
         eye = torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
-        return 0.5 * torch.linalg.slogdet(eye + inner).logabsdet
+        return 0.5 * torch.linalg.slogdet(eye + inner).logabsdet + self.of_noise[rows]
 
     def take(self, at: Tensor, noise: Tensor | None) -> None:
         """Take one more: the functions' values there, [S, C], and the noise, [C]."""

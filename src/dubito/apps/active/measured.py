@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dubito.apps.active.acquisition import Choice, best
-from dubito.apps.active.view import View
+from dubito.apps.active.view import View, expected_log_noise
 from dubito.evaluation import measures
-from dubito.model.likelihoods import average
+from dubito.model.likelihoods import MultiTask, average
 from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT
 from dubito.tensors.checks import require
 
@@ -20,21 +20,22 @@ def bald(p: Predictive) -> Tensor:
     r"""What a label tells of the weights (Houlsby et al. 2011): :math:`I[y; \theta] = H[y] - E_\theta H[y \mid \theta]` in nats.
 
     Of classes it is `measures.mutual_information`. Of numbers it is that of a Gaussian with the predictive's variance, summed over
-    the outputs: :math:`\frac12 (\ln \mathrm{Var}[y] - E_\theta \ln \sigma_\theta^2)`, exact if the predictive is Gaussian.
+    the outputs: :math:`\frac12 (\ln \mathrm{Var}[y] - E_\theta \ln \sigma_\theta^2)`, exact if the predictive is Gaussian. Of several
+    tasks it is the sum over the tasks.
 
     >>> import dubito
     >>> p = LatentMixture(dubito.Gaussian(scale=1.0), torch.zeros(1, 1, 1), cov=torch.full((1, 1, 1), 3.0))
     >>> bald(p)                                               # ln(4 / 1) / 2
     tensor([0.6931])
     """
+    if isinstance(p, LatentMixture) and isinstance(p.likelihood, MultiTask):
+        return torch.stack([bald(p.task(name)) for name in p.likelihood.tasks]).sum(0)
     if p.likelihood.discrete:
         return measures.mutual_information(p)
     if isinstance(p, StudentT):  # in units of a noise whose mean may be infinite
         return 0.5 * torch.log1p(p.spread[0]).sum(-1)
-    noise = p.uncertainty.aleatoric.log()
-    if isinstance(p, LatentMixture) and p.certain:  # a noise that differs between draws: the mean of its entropy
-        marginal, weights = p.marginals
-        noise = 2 * average(marginal.stddev.expand(marginal.batch_shape).log(), weights)
+    # the noise differs between draws: the mean of its entropy, not the entropy of its mean
+    noise = expected_log_noise(p) if isinstance(p, LatentMixture) else p.uncertainty.aleatoric.log()
     return 0.5 * (p.uncertainty.total.log() - noise).clamp_min(0).sum(-1)
 
 

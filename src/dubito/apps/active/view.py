@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.active.pool import Pool
-from dubito.model.likelihoods import Bernoulli, Classes
+from dubito.model.likelihoods import Bernoulli, Classes, MultiTask, average
 from dubito.network.examples import Inputs
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
@@ -26,12 +26,20 @@ class Functions(NamedTuple):
     values: Tensor  # [S, B, C]: class probabilities, or means
     weights: Tensor  # [S], sums to 1
     noise: Tensor | None  # [B, C], variance of y given the function, averaged over the functions; None for classes
+    log_noise: Tensor | None = None  # [B, C], the mean of its logarithm; None where the functions have the same noise
+
+    def at(self, rows: Tensor | slice) -> Functions:
+        """The same functions at some of the inputs."""
+        noise, log_noise = (None if part is None else part[rows] for part in (self.noise, self.log_noise))
+        return Functions(self.values[:, rows], self.weights, noise, log_noise)
 
     @staticmethod
     def join(parts: list[Functions]) -> Functions:
         """The same functions at the inputs of all parts."""
         noises = [part.noise for part in parts if part.noise is not None]
-        return Functions(torch.cat([part.values for part in parts], 1), parts[0].weights, torch.cat(noises) if noises else None)
+        logs = [part.log_noise for part in parts if part.log_noise is not None]
+        noise, log_noise = (torch.cat(each) if each else None for each in (noises, logs))
+        return Functions(torch.cat([part.values for part in parts], 1), parts[0].weights, noise, log_noise)
 
 
 @dataclass
@@ -118,7 +126,19 @@ class View:
             values.ndim == 3,
             "joint entropies need one answer an input, but these outputs have positions: use 'bald', their mean",
         )
-        return Functions(values, p.draw_weights.to(values), None if discrete else p.uncertainty.aleatoric)
+        if discrete:
+            return Functions(values, p.draw_weights.to(values), None)
+        return Functions(values, p.draw_weights.to(values), p.uncertainty.aleatoric, expected_log_noise(p))
+
+
+def expected_log_noise(p: LatentMixture) -> Tensor:
+    r"""The mean over the weights of the log variance that y has given them, :math:`E_\theta \ln \sigma_\theta^2`, [B, *D, C]."""
+    if isinstance(p.likelihood, MultiTask):
+        classes = [name for name, (task, _) in p.likelihood.tasks.items() if task.discrete]
+        require(not classes, f"joint entropies are of classes or of numbers, and the tasks {classes} have classes: use 'bald'")
+        return torch.cat([expected_log_noise(p.task(name)) for name in p.likelihood.tasks], -1)
+    marginal, weights = p.points.marginals  # at points, what is left is noise
+    return 2 * average(marginal.stddev.expand(marginal.batch_shape).log(), weights)
 
 
 def _sums(p: Predictive) -> Tensor:
