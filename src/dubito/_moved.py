@@ -77,6 +77,11 @@ MOVED = {  # these warn
     "labelling.shown": "web.labelling.rendering",
     "recalibrate.held": "evaluation.recalibrate.forecasts",
 }
+JOINED = {  # modules that became parts of another one in the same package; these warn too
+    "apps.ood.detectors": ("detection", "detector", "energy", "max_logit", "measured", "odin"),
+    "apps.ood.distances": ("mahalanobis", "neighbours"),
+}
+MOVED |= {f"{new.rpartition('.')[0]}.{old}": new for new, parts in JOINED.items() for old in parts}
 
 
 def deprecate(old: str, new: str, *, gone: str = "0.3", stacklevel: int = 3) -> None:
@@ -172,8 +177,9 @@ class Finder(MetaPathFinder, Loader):
         module = importlib.import_module(spec.loader_state)
         if spec.name.removeprefix("dubito.").split(".")[0] not in SHORT:
             deprecate(spec.name, spec.loader_state, stacklevel=3)
-        if hasattr(module, "__path__"):
-            module.__class__ = Package
+        for package in (module, sys.modules[spec.name.rpartition(".")[0]]):  # Python binds the old name in the parent
+            if hasattr(package, "__path__"):
+                package.__class__ = Package
         spec.loader_state = module.__spec__
         return module
 

@@ -193,8 +193,8 @@ def test_generators_are_given_back_where_something_is_raised(monkeypatch):
     def head(score):
         return failure.Selective(0.1, score).fit(network, (x, y))
 
-    monkeypatch.setattr(ood.mahalanobis._Sums, "add", fails)
-    monkeypatch.setattr(ood.odin.ODINScore, "direction", fails)
+    monkeypatch.setattr(ood.distances._Sums, "add", fails)
+    monkeypatch.setattr(ood.detectors.ODINScore, "direction", fails)
     monkeypatch.setattr(Reservoir, "add", fails)
     settings = failure.ConfidNet((4,), epochs=1)
     for attempt in (

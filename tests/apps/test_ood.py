@@ -14,7 +14,7 @@ from apps.networks import build
 from dubito.apps import ood
 from dubito.apps.network import networks, posterior_of, score_loader
 from dubito.apps.ood import DETECTORS, ODIN, Energy, Mahalanobis, MaxLogit, Measured, Neighbours, detection
-from dubito.apps.ood.neighbours import kth_distance
+from dubito.apps.ood.distances import kth_distance
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
 from dubito.posteriors.predict.dropout import Dropout
@@ -166,7 +166,7 @@ def test_mahalanobis_against_its_definition(relative):
 def test_shrinkage_against_scikit_learn():
     from sklearn.covariance import oas
 
-    from dubito.apps.ood.mahalanobis import _whitening
+    from dubito.apps.ood.distances import _whitening
 
     points = torch.randn(40, 12, dtype=torch.float64) @ torch.randn(12, 12, dtype=torch.float64)
     points -= points.mean(0)
@@ -214,7 +214,7 @@ def test_networks_of_an_ensemble_have_clusters_of_their_own():
 
 
 def test_neighbours_against_all_distances(monkeypatch):
-    monkeypatch.setattr(ood.neighbours, "PAIRS", 500)  # several chunks
+    monkeypatch.setattr(ood.distances, "PAIRS", 500)  # several chunks
     points, bank = torch.randn(33, 5), torch.randn(90, 5)
     expected = torch.cdist(points.double(), bank.double()).sort(-1).values
     for k in (1, 7, 90):

@@ -7,15 +7,15 @@ familiar. `DETECTORS` has them by name, `detection` tells how well scores keep t
 from collections.abc import Callable
 from functools import partial
 
-from dubito.apps.ood.detection import Detection as Detection
-from dubito.apps.ood.detection import detection as detection
-from dubito.apps.ood.detector import Detector as Detector
-from dubito.apps.ood.energy import Energy as Energy
-from dubito.apps.ood.mahalanobis import Mahalanobis as Mahalanobis
-from dubito.apps.ood.max_logit import MaxLogit as MaxLogit
-from dubito.apps.ood.measured import Measured as Measured
-from dubito.apps.ood.neighbours import Neighbours as Neighbours
-from dubito.apps.ood.odin import ODIN as ODIN
+from dubito.apps.ood.detectors import ODIN as ODIN
+from dubito.apps.ood.detectors import Detection as Detection
+from dubito.apps.ood.detectors import Detector as Detector
+from dubito.apps.ood.detectors import Energy as Energy
+from dubito.apps.ood.detectors import MaxLogit as MaxLogit
+from dubito.apps.ood.detectors import Measured as Measured
+from dubito.apps.ood.detectors import detection as detection
+from dubito.apps.ood.distances import Mahalanobis as Mahalanobis
+from dubito.apps.ood.distances import Neighbours as Neighbours
 
 DETECTORS: dict[str, Callable[..., Detector]] = {
     "msp": partial(Measured, "one_minus_max"),

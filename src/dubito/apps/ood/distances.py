@@ -1,19 +1,26 @@
-"""Distances to the classes in the space of features, in units of their spread."""
+"""Detectors that measure distances between features: to the classes (`Mahalanobis`), or to familiar inputs (`Neighbours`)."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dubito._moved import renamed_fields
 from dubito.apps.network import Network, average_over, examples, last_linear, networks, posterior_of
-from dubito.apps.ood.detector import Given, required
+from dubito.apps.ood.detectors import Given, require_data
+from dubito.evaluation.reservoir import Reservoir
 from dubito.model import Model
 from dubito.model.likelihoods import Classes
-from dubito.tensors.checks import require
+from dubito.tensors.checks import at_least, between, require
+
+PAIRS = 2**24  # distances that are held in memory at once
+INFINITE = "the features are not finite for all of the data: look for inputs or weights that are not"
 
 
 @dataclass(frozen=True)
@@ -44,28 +51,42 @@ class Mahalanobis:
     draws: int = 10  # networks at most, where the posterior is draws
 
     def __post_init__(self):
-        require(self.shrinkage is None or 0 <= self.shrinkage <= 1, f"shrinkage is a share from 0 to 1; got {self.shrinkage}")
+        between(0, 1, include="both", shrinkage=self.shrinkage)
 
     def fit(self, posterior: Given, data: Any = None) -> MahalanobisScore:
         """Means and covariances of the features of familiar data (x, y)."""
         posterior = posterior_of(posterior)
-        required(data, "Mahalanobis", "best those it was trained on, with their labels")
+        require_data(data, "Mahalanobis", "best those it was trained on, with their labels")
         classes = isinstance(posterior.model.likelihood, Classes)
         if self.relative and not classes:
             raise ValueError("relative distances compare classes with all data; without classes there is nothing to compare")
-        found, layer = networks(posterior, draws=self.draws), self.layer
-        sums = [_Sums() for _ in found]
-        with closing(examples(posterior.model, data)) as batches:
+        reader = _Reader(networks(posterior, draws=self.draws), self.layer)
+        sums = [_Sums() for _ in reader.networks]
+        with closing(reader.read(data)) as batches:
+            for outputs, y in batches:
+                for total, (phi, f) in zip(sums, outputs, strict=True):
+                    total.add(phi, _labels(posterior.model, f, y))
+        clusters = tuple(total.clusters(self.shrinkage, relative=self.relative) for total in sums)
+        return MahalanobisScore(posterior.model, reader.networks, reader.layer or "", clusters)
+
+
+@dataclass
+class _Reader:
+    """Reads features: the input of a layer, by default of the linear one that runs last, in each of several networks."""
+
+    networks: tuple[Network, ...]
+    layer: str | None
+
+    def read(self, data: Any) -> Generator[tuple[list[tuple[Tensor, Tensor]], Any]]:
+        """For each batch of familiar data the features and outputs of each network, and the targets."""
+        empty = True
+        with closing(examples(self.networks[0].model, data)) as batches:
             for x, y in batches:
-                layer = last_linear(found[0], x) if layer is None else layer
-                for one, own in zip(found, sums, strict=True):
-                    with torch.no_grad():
-                        phi, f = one.features(x, layer)
-                    own.add(phi, _labels(posterior.model, f, y))
-        if layer is None:
-            raise ValueError("there is no data: the loader gave no batch")
-        clusters = tuple(own.clusters(self.shrinkage, relative=self.relative) for own in sums)
-        return MahalanobisScore(posterior.model, found, layer, clusters)
+                self.layer, empty = self.layer or last_linear(self.networks[0], x), False
+                with torch.no_grad():
+                    outputs = [network.features(x, self.layer) for network in self.networks]
+                yield outputs, y
+        require(not empty, "there is no data: the loader gave no batch")
 
 
 def _labels(model: Model, f: Tensor, y: Any) -> Tensor:
@@ -110,8 +131,8 @@ class _Sums:
         """The Gaussians of the classes, and of all data if `relative`."""
         if self.origin is None:
             raise ValueError("there is no data: no example has a label")
-        seen = self.counts > 0
-        counts, means = self.counts[seen], self.totals[seen] / self.counts[seen].unsqueeze(-1)
+        present = self.counts > 0
+        counts, means = self.counts[present], self.totals[present] / self.counts[present].unsqueeze(-1)
         n = counts.sum()
         within = (self.squares - (means * counts.unsqueeze(-1)).mT @ means) / n
         mean = self.totals.sum(0, keepdim=True) / n
@@ -126,7 +147,7 @@ def _whitening(covariance: Tensor, n: Tensor, shrinkage: float | None) -> Tensor
     """W with W^T W the inverse of the shrunk covariance."""
     d = len(covariance)
     scale = covariance.trace() / d
-    require(bool(scale.isfinite()), "the features are not finite for all of the data: look for inputs or weights that are not")
+    require(scale.isfinite(), INFINITE)
     require(float(scale) > 0, "the features do not vary at all: name another layer")
     if shrinkage is None:
         # Oracle approximating shrinkage: least expected squared error of the covariance of Gaussian data
@@ -176,3 +197,88 @@ class MahalanobisScore:
         x = self.networks[0].ready(x)
         with torch.no_grad():
             return average_over(self.networks, lambda one, i: self.clusters[i].distance(one.features(x, self.layer)[0]))
+
+
+@renamed_fields(normalised="normalized")
+@dataclass(frozen=True)
+class Neighbours:
+    r"""The distance of features to the k-th nearest of familiar inputs (Sun et al. 2022), all scaled to length 1 if `normalized`.
+
+    Features are the input of `layer`, by default that of the last linear layer to run. Labels are not used. `most` keeps a random part
+    of the data, which are held in memory. Each of several networks has neighbours of its own, and the distances are averaged.
+
+    >>> x = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
+    >>> score = Neighbours(k=2).fit(torch.nn.Linear(2, 2), (x, torch.zeros(3, dtype=torch.long)))
+    >>> score(torch.tensor([[5.0, 0.0], [-1.0, 0.0]]))                # two lie in its direction; none in the other one's
+    tensor([0., 2.])
+    """
+
+    k: int = 50
+    normalized: bool = True
+    most: int | None = None
+    layer: str | None = None
+    draws: int = 10  # networks at most, where the posterior is draws
+    seed: int = 0
+
+    def __post_init__(self):
+        at_least(1, k=self.k)
+        at_least(self.k, most=self.most)
+
+    def fit(self, posterior: Given, data: Any = None) -> NeighboursScore:
+        """Keep the features of familiar data."""
+        posterior = posterior_of(posterior)
+        require_data(data, "Neighbours", "best those it was trained on")
+        reader = _Reader(networks(posterior, draws=self.draws), self.layer)
+        kept = Reservoir(self.most, seed=self.seed)
+        with closing(reader.read(data)) as batches:
+            for outputs, _ in batches:
+                kept.add(*(self.scaled(phi.flatten(0, -2)) for phi, _ in outputs))
+        require(kept.count >= self.k, f"{kept.count} familiar inputs have no {self.k}-th nearest: give more, or a smaller k")
+        banks = kept.rows()
+        require(all(bank.isfinite().all() for bank in banks), INFINITE)
+        return NeighboursScore(posterior.model, reader.networks, reader.layer or "", banks, self)
+
+    def scaled(self, phi: Tensor) -> Tensor:
+        """Features of length 1, if asked for."""
+        return F.normalize(phi, dim=-1) if self.normalized else phi
+
+
+@dataclass(frozen=True)
+class NeighboursScore:
+    """The distance of inputs to their k-th neighbour, [B, *D]."""
+
+    model: Model
+    networks: tuple[Network, ...]
+    layer: str
+    banks: tuple[Tensor, ...]  # [N, d] for each network
+    settings: Neighbours
+
+    def __call__(self, x: Any) -> Tensor:
+        x = self.networks[0].ready(x)
+
+        def distance(one: Network, i: int) -> Tensor:
+            """The distances in the feature space of one network."""
+            phi = self.settings.scaled(one.features(x, self.layer)[0])
+            return kth_distance(phi.reshape(-1, phi.shape[-1]), self.banks[i], self.settings.k).reshape(phi.shape[:-1])
+
+        with torch.no_grad():
+            return average_over(self.networks, distance)
+
+
+def kth_distance(points: Tensor, bank: Tensor, k: int) -> Tensor:
+    """The distance of points [B, d] to their k-th nearest of a bank [N, d], in bounded memory: [B].
+
+    Who is nearest is found by products of matrices, around the middle of the bank, since far from the origin they would cancel; that
+    distance is then computed without them.
+
+    >>> kth_distance(torch.tensor([[0.0]]), torch.tensor([[3.0], [1.0], [-2.0]]), 2)
+    tensor([2.])
+    """
+    centre = bank.mean(0)
+    bank, points = bank - centre, points - centre
+    squares = bank.square().sum(-1)
+    parts = []
+    for part in points.split(max(1, PAIRS // len(bank))):
+        nearest = torch.topk(squares - 2 * part @ bank.mT, k, dim=-1, largest=False).indices
+        parts.append(torch.linalg.vector_norm(part - bank[nearest[:, -1]], dim=-1))
+    return torch.cat(parts) if parts else points.new_zeros(0)
