@@ -40,7 +40,7 @@ from torch import Tensor, nn
 import dubito
 from dubito import MAP, Categorical, MCDropout, Model, Variational
 from dubito.apps import compression
-from dubito.apps.compression.report import interleaved
+from dubito.apps.compression.compress import interleaved
 from dubito.data import mnist
 from dubito.families import Grouped, MatrixNormal
 from dubito.inference.descent import Descent

@@ -78,8 +78,29 @@ MOVED = {  # these warn
     "recalibrate.held": "evaluation.recalibrate.forecasts",
 }
 JOINED = {  # modules that became parts of another one in the same package; these warn too
+    "apps.active.acquisitions": ("epig", "measured", "randomized", "registry"),
+    "apps.active.batchbald": ("joint",),
+    "apps.active.labels": ("record",),
+    "apps.active.pool": ("initial",),
+    "apps.active.view": ("acquisition",),
+    "apps.bandits.agents": ("agent", "neural_linear", "regressions", "thompson"),
+    "apps.bandits.problems": ("bandit",),
+    "apps.compression.coding": ("bits",),
+    "apps.compression.compress": ("report",),
+    "apps.compression.flows": ("units",),
+    "apps.compression.pruning": ("choosing",),
+    "apps.compression.rules": ("layers",),
+    "apps.dense.assess": ("confusion", "detector"),
+    "apps.dense.maps": ("edges",),
+    "apps.exploration.q_learning": ("explore", "replay"),
+    "apps.failure.scores": ("ranking", "selective"),
+    "apps.influence.gradients": ("ordered",),
+    "apps.influence.influence": ("influences", "inspection"),
     "apps.ood.detectors": ("detection", "detector", "energy", "max_logit", "measured", "odin"),
     "apps.ood.distances": ("mahalanobis", "neighbours"),
+    "apps.optimize.optimization": ("improvement", "surrogate"),
+    "apps.stability.bound": ("operator", "spectral"),
+    "apps.stability.stability": ("local",),
 }
 MOVED |= {f"{new.rpartition('.')[0]}.{old}": new for new, parts in JOINED.items() for old in parts}
 

@@ -32,10 +32,9 @@ from dubito.apps.active import (
     batchbald,
     mean_std,
 )
-from dubito.apps.active import record as files
-from dubito.apps.active.acquisition import best
-from dubito.apps.active.joint import systematic
-from dubito.apps.active.view import Functions
+from dubito.apps.active import labels as files
+from dubito.apps.active.batchbald import systematic
+from dubito.apps.active.view import Functions, best
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
 from dubito.posteriors.predict.dropout import Dropout
@@ -357,7 +356,7 @@ def test_regression_has_acquisitions_too(form):
 
 
 def test_epig_against_its_definition(monkeypatch):
-    monkeypatch.setattr(dubito.apps.active.epig, "CHUNK", 100)  # several chunks
+    monkeypatch.setattr(dubito.apps.active.acquisitions, "CHUNK", 100)  # several chunks
     posterior, x, goals = forms()["samples"], torch.randn(12, 3), torch.randn(5, 3)
     here, there = posterior.predict(x).probs.double(), posterior.predict(goals).probs.double()
     joint = torch.einsum("snc,std->ntcd", here, there) / 3

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import dubito
 from apps.networks import NETWORKS, build, sparse
 from dubito.apps import compression
-from dubito.apps.compression import bits, cut, load, prune, save, thresholds
+from dubito.apps.compression import coding as bits
+from dubito.apps.compression import cut, load, prune, save, thresholds
 from dubito.data import digits
 from dubito.likelihoods import Bernoulli, Categorical, Gaussian
 from dubito.posteriors import Gaussian as Posterior

@@ -14,12 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito.apps.active.acquisition import Acquisition
-from dubito.apps.active.labels import Indices, Labels, Round, check_targets, pool_indices
+from dubito.apps.active.acquisitions import acquisition as named
+from dubito.apps.active.labels import Folder, Indices, Labels, Round, check_targets, pool_indices, read
 from dubito.apps.active.pool import Pool
-from dubito.apps.active.record import Folder, read
-from dubito.apps.active.registry import acquisition as named
-from dubito.apps.active.view import View
+from dubito.apps.active.view import Acquisition, View
 from dubito.apps.network import joined, only_network
 from dubito.apps.sequence import Methods, chain, fit_in_turn
 from dubito.evaluation.judge import judge

@@ -1,10 +1,10 @@
-"""What an acquisition function sees: a posterior, and the candidates of a pool through its eyes."""
+"""What an acquisition function sees, a posterior's predictions for the candidates of a pool, and what it returns, a choice of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -146,3 +146,44 @@ def _sums(p: Predictive) -> Tensor:
     both = torch.stack([p.uncertainty.total, p.uncertainty.epistemic]).double()  # [2, B, *D] or [2, B, *D, C]
     both = both if p.likelihood.discrete else both.sum(-1)
     return both.reshape(2, both.shape[1], -1).mean(-1).sum(1)
+
+
+class Choice(NamedTuple):
+    """Which candidates to label, best first, and what each is worth by the acquisition's own score."""
+
+    positions: Tensor  # [k], among the candidates of the view
+    scores: Tensor  # [k]
+
+
+class Acquisition(Protocol):
+    """Settings of an acquisition function."""
+
+    def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
+        """The k candidates to label next."""
+        ...
+
+
+class Scored(Acquisition, Protocol):
+    """An acquisition function that gives every candidate a score of its own, whatever else is chosen with it."""
+
+    def scores(self, view: View, generator: torch.Generator) -> Tensor:
+        """What each candidate is worth, [N]: larger is labelled first."""
+        ...
+
+
+def check_finite(scores: Tensor) -> None:
+    """An error if scores hold NaN."""
+    if bool(scores.isnan().any()):
+        raise ValueError("the scores hold NaN, so the model's predictions are not finite: check its training")
+
+
+def best(scores: Tensor, k: int, generator: torch.Generator) -> Choice:
+    """The k largest scores; those that are tied are taken in random order.
+
+    >>> best(torch.tensor([0.1, 0.9, 0.5]), 2, torch.Generator())
+    Choice(positions=tensor([1, 2]), scores=tensor([0.9000, 0.5000]))
+    """
+    check_finite(scores)
+    order = torch.randperm(len(scores), generator=generator).to(scores.device)
+    top = torch.topk(scores[order], k)
+    return Choice(order[top.indices], top.values)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dubito._moved import renamed
-from dubito.apps.bandits.agent import Agent, AgentState
-from dubito.apps.bandits.bandit import Bandit
+from dubito.apps.bandits.agents import Agent, AgentState
+from dubito.apps.bandits.problems import Bandit
 from dubito.inference.progress import Progress
 from dubito.model import Model
 from dubito.tensors import store

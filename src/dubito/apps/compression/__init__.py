@@ -3,11 +3,11 @@
 `compress` does all of it; `prune`, `cut`, `save` and `load` are its parts, and `thresholds` says by held-out data how much may go.
 """
 
-from dubito.apps.compression.choosing import thresholds as thresholds
+from dubito.apps.compression.compress import Report as Report
 from dubito.apps.compression.compress import compress as compress
 from dubito.apps.compression.cutting import cut as cut
 from dubito.apps.compression.pruning import prune as prune
-from dubito.apps.compression.report import Report as Report
+from dubito.apps.compression.pruning import thresholds as thresholds
 from dubito.apps.compression.storage import load as load
 from dubito.apps.compression.storage import save as save
 from dubito.apps.compression.writing import Compressed as Compressed

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.apps.compression.flows import Flow, Flows, Result, filled, nothing
-from dubito.apps.compression.layers import has_padding
+from dubito.apps.compression.flows import Flow, Flows, Result, filled, has_padding, nothing
 from dubito.posteriors.predict.streamlined.operations import PROBE, Arguments, Size, Step
 
 RESHAPES = {"view", "reshape", "unflatten", "squeeze"}

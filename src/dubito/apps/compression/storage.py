@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dubito.apps.compression import bits, coding
+from dubito.apps.compression import coding
 from dubito.apps.compression.cutting import follow
 from dubito.apps.compression.flows import Flows
 from dubito.apps.compression.writing import Compressed, Plan, architecture, choices, signature, write
@@ -91,10 +91,10 @@ def packed(module: Compressed) -> bytes:
     raw = []
     for k, (name, leaf) in enumerate(state.items()):
         t, leaf = module.steps.get(name), leaf.detach().cpu()
-        exact = t is not None and bool((bits.rounded(leaf, t) == leaf).all()) and int(bits.whole(leaf, t).abs().max()) < 2**31
+        exact = t is not None and bool((coding.rounded(leaf, t) == leaf).all()) and int(coding.whole(leaf, t).abs().max()) < 2**31
         steps.append(t if exact else None)
         if exact:
-            groups.setdefault(_context(k, leaf), []).append(bits.whole(leaf, t or 0).long().numpy().reshape(-1))
+            groups.setdefault(_context(k, leaf), []).append(coding.whole(leaf, t or 0).long().numpy().reshape(-1))
         else:
             raw.append(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     units, columns = origin

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from dubito.apps.compression.flows import CONVOLUTION, TRANSPOSED, Flows, Site, matrix
+from dubito.apps.compression.flows import Flows, Site, layer_arguments, matrix
 from dubito.posteriors.predict.streamlined.graph import GraphWriter, add_tensor
 from dubito.posteriors.predict.streamlined.operations import Arguments, Size, Step
 from dubito.tensors import tree
@@ -250,7 +250,7 @@ class _Writer(GraphWriter):
     def _mix(self, step: Step, given: Arguments) -> None:
         k = given["site"]
         site, kept = self.flows.sites[k], self.plan.columns[k]
-        known = step.arguments(*_signature(step.name))
+        known = layer_arguments(step)
         slot = known["input"].slot
         flow = self.flows.flows.get(slot)
         # the places of the input that are still there, and those of them that this layer reads
@@ -280,11 +280,11 @@ class _Writer(GraphWriter):
         return self.hold(f"{name.removesuffix('weight')}bias" if name.endswith("weight") else f"{name}_bias", value, "parameter")
 
     def _depthwise(self, step: Step, given: Arguments) -> None:
-        known = step.arguments(*CONVOLUTION)
+        known = layer_arguments(step)
         rest = {name: self.fill(value) for name, value in known.items() if name not in ("input", "weight", "bias", "groups")}
         groups = self.count(given["input"])
         rest["groups"] = known["groups"] if groups < 0 else groups
-        args = tuple(self.fill(known.get(name)) for name in CONVOLUTION[:3])
+        args = tuple(self.fill(known.get(name)) for name in ("input", "weight", "bias"))
         self.nodes[step.out.slot] = self.graph.call_function(step.func, args, rest)
 
     def _cat(self, step: Step, given: Arguments) -> None:
@@ -296,10 +296,3 @@ class _Writer(GraphWriter):
         pad[place : place + 2] = [int(self.plan.live[side].sum()) for side in given["new"]]
         args = (self.node(step.args[0].slot), pad, "constant", given["value"])
         self.nodes[step.out.slot] = self.graph.call_function(F.pad, args)
-
-
-def _signature(name: str) -> tuple[str, ...]:
-    """The arguments of a layer, in order."""
-    if name.startswith("conv_transpose"):
-        return TRANSPOSED
-    return CONVOLUTION if name.startswith("conv") else CONVOLUTION[:3]

@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from dubito.apps.action_values import action_value_model, check_width
-from dubito.apps.exploration.explore import Explore, Thompson
-from dubito.apps.exploration.replay import Replay, Transitions
+from dubito.apps.action_values import action_value_model, action_values, check_width
 from dubito.apps.network import Network, only_network
 from dubito.inference.method import Method, Start, traits_of
 from dubito.inference.progress import Progress
@@ -24,6 +22,123 @@ from dubito.posteriors import Point, Posterior, Samples
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, require
 from dubito.tensors.randomness import derive_seed, fork_rng, generator
+
+
+@dataclass(frozen=True)
+class Thompson:
+    """The best action by a function drawn from the posterior, which is kept for `hold` steps; None keeps it for an episode.
+
+    An agent that keeps its function follows a plan over many steps. With a new function at every step it changes its mind wherever
+    it is uncertain.
+    """
+
+    hold: int | None = None
+    needs_spread: ClassVar[bool] = True  # whether a posterior with a single function is a mistake
+
+    def __post_init__(self):
+        at_least(1, hold=self.hold)
+
+    def values(self, posterior: Posterior, observation: Tensor, seed: int, *, episode: int, step: int, total: int) -> Tensor:
+        """The values of the actions, [K]. The same seed gives the same mask, member or noise, at the current weights."""
+        period = 0 if self.hold is None else step // self.hold
+        source = generator(posterior.model.device, seed, "function", episode, period)
+        return action_values(posterior.function(source), observation)
+
+
+@dataclass(frozen=True)
+class EpsilonGreedy:
+    """The best action by the network at the center of the posterior (dropout off), or a random one with probability epsilon.
+
+    Epsilon falls linearly from `first` to `last` over `steps` steps of the environment.
+
+    >>> [EpsilonGreedy(1.0, 0.1, steps=100).epsilon(n) for n in (0, 50, 1000)]
+    [1.0, 0.55, 0.1]
+    """
+
+    first: float = 1.0
+    last: float = 0.05
+    steps: int = 2000
+    needs_spread: ClassVar[bool] = False
+
+    def __post_init__(self):
+        ordered = 0 <= self.last <= self.first <= 1
+        require(ordered, f"first and last must satisfy 0 <= last <= first <= 1; got first={self.first} and last={self.last}")
+        at_least(1, steps=self.steps)
+
+    def epsilon(self, total: int) -> float:
+        """The probability of a random action after `total` steps."""
+        return max(self.last, self.first - (self.first - self.last) * total / self.steps)
+
+    def values(self, posterior: Posterior, observation: Tensor, seed: int, *, episode: int, step: int, total: int) -> Tensor:
+        """The values of the actions, [K]: those of the network, or random numbers with probability `epsilon(total)`."""
+        source = generator("cpu", seed, "chance", episode, step)
+        f = only_network(posterior, "EpsilonGreedy")((observation.unsqueeze(0),)).reshape(-1)
+        if float(torch.rand((), generator=source)) < self.epsilon(total):
+            return torch.rand(f.shape, generator=source).to(f.device)
+        return f
+
+
+Explore = Thompson | EpsilonGreedy
+
+
+class Transitions(NamedTuple):
+    """Steps of an environment."""
+
+    observation: Tensor  # [B, ...]
+    action: Tensor  # [B]
+    reward: Tensor  # [B]
+    next_observation: Tensor  # [B, ...]
+    terminated: Tensor  # [B], 1 where the episode ended there; 0 also where it was only cut off
+
+
+@dataclass
+class Replay:
+    """The last `capacity` transitions, in memory that is allocated once, on a device.
+
+    >>> replay = Replay(2)
+    >>> for reward in (1.0, 2.0, 3.0):
+    ...     replay.add(torch.zeros(4), 0, reward, torch.ones(4), False)
+    >>> len(replay), sorted(replay.rows.reward.tolist())
+    (2, [2.0, 3.0])
+    """
+
+    capacity: int
+    device: torch.device | str = "cpu"
+    count: int = 0  # transitions ever added
+    memory: Transitions | None = None
+
+    def __len__(self) -> int:
+        return min(self.count, self.capacity)
+
+    def add(self, observation: Tensor, action: int, reward: float, next_observation: Tensor, terminated: bool) -> None:
+        """Store a transition in the place of the oldest one."""
+        if self.memory is None:
+            shown = observation.new_zeros(self.capacity, *observation.shape).to(self.device)
+            number = torch.zeros(self.capacity, device=self.device)
+            self.memory = Transitions(shown, number.long(), number, shown.clone(), number.clone())
+        values = (observation, action, reward, next_observation, float(terminated))
+        for leaf, value in zip(self.memory, values, strict=True):
+            leaf[self.count % self.capacity] = value
+        self.count += 1
+
+    def fill(self, rows: Transitions, count: int) -> None:
+        """Replace the content by `rows`, the last of `count` transitions, as `Replay.rows` returned them."""
+        self.memory = Transitions(*(leaf.new_zeros(self.capacity, *leaf.shape[1:]) for leaf in rows))
+        for space, leaf in zip(self.memory, rows, strict=True):
+            space[: len(leaf)] = leaf
+        self.count = count
+
+    @property
+    def rows(self) -> Transitions:
+        """All stored transitions, in no particular order."""
+        require(self.memory is not None, "the replay memory is empty: add a transition first")
+        return Transitions(*(leaf[: len(self)] for leaf in self.memory or ()))
+
+    def sample(self, n: int, generator: torch.Generator) -> Transitions:
+        """n random transitions, drawn with replacement."""
+        which = torch.randint(len(self), (n,), generator=generator, device=generator.device).to(self.device)
+        return Transitions(*(leaf[which] for leaf in self.rows))
+
 
 FOREVER = 2**40  # a number of steps over which a learning rate does not change noticeably
 

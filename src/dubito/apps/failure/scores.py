@@ -1,17 +1,28 @@
-r"""Scores of failure that a predictive has by itself: `[B]`, larger is less certain, by name."""
+r"""Scores of failure that a predictive has by itself, how well scores rank errors first, and answers where a score is low enough.
+
+A score is `[B]`, larger is less certain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dubito.apps.network import examples, posterior_of
+from dubito.evaluation import metrics
+from dubito.evaluation.judge import rank
 from dubito.evaluation.measures import MEASURES, one_minus_max, predictive_entropy
 from dubito.evaluation.metrics.reading import Array, tensor
+from dubito.model import Model
 from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
+from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import Predictive
-from dubito.tensors.checks import one_of
+from dubito.tensors.checks import between, one_of, require
 
 # the names that the literature has for them, and those of all measures
 SCORES: dict[str, Callable[[Predictive], Tensor]] = {"mcp": one_minus_max, "entropy": predictive_entropy, **MEASURES}
@@ -98,3 +109,147 @@ def read(p: Predictive, y: Array, name: str) -> tuple[Tensor, Tensor, Tensor]:
         return probs, target, target != p.likelihood.ignore_index
     target = target.squeeze(-1).long()
     return probs, target, torch.ones_like(target, dtype=torch.bool)
+
+
+class Failure(NamedTuple):
+    """What a score of failure is worth.
+
+    `fpr95`: the share of errors that are accepted where 95 % of what is right is. `aupr_error` and `aupr_success`: average
+    precision with the errors, or with what is right, as what is to be found. `aurc`: the mean risk over all coverages; `excess_aurc`
+    is what is left of it when the best order's is taken away.
+    """
+
+    fpr95: float
+    aupr_error: float
+    aupr_success: float
+    auroc: float
+    aurc: float
+    excess_aurc: float
+
+
+def failure(score: Array, is_error: Array) -> Failure:
+    """All figures of one score, [N], larger is less certain, and of the errors, [N].
+
+    >>> import torch
+    >>> failure(torch.tensor([0.1, 0.2, 0.3, 0.9]), torch.tensor([False, False, False, True]))
+    Failure(fpr95=0.0, aupr_error=1.0, aupr_success=1.0, auroc=1.0, aurc=0.0625, excess_aurc=0.0)
+    """
+    return Failure(**rank(score, is_error, Failure._fields))
+
+
+def failures(
+    p: Predictive, y: Array, *, names: Sequence[str] = USUAL, others: Mapping[str, Array] | None = None, oracle: bool = False
+) -> dict[str, Failure]:
+    """Scores of a predictive by name, and others that were found elsewhere ([B, *D] each), all judged by the errors of p.
+
+    `oracle` adds the true class probability, "tcp", which bounds what a learned confidence can reach.
+
+    >>> import dubito, torch
+    >>> p = dubito.posteriors.predictive.LatentMixture(dubito.Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
+    >>> failures(p, torch.tensor([0, 1]), names=["mcp"])["mcp"].auroc
+    1.0
+    """
+    probs, target, kept = read(p, y, "failures")
+    found = scores(p, names) | ({"tcp": one_minus_true(p, y)} if oracle else {})
+    for name, other in (others or {}).items():
+        score = tensor(other)
+        if score.shape != kept.shape:
+            raise ValueError(f"the score {name!r} is {list(score.shape)} for predictions {list(kept.shape)}")
+        found[name] = score.to(kept.device)
+    is_error = wrong(probs, target, kept)[kept]
+    return {name: failure(score[kept], is_error) for name, score in found.items()}
+
+
+Score = str | Callable[[Any], Array]
+
+
+class Answer(NamedTuple):
+    """What is answered: the most probable class of every input, whether that is to be trusted, and the score it was decided by."""
+
+    prediction: Tensor  # [B, *D]
+    accepted: Tensor  # [B, *D] of bool
+    score: Tensor  # [B, *D]
+
+
+@dataclass(frozen=True)
+class Selective:
+    r"""The most inputs that can be answered with a share of at most `risk` wrong, as held-out data tell.
+
+    Inputs are accepted whose score is at most a threshold: the largest with
+
+    .. math:: \frac{\#\{i : s_i \le t,\; \hat y_i \ne y_i\}}{\#\{i : s_i \le t\}} \le \mathrm{risk}.
+
+    With `confidence`, as in .95, not the observed share is bounded but the true one, which is at most `risk` with that probability (see
+    `metrics.threshold`); if that cannot be promised, nothing is accepted. `score` is the name of a score of the predictive, or anything
+    that gives one from inputs: what `ConfidNet().fit(...)` or a detector of `apps.ood` returns.
+
+    >>> import dubito
+    >>> _ = torch.manual_seed(0)
+    >>> net, x = nn.Linear(1, 2), torch.linspace(-3, 3, 400).unsqueeze(-1)
+    >>> y = torch.bernoulli(torch.sigmoid(2 * x[:, 0])).long()
+    >>> net.load_state_dict({"weight": torch.tensor([[-1.0], [1.0]]), "bias": torch.zeros(2)})
+    <All keys matched successfully>
+    >>> selector = Selective(risk=0.05).fit(net, (x, y))
+    >>> bool(selector.risk <= 0.05), selector(torch.tensor([[0.0], [3.0]])).accepted
+    (True, tensor([False,  True]))
+    """
+
+    risk: float
+    score: Score = "mcp"
+    confidence: float | None = None  # at which the risk is guaranteed; None takes the observed share for the risk
+
+    def __post_init__(self):
+        between(0, 1, include="low", risk=self.risk)
+        between(0, 1, confidence=self.confidence)
+        one_of(SCORES, score=self.score if isinstance(self.score, str) else None)
+
+    def fit(self, posterior: Posterior | Model | nn.Module, data: Any) -> Selector:
+        """A threshold from held-out data, which is neither what the model was trained on nor what it will be judged by."""
+        posterior = posterior_of(posterior)
+        found, is_error = [], []
+        with closing(examples(posterior.model, data)) as batches:
+            for x, y in batches:
+                if y is None:
+                    raise ValueError("a risk is known where the answers are: give held-out batches of (x, y)")
+                p = posterior.predict(x)
+                probs, target, kept = read(p, y, "Selective")
+                found.append(_score(self.score, p, x)[kept].cpu())
+                is_error.append(wrong(probs, target, kept)[kept].cpu())
+        require(found, "there is no data: the loader gave no batch")
+        return self.choose(posterior, torch.cat(found), torch.cat(is_error))
+
+    def choose(self, posterior: Posterior, scores: Array, is_error: Array) -> Selector:
+        """The same from scores and errors that are there already, [N] each."""
+        return Selector(posterior, self.score, *metrics.threshold(scores, is_error, risk=self.risk, confidence=self.confidence))
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A posterior that may decline to answer. `coverage` and `risk` are those of the data that the threshold was chosen on; `bound` is
+    what the risk on others is at most, at the confidence that was asked for (nan if none was)."""
+
+    posterior: Posterior
+    score: Score
+    threshold: float
+    coverage: float
+    risk: float
+    bound: float
+
+    def __call__(self, x: Any) -> Answer:
+        p = self.posterior.predict(x)
+        probs, score = class_probs(p, "Selective"), _score(self.score, p, x)
+        confidence, top = probs.max(-1)
+        return Answer(top, self.accept(score) & ~confidence.isnan(), score)  # what is NaN is no answer, whatever the score
+
+    def accept(self, scores: Array) -> Tensor:
+        """Whether inputs with such scores are answered."""
+        return tensor(scores) <= self.threshold
+
+
+def _score(score: Score, p: Any, x: Any) -> Tensor:
+    if isinstance(score, str):
+        return SCORES[score](p)
+    found, wanted = tensor(score(x)), p.mean.shape[:-1]
+    if found.shape != wanted:
+        raise ValueError(f"the score is {list(found.shape)} for predictions {list(wanted)}: it gives one number for each")
+    return found.to(p.mean.device)

@@ -1,9 +1,9 @@
 """Which training examples made a model say what it says: what would change if one of them weighed more, were left out, or were other.
 
 `Influence(solver=...).fit(posterior, data)` gives `Influences`; `inspection` tells how well a score finds labels that are wrong. Read
-`influence` first, then `influences` (what may be asked), `inverse` (solvers), `gradients` (one by one) and `ordered` (the data).
+`influence` first, then `inverse` (solvers) and `gradients` (one by one, of data in their order).
 """
 
 from dubito.apps.influence.influence import Influence as Influence
-from dubito.apps.influence.influences import Influences as Influences
-from dubito.apps.influence.inspection import inspection as inspection
+from dubito.apps.influence.influence import Influences as Influences
+from dubito.apps.influence.influence import inspection as inspection

@@ -13,8 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from dubito.apps.influence.gradients import Gradients
-from dubito.apps.influence.ordered import Ordered
+from dubito.apps.influence.gradients import Gradients, Ordered
 from dubito.curvature.products import Product, batch_product, conjugate_gradients, product
 from dubito.model.priors import Normal, concerned
 from dubito.network.examples import batch_size

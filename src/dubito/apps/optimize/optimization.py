@@ -1,28 +1,168 @@
-"""Bayesian optimization: which input to evaluate next, where evaluations are expensive."""
+"""Bayesian optimization: which input to evaluate next, where evaluations are expensive.
+
+`expected_improvement` scores a predictive, `surrogate` wraps a posterior as a model of BoTorch (`pip install dubito[botorch]`), and
+`Optimization` is the search.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dubito.apps.optimize.improvement import greedy_improvement
-from dubito.apps.optimize.surrogate import draw_functions
 from dubito.apps.sequence import Methods, fit_in_turn
 from dubito.inference.options import FitOptions
 from dubito.model import Model
-from dubito.model.likelihoods import Gaussian
+from dubito.model.likelihoods import Gaussian, average
 from dubito.network.examples import split_batch
 from dubito.posteriors import Point, Posterior
+from dubito.posteriors.functions import Functions, Mixed, UnequalWeights
+from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import store
-from dubito.tensors.checks import at_least, one_of, require
+from dubito.tensors.checks import at_least, between, one_of, require
 from dubito.tensors.randomness import derive_seed, generator
+
+
+def expected_improvement(p: Predictive, best: float, *, maximize: bool = True) -> Tensor:
+    r"""The expected improvement of f(x) over the best known value, [B]; with `maximize=False` below it.
+
+    .. math:: E[\max(f - f^*, 0)] = \sum_s w_s \big[(\mu_s - f^*) \Phi(z_s) + \sigma_s \varphi(z_s)\big], \quad
+        z_s = (\mu_s - f^*) / \sigma_s,
+
+    exact for a weighted mixture of Gaussians over f: one for a Laplace posterior, one without variance for each member of an ensemble.
+    It is about f, so the noise of observations does not enter.
+
+    >>> import dubito
+    >>> p = LatentMixture(dubito.Gaussian(scale=0.1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    >>> expected_improvement(p, 0.0)                                                  # 1 / sqrt(2 pi)
+    tensor([0.3989])
+    """
+    if not isinstance(p, LatentMixture):
+        raise TypeError(
+            f"expected improvement needs a mixture of Gaussians over f; got {type(p).__name__}: predict with how='sampled'"
+        )
+    if p.likelihood.discrete or p.means.ndim != 3 or p.means.shape[-1] != 1:
+        raise ValueError(
+            f"expected improvement needs a regression with a single output; got means of shape {list(p.means.shape)}"
+        )
+    mean, sign = p.means.squeeze(-1), 1.0 if maximize else -1.0  # [S, B]
+    gain = sign * (mean - best)
+    weights = mean.new_full((len(mean),), 1 / len(mean)) if p.weights is None else p.weights
+    if p.certain:
+        return average(gain.clamp_min(0), weights)
+    scale = p.covariances.reshape(mean.shape).clamp_min(torch.finfo(mean.dtype).tiny).sqrt()
+    z = gain / scale
+    density = (-0.5 * z * z).exp() / math.sqrt(2 * math.pi)
+    return average((gain * torch.special.ndtr(z) + scale * density).clamp_min(0), weights)
+
+
+def greedy_improvement(values: Tensor, best: float, k: int, *, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    r"""Choose k of N inputs greedily by their joint improvement: positions [k] and the gain of each [k].
+
+    `values` [S, N] are drawn functions at all inputs, with `weights` [S] that sum to 1 (None: equal). The improvement of a set is
+    :math:`\sum_s w_s \max(\max_i f_s(x_i) - f^*, 0)`, and the gain of an input is what it adds to those before it. Inputs that are
+    high in the same functions are therefore not chosen together.
+
+    >>> values = torch.tensor([[3.0, 2.9, 0.0], [0.0, 0.0, 1.0]])
+    >>> greedy_improvement(values, 0.0, 2)
+    (tensor([0, 2]), tensor([1.5000, 0.5000]))
+    """
+    between(1, values.shape[1], k=k, include="both")
+    shares = values.new_full((len(values),), 1 / len(values)) if weights is None else weights
+    highest = values.new_full((len(values), 1), best)
+    chosen: list[int] = []
+    gains: list[Tensor] = []
+    for _ in range(k):
+        gain = average((values - highest).clamp_min(0), shares)
+        gain[chosen] = -torch.inf
+        i = int(gain.argmax())
+        chosen.append(i)
+        gains.append(gain[i])
+        highest = torch.maximum(highest, values[:, i : i + 1])
+    return torch.tensor(chosen), torch.stack(gains)
+
+
+def surrogate(posterior: Posterior, *, draws: int = 64, how: str | None = None, seed: int = 0) -> Any:
+    """A `botorch.models.model.Model` made of `draws` functions of the posterior, the same ones at every call.
+
+    Its posterior at X [..., q, d] is an `EnsemblePosterior` [..., S, q, m] of f without noise, as acquisition functions expect: joint
+    over the q inputs and differentiable in X. All draws of a sampler or members of an ensemble are used, up to `draws`.
+
+        from botorch.acquisition.logei import qLogExpectedImprovement
+        from botorch.optim import optimize_acqf
+
+        model = surrogate(posterior)
+        x, value = optimize_acqf(qLogExpectedImprovement(model, best_f=1.0), bounds, q=2, num_restarts=4, raw_samples=64)
+    """
+    try:
+        from botorch.models.model import Model  # pyright: ignore[reportMissingImports]
+        from botorch.posteriors.ensemble import EnsemblePosterior  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("surrogate needs BoTorch: pip install dubito[botorch]") from error
+    likelihood = posterior.model.likelihood
+    require(
+        not likelihood.discrete, f"a surrogate needs a regression; got {type(likelihood).__name__}: use a Gaussian likelihood"
+    )
+    drawn = draw_functions(posterior, how=how, draws=draws, seed=seed)
+    like = next(posterior.model.network.parameters())
+
+    class Surrogate(Model):
+        """The drawn functions with the interface of a BoTorch model."""
+
+        def __init__(self):
+            super().__init__()
+            self.functions, self._width = drawn, 1
+
+        @property
+        def num_outputs(self) -> int:
+            """The number of outputs m, as of the last call of `posterior`."""
+            return self._width
+
+        @property
+        def batch_shape(self) -> torch.Size:
+            """Empty: the model has no batch dimensions."""
+            return torch.Size()
+
+        def posterior(
+            self,
+            X: Tensor,
+            output_indices: list[int] | None = None,
+            observation_noise: bool | Tensor = False,
+            posterior_transform: Callable | None = None,
+        ) -> Posterior:
+            """The values of the functions at X [..., q, d], as an `EnsemblePosterior` [..., S, q, m]."""
+            if observation_noise is not False:
+                raise NotImplementedError("a surrogate gives f without the noise of observations: leave out observation_noise")
+            p = self.functions(X.reshape(-1, X.shape[-1]).to(like))
+            values = p.means.to(X.dtype)  # [S, N, m]
+            self._width = values.shape[-1]
+            values = values if output_indices is None else values[..., output_indices]
+            values = values.reshape(len(values), *X.shape[:-1], values.shape[-1]).movedim(0, -3)  # [..., S, q, m]
+            weights = p.draw_weights.to(values)
+            options = {} if torch.allclose(weights, weights.mean()) else {"weights": weights}
+            if options and "weights" not in inspect.signature(EnsemblePosterior).parameters:
+                raise ImportError("draws with unequal weights need a BoTorch whose EnsemblePosterior has weights: upgrade it")
+            ensemble = EnsemblePosterior(values, **options)
+            return ensemble if posterior_transform is None else posterior_transform(ensemble)
+
+    return Surrogate().to(like.device)
+
+
+def draw_functions(posterior: Posterior, *, draws: int, how: str | None = None, seed: int = 0) -> Functions | Mixed:
+    """`draws` functions of a posterior, or all of them if they have unequal weights."""
+    try:
+        return posterior.functions(how, draws=draws, seed=seed)
+    except UnequalWeights:
+        return posterior.functions(how, seed=seed)
+
 
 NEAR = 0.05  # standard deviation of candidates around the best known inputs, in units of the box
 

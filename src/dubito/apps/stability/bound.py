@@ -1,4 +1,5 @@
-r"""The most that a network can do to a distance: a bound on its Lipschitz constant, from the norms of its operations.
+r"""The most that a network can do to a distance: a bound on its Lipschitz constant, from the norms of its operations, and networks
+whose layers are held to a norm while they are trained.
 
 The operations are those that the network is seen to call on an example, whatever its Python looks like. Every tensor on the way has a
 bound L on how fast it can move with the input (in Euclidean norms, of one example): a linear operation multiplies it by its norm, a
@@ -8,21 +9,94 @@ function of single numbers by its largest slope; of a sum the bounds add up, and
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from dubito.apps.network import Network, networks, posterior_of
-from dubito.apps.stability.operator import operator_norm
 from dubito.model import Model
+from dubito.network.examples import Inputs
+from dubito.network.weights import copy_network, in_mode
 from dubito.posteriors import Posterior
 from dubito.posteriors.predict.streamlined.operations import Size, Step, Trace, resolve, slot_of
 from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
-from dubito.tensors.checks import require
+from dubito.tensors.checks import at_least, positive, require
+from dubito.tensors.randomness import derive_seed, fork_rng
+
+TOLERANCE = 1e-6
+VECTORS, NUMBERS, ROUNDS = 50, 2**27, 40  # vectors that are kept, numbers they may hold, and how often it begins anew
+
+
+def operator_norm(apply: Callable[[Tensor], Tensor], like: Tensor, *, tolerance: float = TOLERANCE, seed: int = 0) -> float:
+    r"""The largest singular value of an affine function x -> A x + b of tensors like `like`,
+
+    .. math:: \max_v \lVert A v \rVert / \lVert v \rVert.
+
+    A need not be had as a matrix: vectors go through the function, and back by its gradient, and the best of all they span is kept
+    (Lanczos; power iteration with a memory). It comes from below, to the relative `tolerance`. Of a convolution this is the norm of
+    what it does to an image of that size; the norm of its kernel, reshaped to a matrix, is another number.
+
+    >>> round(operator_norm(lambda x: x @ torch.diag(torch.tensor([1.0, 3.0])) + 5, torch.zeros(1, 2)), 6)
+    3.0
+    """
+    source = torch.Generator().manual_seed(seed)
+    v = torch.randn(like.shape, generator=source, dtype=torch.float64).to(like.device, like.dtype).flatten()
+    with torch.enable_grad():
+        x = torch.zeros_like(like).requires_grad_()
+        y = apply(x)
+        if not y.requires_grad:
+            return 0.0
+        u = torch.zeros_like(y).requires_grad_()
+        (back,) = torch.autograd.grad(y, x, u, create_graph=True)  # A^T u, of which the gradient by u along v is A v
+
+    def _twice(v: Tensor) -> Tensor:
+        (ahead,) = torch.autograd.grad(back, u, v.view(like.shape), retain_graph=True)
+        (again,) = torch.autograd.grad(y, x, ahead, retain_graph=True)
+        return again.flatten()
+
+    most = max(2, min(VECTORS, v.numel(), NUMBERS // v.numel()))
+    square = 0.0
+    for _ in range(ROUNDS):
+        square, v, rest = _lanczos(_twice, v, most)
+        if rest <= tolerance * square or most >= like.numel():
+            break
+    return max(square, 0.0) ** 0.5
+
+
+def _lanczos(twice: Callable[[Tensor], Tensor], v: Tensor, most: int) -> tuple[float, Tensor, float]:
+    """The largest eigenvalue of A^T A seen from v within so many products, its vector, and how far it is from being one."""
+    basis = v.new_empty(most, v.numel())
+    basis[0] = v / v.norm().clamp_min(torch.finfo(v.dtype).tiny)
+    diagonal: list[float] = []
+    beside: list[float] = []
+    for k in range(1, most + 1):
+        w = twice(basis[k - 1])
+        diagonal.append(float(w @ basis[k - 1]))
+        for _ in range(2):  # what rounding brings back of the earlier ones is taken out
+            w = w - basis[:k].mT @ (basis[:k] @ w)
+        length = float(w.norm())
+        beside.append(length)
+        if length <= 1e-12 * max(max(diagonal), torch.finfo(v.dtype).tiny) or k == most:
+            break
+        basis[k] = w / length
+    k = len(diagonal)
+    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    for i in range(k - 1):
+        matrix[i, i + 1] = matrix[i + 1, i] = beside[i]
+    values, vectors = torch.linalg.eigh(matrix)
+    best = vectors[:, -1]
+    return float(values[-1]), basis[:k].mT @ best.to(v), beside[-1] * abs(float(best[-1]))
+
 
 # the steepest slopes of functions of single numbers
 SLOPES = {
@@ -226,3 +300,134 @@ def _double(value: Any) -> Any:
 
 def _each(value: Any, axes: int) -> list[int]:
     return list(value) * (axes if len(value) == 1 else 1) if isinstance(value, tuple | list) else [int(value)] * axes
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, *CONVOLUTIONS)
+FIRST = 30  # power iterations before training
+
+
+def spectrally_normalized(
+    network: nn.Module, x: Inputs, *, norm: float = 1.0, iterations: int = 1, at: str = "", seed: int = 0
+) -> nn.Module:
+    r"""A copy of a network whose linear and convolutional layers have the operator norm `norm`, whatever they are trained to.
+
+    A layer's weight is divided by its largest singular value, which `iterations` of power iteration follow in every training step:
+    of linear layers by torch's own `spectral_norm`, of convolutions on the convolution of images as they come there for inputs like x,
+    not on the kernel as a matrix, whose norm is another number. With activations of slope 1 the Lipschitz constant of a chain of L
+    layers is at most norm^L; `lipschitz_bound` tells what it is after training. BatchNorm is left as it is, and may undo this.
+    Methods that draw other weights for every step (`Variational`, `IVON`) leave the iteration behind: norms are then above `norm`.
+
+    `at` picks layers by `re.search` over their names; transposed convolutions are left as they are. The copy is an ordinary module:
+    give it to a `dubito.Model`, and afterwards `torch.nn.utils.parametrize.remove_parametrizations` makes plain layers of it.
+
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> held = spectrally_normalized(net, torch.zeros(1, 2))
+    >>> round(float(torch.linalg.matrix_norm(held[0].weight.detach(), 2)), 3)
+    1.0
+    """
+    positive(norm=norm)
+    at_least(1, iterations=iterations)
+    made = copy_network(network)
+    layers = _layers(made, at)
+    with fork_rng(derive_seed(seed, "spectral")):
+        shapes = _shapes(made, layers, x)
+        for name, layer in layers.items():
+            if isinstance(layer, nn.Linear):
+                spectral_norm(layer, n_power_iterations=iterations)
+            else:
+                require(name in shapes, f"the layer {name!r} is not called when the network runs on x: exclude it by `at`")
+                register_parametrization(layer, "weight", ConvolutionNorm(layer, shapes[name], iterations))
+            if norm != 1:
+                register_parametrization(layer, "weight", Scaled(norm))
+    return made
+
+
+def _layers(network: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The linear and convolutional layers whose names match, each with a weight of its own that is not zero."""
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, LAYERS) and re.search(pattern, name)}
+    layers = {name: layer for name, layer in layers.items() if layer.weight.ndim > 1}
+    require(layers, f"the network has no linear or convolutional layer whose name matches at={pattern!r}")
+    uses = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
+    tied = [name for name, layer in layers.items() if uses[id(layer.weight)] > 1]
+    require(
+        not tied, f"the weights of {tied} are shared with other layers and would be scaled for one of them: exclude them by `at`"
+    )
+    zero = [name for name, layer in layers.items() if not bool(layer.weight.detach().any())]
+    require(
+        not zero,
+        f"the weights of {zero} are all zero, and no factor gives them a norm: initialize them, or exclude them by `at`",
+    )
+    return dict(layers)
+
+
+class ConvolutionNorm(nn.Module):
+    """A kernel divided by the norm of its convolution, which the vectors of a power iteration follow."""
+
+    input: Tensor
+
+    def __init__(self, layer: nn.Module, shape: torch.Size, iterations: int):
+        super().__init__()
+        assert isinstance(layer, CONVOLUTIONS)
+        self.iterations = iterations
+        self.padding: tuple[int, ...] = tuple(layer._reversed_padding_repeated_twice)
+        self.fill = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
+        start = F.normalize(torch.randn(1, *shape[1:]).flatten(), dim=0).view(1, *shape[1:])
+        self.register_buffer("input", start.to(layer.weight))
+        self._follow(layer.weight.detach(), FIRST)
+
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The convolution of the layer with that kernel, without its bias."""
+        run = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
+        return run(F.pad(x, self.padding, mode=self.fill), weight, None, self.stride, 0, self.dilation, self.groups)
+
+    @torch.no_grad()
+    def _follow(self, weight: Tensor, iterations: int) -> None:
+        for _ in range(iterations):
+            with torch.enable_grad():
+                x = self.input.detach().clone().requires_grad_()
+                y = self.convolve(x, weight)
+                (back,) = torch.autograd.grad(y, x, y.detach())
+            self.input = back / back.norm().clamp_min(torch.finfo(back.dtype).tiny)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """W / (u^T W v), with the singular vectors u and v as far as they are known."""
+        if self.training:
+            self._follow(weight.detach(), self.iterations)
+        v = self.input.detach().clone()
+        with torch.no_grad():
+            ahead = self.convolve(v, weight)
+            u = ahead / ahead.norm().clamp_min(torch.finfo(ahead.dtype).tiny)
+        return weight / (u * self.convolve(v, weight)).sum()
+
+
+class Scaled(nn.Module):
+    """A weight times a number."""
+
+    def __init__(self, norm: float):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """norm * W."""
+        return self.norm * weight
+
+
+def _shapes(network: nn.Module, layers: dict[str, nn.Module], x: Inputs) -> dict[str, torch.Size]:
+    """The shape of what comes into each convolution."""
+    shapes: dict[str, torch.Size] = {}
+
+    def _note(name: str, _: nn.Module, args: tuple) -> None:
+        shapes[name] = args[0].shape
+
+    convolutions = {name: layer for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)}
+    hooks = [layer.register_forward_pre_hook(partial(_note, name)) for name, layer in convolutions.items()]
+    try:
+        with torch.no_grad(), in_mode(network, False):
+            args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
+            network(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return shapes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dubito.apps.active import ActiveLearning
-from dubito.apps.active.record import FILE
+from dubito.apps.active.labels import FILE
 from dubito.inference.methods import MCDropout
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical
