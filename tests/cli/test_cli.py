@@ -377,13 +377,15 @@ WORDS = ("data.csv", "--target", "y", "--out", "out")
 def test_the_wrapped_method_has_its_flags():
     training = table_training(100)._replace(dropout_at="hidden")
     method, start = parse_options("ensemble:mc_dropout", [*WORDS, "--epochs", "7"], about="", training=training).configuration
-    assert method == dubito.Ensemble(dubito.MCDropout(epochs=7, learning_rate=3e-3, at="hidden", rate=0.1, draws=100))
+    assert method == dubito.Ensemble(
+        dubito.MCDropout(epochs=7, learning_rate=training.learning_rate, at="hidden", rate=0.1, draws=100)
+    )
     assert start is None
 
 
 def test_the_training_before_a_method_has_its_flags():
     words = [*WORDS, "--epochs", "7", "--clip-gradient", "2"]
-    first = dubito.MAP(epochs=7, learning_rate=3e-3, clip=2.0)
+    first = dubito.MAP(epochs=7, learning_rate=1e-3, clip=2.0)
     assert parse_options("laplace", words, about="").configuration == (dubito.Laplace(), first)
     assert parse_options("ensemble:laplace", words, about="").configuration == (
         dubito.Ensemble(dubito.Laplace(), start=first),

@@ -49,7 +49,7 @@ def test_fit_takes_its_training_from_the_table():
     options = parse_options("map", [*WORDS, "--batch-size", "10", "--prior-scale", "2"], about="")
     training = options.training(100, (4,), 1)
     assert training == table_training(100, batch_size=10, prior_scale=2.0)._replace(dropout_at="^(hidden2|head)$")
-    assert parse_options("map", WORDS, about="", training=training).configuration[0] == dubito.MAP(epochs=300, learning_rate=3e-3)
+    assert parse_options("map", WORDS, about="", training=training).configuration[0] == dubito.MAP().with_budget(10)
 
 
 def test_a_chain_is_checked():

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from dubito.tensors.checks import at_least, between, one_of, positive
 from dubito.tensors.tree import Buffers, Params
 
 PACE, FARTHEST = 10.0, 0.01  # of learned noises: times the learning rate, and no more than this for it
+EPOCHS, STEPS = 100, 3000  # of training that is left to follow the data: so many passes, and at least so many steps
+RATE, DISTANCE = 1e-3, 20.0  # learning rate of Adam, and how far it must take a weight in all steps at its peak
 
 
 @dataclass
@@ -48,13 +50,17 @@ class Descent(ABC, Generic[Trained]):
     `schedule` is the course of the learning rate after `warmup` (a share of all steps, linear): cosine to zero, or constant. `clip`
     bounds the norm of the gradient (of the loss per example).
 
+    Where `epochs` is not given, the training follows the data: 100 passes over them, or more where that is less than 3,000 steps. The
+    learning rate, if it is not given either, is such that Adam can take a weight as far as 20 in all steps, and at least 1e-3. With
+    `epochs` given it is 1e-3.
+
     On a GPU, steps of small networks are played back as CUDA graphs (`recorded.Steps`), since starting their operations takes longer
     than doing them. What a network does in Python then happens a few times only: `record=False` is for networks that count, or change
     their course, as they are called.
     """
 
-    epochs: int = field(default=100, kw_only=True)  # passes over the data
-    learning_rate: float = field(default=1e-3, kw_only=True)  # at its highest
+    epochs: int | None = field(default=None, kw_only=True)  # passes over the data; None: 100, or more for 3,000 steps
+    learning_rate: float | None = field(default=None, kw_only=True)  # at its highest; None: 1e-3, or more in few steps
     optimizer: Literal["adam", "sgd"] = field(default="adam", kw_only=True)  # adam adapts its steps, sgd does not
     momentum: float = field(default=0.9, kw_only=True)  # of sgd
     schedule: Literal["cosine", "constant"] = field(default="cosine", kw_only=True)  # of the learning rate, after the warmup
@@ -75,6 +81,23 @@ class Descent(ABC, Generic[Trained]):
         return "batches"
 
     @property
+    def passes_over_data(self) -> int:
+        """`epochs`, or their number before the size of the data is known."""
+        return EPOCHS if self.epochs is None else self.epochs
+
+    @property
+    def peak_rate(self) -> float:
+        """`learning_rate`, or what it is where nothing is known of the data."""
+        return RATE if self.learning_rate is None else self.learning_rate
+
+    def with_budget(self, n_batches: int) -> Self:
+        """The method with the epochs and the learning rate that follow the data, where neither was given."""
+        if self.epochs is not None:
+            return self
+        epochs, rate = default_budget(n_batches)
+        return replace(self, epochs=epochs, learning_rate=rate if self.learning_rate is None else self.learning_rate)
+
+    @property
     def traits(self) -> Traits:
         """Members of an ensemble train in one batched pass; a warmup is a share of all steps."""
         return Traits(stacks=True, length_settings=("warmup=0",) if self.warmup else ())
@@ -83,7 +106,7 @@ class Descent(ABC, Generic[Trained]):
     def pace(self) -> float:
         """How many times as far as the rest a step takes learned noises: their logarithms have further to go than weights, and move by
         no more than the learning rate in a step of Adam, so that in short fits they would not arrive. SGD steps by their slopes."""
-        return max(1.0, min(PACE, FARTHEST / self.learning_rate)) if self.optimizer == "adam" else 1.0
+        return max(1.0, min(PACE, FARTHEST / self.peak_rate)) if self.optimizer == "adam" else 1.0
 
     @abstractmethod
     def posterior(self, target: Target, state: Trained, draws: store.Draws) -> Posterior:
@@ -99,22 +122,22 @@ class Descent(ABC, Generic[Trained]):
 
     def steps(self, n_batches: int) -> int:
         """`epochs` passes over the data."""
-        return self.epochs * n_batches
+        return self.with_budget(n_batches).passes_over_data * n_batches
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> Trained:
         """The weights at their start, and an optimizer for them."""
         # Adam and momentum work element by element, so the leaves of stacked members need no optimizer of their own each.
         leaves = list(start.params.values())
         if self.optimizer == "adam":
-            optimizer = torch.optim.Adam(leaves, lr=self.learning_rate, fused=all(p.is_floating_point() for p in leaves))
+            optimizer = torch.optim.Adam(leaves, lr=self.peak_rate, fused=all(p.is_floating_point() for p in leaves))
         else:
-            optimizer = torch.optim.SGD(leaves, lr=self.learning_rate, momentum=self.momentum, fused=True)
+            optimizer = torch.optim.SGD(leaves, lr=self.peak_rate, momentum=self.momentum, fused=True)
         return cast(Trained, DescentState(start.params, start.buffers, optimizer, 0, steps))
 
     def step(self, target: Target, state: Trained, data: Iterable[Batch], generator: torch.Generator) -> tuple[Trained, Info]:
         """A step of the optimizer on minus the log joint, times T / N."""
         data = list(data)
-        state.optimizer.param_groups[0]["lr"] = self.learning_rate * self._share(state.step, state.steps)
+        state.optimizer.param_groups[0]["lr"] = self.peak_rate * self._share(state.step, state.steps)
         if self._may_record(target, data) and (kind := self.kind(state)) is not None:
             info = state.recorded(
                 state.optimizer, data[0], generator, kind, lambda batch: self.update(target, state, [batch], generator)
@@ -168,6 +191,16 @@ class Descent(ABC, Generic[Trained]):
     def _share(self, step: int, steps: int) -> float:
         """The learning rate at a step, as a share of its peak."""
         return share(step, steps, warmup=self.warmup, schedule=self.schedule)
+
+
+def default_budget(n_batches: int) -> tuple[int, float]:
+    """(epochs, learning rate of Adam) of training that follows the data, if a pass over them has `n_batches` batches.
+
+    >>> default_budget(1), default_budget(1000)
+    ((3000, 0.006666666666666667), (100, 0.001))
+    """
+    epochs = max(EPOCHS, math.ceil(STEPS / max(1, n_batches)))
+    return epochs, max(RATE, DISTANCE / (epochs * max(1, n_batches)))
 
 
 def advance(optimizer: torch.optim.Optimizer, params: Params, slopes: Iterable[Tensor], *, pace: float) -> None:

@@ -13,7 +13,7 @@ import torch
 from dubito.inference.batches import Arrays, batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
 from dubito.inference.loop import Loop
-from dubito.inference.method import Event, Method, Start, departures, traits_of
+from dubito.inference.method import Event, Method, Start, departures, traits_of, with_budget
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.inference.start import make_start
@@ -105,7 +105,9 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
             raise ValueError("there is no data: the loader gave no batch")
         begin = make_start(model, options.start, model.split(first)[1], many=traits.many_starts)
         _inspect(model, method, begin, first, rows=isinstance(source.source, Arrays))
-        steps = method.steps(math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1)
+        groups = math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1
+        method = with_budget(method, groups)
+        steps = method.steps(groups)
         generator = randomness.generator(model.device, options.seed, "method")
         run = Run(method.init(target, begin, first, generator, steps=steps), generator)
         checkpoint = Checkpoint(options)

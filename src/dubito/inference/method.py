@@ -118,6 +118,17 @@ class Traits:
     exact_settings: tuple[tuple[str, float], ...] = ()
 
 
+def with_budget(method: Method, n_batches: int) -> Method:
+    """The method with the length of training that follows the data, where the user has left it open.
+
+    >>> import dubito
+    >>> with_budget(dubito.MAP(), 30).epochs, with_budget(dubito.MAP(epochs=7), 30).epochs
+    (100, 7)
+    """
+    follow = getattr(method, "with_budget", None)
+    return method if follow is None else follow(n_batches)
+
+
 def departures(target: Target, method: object) -> tuple[str, ...]:
     """In what a fit departs from the posterior of Bayes' rule: the temperature, and settings of the method."""
     tempered = (f"T = {target.temperature:g}",) if target.temperature != 1 else ()

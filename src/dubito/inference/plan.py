@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dubito.curvature import Setup
 from dubito.curvature.memory import Need, available, refusal, written
 from dubito.curvature.passes import Passes, SinglePass, Subnetwork, alternatives
-from dubito.inference.method import Method, Start
+from dubito.inference.method import Method, Start, with_budget
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.inference.methods.swag import batch_norms, statistic_names
 from dubito.inference.start import make_start
@@ -95,7 +95,7 @@ def plan(model: Model, method: Method, batch: Batch, *, n_data: int | None = Non
     limit = free if memory is None else int(memory * GIGABYTE)
     batches = math.ceil((n_data or size) / size)
     with fork_rng():
-        estimate = _plan(_Case(model, method, batch, batches, limit, free))
+        estimate = _plan(_Case(model, with_budget(method, batches), batch, batches, limit, free))
     return estimate if n_data is not None else replace(estimate, steps=None, total=None)
 
 
@@ -221,7 +221,7 @@ def _posterior(case: _Case, start: Start, wanted: Need | None, measured: _Measur
     if norms:  # draws, with statistics of their own
         own = sum(_bytes(start.buffers[name]) for prefix in norms for name in statistic_names(prefix))
         return method.draws * (weights + own) + _bytes(start.buffers) - own
-    held = min(method.rank, method.epochs - int(method.collect_after * method.epochs))
+    held = min(method.rank, method.passes_over_data - int(method.collect_after * method.passes_over_data))
     return _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
 
 
@@ -269,7 +269,8 @@ class _Measured(NamedTuple):
         if self.step is None:
             return None
         if isinstance(method, OnlineLaplace) and self.curvature is not None:
-            return batches * (method.epochs * self.step + (method.passes - method.epochs) * self.curvature)
+            trained = method.passes_over_data
+            return batches * (trained * self.step + (method.passes - trained) * self.curvature)
         return steps * self.step * (batches if method.data == "full" else 1)
 
 

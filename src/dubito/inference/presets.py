@@ -25,6 +25,7 @@ from torch import nn
 
 from dubito._moved import renamed
 from dubito.inference.augment import Noise
+from dubito.inference.descent import default_budget
 from dubito.inference.method import Method, traits_of
 from dubito.inference.methods import (
     IVON,
@@ -44,8 +45,6 @@ from dubito.inference.registry import METHODS
 from dubito.model.likelihoods import Gaussian, Likelihood
 from dubito.model.priors import Normal
 from dubito.posteriors.predict.dropout import DROPOUTS, PLACES
-
-STEPS = 3000  # a learned noise starts at the spread of the targets and needs many steps, however few rows there are
 
 __getattr__ = renamed(__name__, {"Recipe": "Preset", "recipe": "preset", "RECIPES": "PRESETS"})
 
@@ -86,13 +85,13 @@ class Training(NamedTuple):
 
 
 def table_training(rows: int, *, batch_size: int = 32, prior_scale: float | None = None) -> Training:
-    """The training of `dubito fit`: 3,000 steps or 100 epochs, whichever is more, on standardized inputs and targets.
+    """The training of `dubito fit`, which follows the data as that of MAP() does, on standardized inputs and targets.
 
     >>> table_training(100, batch_size=50).epochs, table_training(10**6).epochs
     (1500, 100)
     """
-    epochs = max(100, math.ceil(STEPS / math.ceil(rows / batch_size)))
-    return Training(epochs, 3e-3, batch_size, prior_scale, dropout=0.1, damping=None, walk=3e-3)
+    epochs, rate = default_budget(math.ceil(rows / batch_size))
+    return Training(epochs, rate, batch_size, prior_scale, dropout=0.1, damping=None, walk=3e-3)
 
 
 @dataclass(frozen=True)

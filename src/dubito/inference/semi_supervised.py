@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from dubito.inference.augment import Augmentation
 from dubito.inference.descent import Descent, DescentState
-from dubito.inference.method import Info, Method, Start, Traits, traits_of
+from dubito.inference.method import Info, Method, Start, Traits, traits_of, with_budget
 from dubito.model import Model, Target
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch, batch_size, split_batch
@@ -271,9 +271,17 @@ class Consistency(ABC):
 
     def steps(self, n_batches: int) -> int:
         """An epoch is a pass over the labelled or the unlabelled examples, whichever takes more batches."""
-        if self.unlabelled is not None:
-            n_batches = max(n_batches, batch_count(count(self.unlabelled), self.unlabelled_size))
-        return self._inner.steps(n_batches)
+        return self._inner.steps(self._batches(n_batches))
+
+    def with_budget(self, n_batches: int) -> Self:
+        """The method inside with a length of training that follows the data, where it leaves it open."""
+        return replace(self, method=with_budget(self.method, self._batches(n_batches)))
+
+    def _batches(self, n_batches: int) -> int:
+        """In an epoch."""
+        if self.unlabelled is None:
+            return n_batches
+        return max(n_batches, batch_count(count(self.unlabelled), self.unlabelled_size))
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> ConsistencyState:
         """The student's state, the unlabelled examples, and what the teacher needs."""

@@ -207,6 +207,10 @@ class _Spy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.method, name)
 
+    def with_budget(self, n_batches: int) -> _Spy:
+        """The spy itself: it makes no steps."""
+        return self
+
     def init(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """The method's own `init`, and then the count."""
         self.method.init(target, *args, **kwargs)

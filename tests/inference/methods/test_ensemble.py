@@ -256,7 +256,7 @@ def test_methods_for_trained_networks_have_map_as_their_start_and_others_none():
     assert Ensemble(Cloud(), 2).methods == (MAP(), Cloud())
     assert Ensemble(Cloud(), 2, start=MAP(epochs=7)).methods == (MAP(epochs=7), Cloud())
     assert Ensemble(MAP(), 2).methods == (MAP(),)
-    assert Ensemble(Cloud(), 2).steps(6) == 606
+    assert Ensemble(Cloud(), 2).steps(60) == 6060
     model = Model(nn.Linear(3, 1), Gaussian(scale=0.1))
     assert isinstance(dubito.fit(model, Ensemble(Cloud(), 2), data()), Mixture)
 

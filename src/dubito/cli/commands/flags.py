@@ -31,7 +31,7 @@ def parse(kind: Any, args: Sequence[str], *, prog: str, about: str) -> Any:
 
 
 def _registry() -> ConstructorRegistry:
-    """A registry in which fields with a variational family take its name."""
+    """A registry in which fields with a variational family take its name, and a number or None is a number."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -45,6 +45,20 @@ def _registry() -> ConstructorRegistry:
             instance_from_str=lambda words: FAMILIES[words[0]](),
             is_instance=lambda value: isinstance(value, Family),
             str_from_instance=lambda value: [type(value).__name__],
+        )
+
+    @registry.primitive_rule
+    def optional_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        """A number, or the word None."""
+        number = next((kind for kind in (int, float) if info.type == kind | None), None)
+        if number is None:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=number.__name__.upper(),
+            instance_from_str=lambda words: None if words[0] == "None" else number(words[0]),
+            is_instance=lambda value: value is None or isinstance(value, number),
+            str_from_instance=lambda value: [str(value)],
         )
 
     return registry

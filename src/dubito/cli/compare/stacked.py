@@ -206,7 +206,7 @@ class Stack:
         if isinstance(method, MCDropout):
             method = replace(method, rate=point.get("rate", method.rate))
             task = _dropout_task(task, method, point, part)
-        epochs = int(point.get("epochs", method.epochs))
+        epochs = int(point.get("epochs", method.passes_over_data))
         return Job(noise, epochs, tuple(task._replace(seed=randomness.derive_seed(seed, k)) for k in range(members)), method)
 
     def _posterior(self, job: Job, leaves: Params) -> Posterior:
@@ -266,7 +266,7 @@ def train(model: Model, tasks: Sequence[Task], method: Descent, *, epochs: int, 
     dropout = Dropout.find(model.network, method.at, 0.1) if isinstance(method, MCDropout) else None
     rates = {RATE + site: _logits(tasks, device) for site in dropout.sites} if dropout is not None else {}
     decay = _decay(params, tasks, n)
-    optimizer = torch.optim.Adam(list(params.values()), lr=method.learning_rate, fused=True)
+    optimizer = torch.optim.Adam(list(params.values()), lr=method.peak_rate, fused=True)
 
     def loss(weights: Params, rates: Params, x: Tensor, y: Tensor) -> Tensor:
         """Mean negative log likelihood of a batch, less the log prior of the noise."""
@@ -287,7 +287,7 @@ def train(model: Model, tasks: Sequence[Task], method: Descent, *, epochs: int, 
                 params, rates, x.gather(1, rows.expand(-1, -1, x.shape[2])), y.gather(1, rows.expand(-1, -1, y.shape[2]))
             )
             _finish_gradients(slopes, params, decay, fixed, method.clip)
-            optimizer.param_groups[0]["lr"] = method.learning_rate * share(
+            optimizer.param_groups[0]["lr"] = method.peak_rate * share(
                 step, steps, warmup=method.warmup, schedule=method.schedule
             )
             advance(optimizer, params, (slopes[name] for name in params), pace=method.pace)

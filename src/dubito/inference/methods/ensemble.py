@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.inference.chains import batching_pays
-from dubito.inference.method import Info, Method, Stacking, Start, Traits, traits_of
+from dubito.inference.method import Info, Method, Stacking, Start, Traits, traits_of, with_budget
 from dubito.inference.methods.map import MAP
 from dubito.inference.start import make_start
 from dubito.model import Target
@@ -109,6 +109,11 @@ class Ensemble:
     def data(self) -> Literal["batches", "full"]:
         """As of the method inside."""
         return self.method.data
+
+    def with_budget(self, n_batches: int) -> Ensemble:
+        """The ensemble whose methods have a length of training that follows the data, where they leave it open."""
+        stages = [with_budget(method, n_batches) for method in self.methods]
+        return replace(self, method=stages[-1], start=stages[0] if stages[1:] else None)
 
     def steps(self, n_batches: int) -> int:
         """Those of all stages."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.inference.chains import check_precision
-from dubito.inference.descent import share
+from dubito.inference.descent import default_budget, share
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.priors import Normal, Prior
@@ -68,7 +68,7 @@ class IVON:
     torch.Size([3, 1, 1])
     """
 
-    epochs: int = field(default=100, kw_only=True)  # passes over the data
+    epochs: int | None = field(default=None, kw_only=True)  # passes over the data; None: 100, or more for 3,000 steps
     learning_rate: float = field(default=0.1, kw_only=True)  # at its highest
     momentum: float = field(default=0.9, kw_only=True)  # share of the mean gradient that a step keeps
     hessian_momentum: float | None = field(default=None, kw_only=True)  # the same of the Hessian; None is 1 - 10 / steps
@@ -99,7 +99,11 @@ class IVON:
 
     def steps(self, n_batches: int) -> int:
         """`epochs` passes over the data."""
-        return self.epochs * n_batches
+        return (self.with_budget(n_batches).epochs or 0) * n_batches
+
+    def with_budget(self, n_batches: int) -> IVON:
+        """The method with epochs that follow the data, where they are not given."""
+        return self if self.epochs is not None else replace(self, epochs=default_budget(n_batches)[0])
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> IVONState:
         """q around the start, as wide as `initial_hessian` says, and a first draw of it."""

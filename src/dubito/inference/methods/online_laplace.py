@@ -25,6 +25,7 @@ from dubito.tensors import store
 from dubito.tensors.checks import at_least, between, one_of, require
 from dubito.tensors.tree import Buffers, Params
 
+EVERY = 5  # epochs between evidence steps
 LEAP = math.log(10.0)  # the most that the logarithm of a precision changes at a time
 
 
@@ -101,7 +102,9 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
     shared: Literal["expand", "reduce"] = field(default="expand", kw_only=True)  # Kronecker, for weights shared over positions
     prior_groups: Literal["layer", "one", "parameter"] = field(default="layer", kw_only=True)  # what shares a learned precision
     optimize_noise: bool | None = field(default=None, kw_only=True)  # by the evidence, not descent; None: unless diagonal
-    every: int = field(default=5, kw_only=True)  # epochs between evidence steps
+    every: int | None = field(
+        default=None, kw_only=True
+    )  # epochs between evidence steps; None: 5, or a twentieth of all by default
     burn_in: float = field(default=0.1, kw_only=True)  # share of the epochs before the first
     evidence_rate: float = field(default=0.5, kw_only=True)  # share of the way, in logarithms, that an evidence step goes
 
@@ -115,7 +118,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
         between(0, 1, burn_in=self.burn_in, include="low")
         between(0, 1, evidence_rate=self.evidence_rate, include="high")
         require(
-            self.epochs > self.first,
+            self.passes_over_data > self.first,
             f"epochs={self.epochs} and burn_in={self.burn_in} leave no training after an evidence step: give more epochs (for a "
             "network that is trained already there is Laplace())",
         )
@@ -125,20 +128,32 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
     @property
     def first(self) -> int:
         """Epochs before the first evidence step."""
-        return max(1, math.ceil(self.burn_in * self.epochs))
+        return max(1, math.ceil(self.burn_in * self.passes_over_data))
 
     @property
     def passes(self) -> int:
         """Passes over the data of both kinds."""
-        return self.epochs + len(range(self.first, self.epochs, self.every)) + 1
+        return self.passes_over_data + len(range(self.first, self.passes_over_data, self.interval)) + 1
+
+    @property
+    def interval(self) -> int:
+        """`every`, or what it is where nothing is known of the data."""
+        return EVERY if self.every is None else self.every
+
+    def with_budget(self, n_batches: int) -> OnlineLaplace:
+        """As of descent; there are no more evidence steps for more epochs that follow the data."""
+        if self.epochs is not None:
+            return self
+        method = super().with_budget(n_batches)
+        return method if self.every is not None else replace(method, every=max(EVERY, method.passes_over_data // 20))
 
     def _trains(self, which: int) -> bool:
         since = which - self.first
-        return since < 0 or (since % (self.every + 1) != 0 and which < self.passes - 1)
+        return since < 0 or (since % (self.interval + 1) != 0 and which < self.passes - 1)
 
     def steps(self, n_batches: int) -> int:
         """Passes for training and for curvature."""
-        return self.passes * n_batches
+        return self.with_budget(n_batches).passes * n_batches
 
     # -- the method
 
@@ -159,7 +174,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
                 "there is nothing to learn from the evidence: the prior's scale is given, and no noise is to be learned. Use Normal() "
                 "without a scale, or MAP and then Laplace"
             )
-        trained = super().init(target, start, batch, generator, steps=self.epochs * period)
+        trained = super().init(target, start, batch, generator, steps=self.passes_over_data * period)
         names = [name for name in start.params if ":" not in name]
         precision = {name: torch.tensor(prior.scale_of(name) ** -2, dtype=torch.float64) for name in names}
         setup, x = self.setup(target, start.params, start.buffers), target.model.split(batch)[0]

@@ -82,13 +82,13 @@ class SWAG(Descent[SWAGState]):
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> SWAGState:
         """As of descent, with empty moments."""
         norms = batch_norms(target.model.network)
-        period = steps // max(1, self.epochs)
-        passes = self.epochs - bool(norms)
+        period = steps // max(1, self.passes_over_data)
+        passes = self.passes_over_data - bool(norms)
         before = int(self.collect_after * passes)
         last = ", the last of which is for BatchNorm," if norms else ""
         require(
             passes - before >= 2,
-            f"SWAG takes the weights at the ends of two epochs at least; epochs={self.epochs}{last} and "
+            f"SWAG takes the weights at the ends of two epochs at least; epochs={self.passes_over_data}{last} and "
             f"collect_after={self.collect_after} leave {max(0, passes - before)}: give more epochs",
         )
         trained = super().init(target, start, batch, generator, steps=passes * period)

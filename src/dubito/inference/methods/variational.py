@@ -136,7 +136,7 @@ class Variational(Descent[VariationalState]):
         trained = super().init(target, Start({**leaves, **points}, start.buffers), batch, generator, steps=steps)
         return VariationalState(
             **vars(trained),
-            period=max(1, steps // max(1, self.epochs)),
+            period=max(1, steps // max(1, self.passes_over_data)),
             layers=drawn,
             joint=not (drawn or self.path_only or self.learn_prior) and self._joint(target, trained.params, generator),
         )
