@@ -101,6 +101,10 @@ JOINED = {  # modules that became parts of another one in the same package; thes
     "apps.optimize.optimization": ("improvement", "surrogate"),
     "apps.stability.bound": ("operator", "spectral"),
     "apps.stability.stability": ("local",),
+    "evaluation.recalibrate.conformal": ("conformal_intervals", "conformal_sets", "rank"),
+    "evaluation.recalibrate.predictives": ("classes", "marginals", "numbers"),
+    "evaluation.recalibrate.regression": ("quantiles", "variance"),
+    "evaluation.recalibrate.scaling": ("affine", "temperature"),
 }
 MOVED |= {f"{new.rpartition('.')[0]}.{old}": new for new, parts in JOINED.items() for old in parts}
 

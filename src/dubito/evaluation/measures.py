@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import Bernoulli, MultiTask, average
+from dubito.evaluation.metrics.reading import suits
+from dubito.model.likelihoods import average
 from dubito.posteriors.predictive import LatentMixture, Predictive
 
 
@@ -156,18 +157,8 @@ MEASURES: dict[str, Callable[[Predictive], Tensor]] = {
 }
 
 
-def _single(p: Predictive, name: str) -> Predictive:
-    if isinstance(p.likelihood, MultiTask):
-        raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(p.likelihood.tasks)}")
-    return p
-
-
 def _classes(p: Predictive, name: str) -> Predictive:
-    if not _single(p, name).likelihood.discrete:
-        raise ValueError(
-            f"{name} is for classes, and {type(p.likelihood).__name__} predicts numbers: use total_variance, "
-            f"aleatoric_variance or epistemic_variance"
-        )
+    suits(p, name, classes=True, advice=("", "use total_variance, aleatoric_variance or epistemic_variance"))
     return p
 
 
@@ -179,7 +170,7 @@ def _drawn(p: Predictive, name: str) -> LatentMixture:
 
 def _choices(p: Predictive, probs: Tensor, off: Tensor) -> Tensor:
     """Probabilities [..., C] as L choices among K, [..., L, K]: one among C classes, or C labels of 0 (`off`) or 1."""
-    return torch.stack([off, probs], -1) if isinstance(p.likelihood, Bernoulli) else probs.unsqueeze(-2)
+    return probs.unsqueeze(-2) if p.likelihood.indexed else torch.stack([off, probs], -1)
 
 
 def _beside_top(probs: Tensor) -> Tensor:
@@ -189,11 +180,12 @@ def _beside_top(probs: Tensor) -> Tensor:
 
 def _variances(p: Predictive, name: str) -> tuple[Tensor, Tensor]:
     """(aleatoric, epistemic) variance of the target, summed over its entries: the law of total variance."""
-    if not _single(p, name).likelihood.discrete:
+    suits(p, name, classes=None)
+    if not p.likelihood.discrete:
         return p.uncertainty.aleatoric.sum(-1), p.uncertainty.epistemic.sum(-1)
     mixture = _drawn(p, name)
     probs, weights = mixture.probs, mixture.draw_weights  # [S, B, *D, C], [S]
-    points = mixture.points
-    rest = points.likelihood.off(points.means, points.aligned_params) if isinstance(points.likelihood, Bernoulli) else 1 - probs
+    points, likelihood = mixture.points, p.likelihood
+    rest = 1 - probs if likelihood.indexed else likelihood.off(points.means, points.aligned_params)
     noise = (probs * rest).clamp_min(0)  # a probability may round to more than 1
     return average(noise.sum(-1), weights), average(((probs - mixture.mean) ** 2).sum(-1), weights)

@@ -28,6 +28,15 @@ class Arrays:
     size: int
     shuffle: bool = True
 
+    @staticmethod
+    def of(data: tuple[Inputs, Targets], dtype: torch.dtype, size: int, *, shuffle: bool, device: Any = None) -> Arrays:
+        """Inputs and targets, checked, as tensors on a device; NumPy's floats in a dtype."""
+        x, y = tree.tensors(data, dtype)
+        counts = {leaf.shape[0] for leaf in tree.leaves((x, y))}
+        one = len(counts) == 1 and counts != {0}
+        require(one, f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
+        return Arrays(tree.move(x, device), tree.move(y, device), size, shuffle)
+
     def __len__(self) -> int:
         return math.ceil(batch_size(self.y) / self.size)
 
@@ -98,26 +107,14 @@ def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 
     the data are cut into batches here.
     """
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray | dict):
-        return _held(model, *data, n_data=n_data, size=size, shuffle=shuffle)
+        source = Arrays.of(data, model.dtype, size, shuffle=shuffle, device=model.device)
+        return Batches(source, n_data or batch_size(source.y), len(source), model.device, n_data is None)
     if isinstance(data, Dataset):
         data = _loader(data, size, shuffle)
     _check_iterable(data)
     count = _count(model, data) if n_data is None else n_data
     require(count, "there is no data: the loader gives no example (with drop_last, not even one full batch)")
     return Batches(data, count, _length(model, data, count), model.device, n_data is None)
-
-
-def _held(model: Model, x: Inputs, y: Targets, *, n_data: int | None, size: int, shuffle: bool) -> Batches:
-    """Batches of tensors, which are moved to the model's device once."""
-    dtype = next(model.network.parameters()).dtype
-    x, y = tree.tensors(x, dtype), tree.tensors(y, dtype)
-    counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
-    require(
-        len(counts) == 1 and counts != {0},
-        f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}",
-    )
-    source = Arrays(tree.move(x, model.device), tree.move(y, model.device), size, shuffle)
-    return Batches(source, n_data or counts.pop(), len(source), model.device, n_data is None)
 
 
 def _loader(data: Dataset, size: int, shuffle: bool) -> DataLoader:

@@ -89,7 +89,7 @@ def plan(model: Model, method: Method, batch: Batch, *, n_data: int | None = Non
     >>> estimate.fits, estimate.steps
     (True, 7500)
     """
-    batch = tree.move(tree.tensors(batch, next(model.network.parameters()).dtype), model.device)
+    batch = tree.move(tree.tensors(batch, model.dtype), model.device)
     size = batch_size(model.split(batch)[1])
     free = available(model.device)
     limit = free if memory is None else int(memory * GIGABYTE)

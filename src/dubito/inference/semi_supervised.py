@@ -56,9 +56,8 @@ class Stream:
 
     def __init__(self, model: Model, unlabelled: Unlabelled, size: int):
         self.model, self.size = model, size
-        kind = next(model.network.parameters()).dtype
         self.dataset = unlabelled if isinstance(unlabelled, Dataset) else None
-        self.held = None if self.dataset is not None else tree.move(tree.tensors(unlabelled, kind), model.device)
+        self.held = None if self.dataset is not None else tree.move(tree.tensors(unlabelled, model.dtype), model.device)
         self.n = count(unlabelled)
         self.order: tuple[tuple[int, int], Tensor] | None = None
 

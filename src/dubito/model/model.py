@@ -82,6 +82,11 @@ class Model:
         """Where the network's parameters are."""
         return next(self.network.parameters()).device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the network's parameters, to which NumPy's float64 inputs are converted."""
+        return next(self.network.parameters()).dtype
+
     def parameters(self, y: Any = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what likelihood and prior learn at its start."""
         with exclusive(self.network):

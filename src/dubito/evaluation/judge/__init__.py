@@ -3,14 +3,13 @@
 - `score`: metrics of a predictive that is in memory; `rank` and `separation`, of decisions made with a score
 - `batches`: data as batches with targets, and anything that predicts as one function
 - `means`: sums over batches, which become means with standard errors
-- `classes`, `numbers`: what is added up for classes and for regression
-- `decisions`: how well a score of uncertainty finds errors
-- `judgement`: the result and its text
+- `scorers`: what is added up for classes and for regression
+- `judgement`: the result and its text, and how well a score of uncertainty finds errors
 - `stream`: `Judge`, which is given batch after batch, and `judge`, which runs it over data
 """
 
-from dubito.evaluation.judge.decisions import Counts as Counts
-from dubito.evaluation.judge.decisions import Decision as Decision
+from dubito.evaluation.judge.judgement import Counts as Counts
+from dubito.evaluation.judge.judgement import Decision as Decision
 from dubito.evaluation.judge.judgement import Judgement as Judgement
 from dubito.evaluation.judge.score import finite as finite
 from dubito.evaluation.judge.score import rank as rank

@@ -17,7 +17,6 @@ from dubito.model import Model
 from dubito.network.examples import split_batch
 from dubito.posteriors.posterior import Posterior, inputs_of
 from dubito.posteriors.predictive import Predictive, concatenate
-from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import borrowed_generators, fork_rng
 
@@ -52,7 +51,7 @@ def model_of(posterior: Posterior | Predictor) -> Model | None:
 
 def input_dtype(model: Model | None) -> torch.dtype:
     """The dtype of the network's weights, to which NumPy's float64 inputs are converted."""
-    return torch.get_default_dtype() if model is None else next(model.network.parameters()).dtype
+    return torch.get_default_dtype() if model is None else model.dtype
 
 
 def predict_in_batches(predict: Predictor, x: Tensor, size: int, transform: Callable[[Tensor], Any] | None = None) -> Predictive:
@@ -81,24 +80,14 @@ def for_each_batch(
 
 def _batches(data: Any, dtype: torch.dtype, size: int) -> Iterable[Any]:
     if isinstance(data, tuple) and len(data) == 2 and any(isinstance(part, Tensor | np.ndarray) for part in data):
-        return _arrays(*data, dtype, size)
+        if not isinstance(data[1], Tensor | np.ndarray | dict):
+            raise TypeError(f"in data (x, y), y must be a tensor, an array or a dict of these; y is a {type(data[1]).__name__}")
+        return Arrays.of(data, dtype, size, shuffle=False)
     if isinstance(data, Dataset):
         return DataLoader(data, batch_size=size)
     if not isinstance(data, Iterable) or isinstance(data, Tensor):
         raise TypeError(f"data must be a tuple (x, y), a Dataset, a DataLoader or batches; got a {type(data).__name__}")
     return data
-
-
-def _arrays(x: Any, y: Any, dtype: torch.dtype, size: int) -> Arrays:
-    if not isinstance(y, Tensor | np.ndarray | dict):
-        raise TypeError(f"in data (x, y), y must be a tensor, an array or a dict of these; y is a {type(y).__name__}")
-    x, y = tree.tensors(x, dtype), tree.tensors(y, dtype)
-    counts = {leaf.shape[0] for leaf in [*tree.leaves(x), *tree.leaves(y)]}
-    require(
-        len(counts) == 1 and counts != {0},
-        f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}",
-    )
-    return Arrays(x, y, size, shuffle=False)
 
 
 def _length(loader: Iterable[Any]) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dubito.evaluation.metrics import DECISIONS, METRICS
 from dubito.evaluation.metrics.reading import Array
-from dubito.model.likelihoods import Bernoulli, Likelihood
+from dubito.model.likelihoods import Likelihood
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import one_of, require
 
@@ -20,7 +20,7 @@ def _confidence(p: Predictive) -> Tensor:
         p.likelihood.discrete,
         f"confidence is for classes, and {type(p.likelihood).__name__} predicts numbers: leave it out of `metrics`",
     )
-    return torch.maximum(p.mean, 1 - p.mean) if isinstance(p.likelihood, Bernoulli) else p.mean.amax(-1)
+    return p.mean.amax(-1) if p.likelihood.indexed else torch.maximum(p.mean, 1 - p.mean)
 
 
 MEANS: dict[str, Callable[[Predictive], Tensor]] = {  # what needs no targets: averaged over all predictions
@@ -38,7 +38,7 @@ def suitable(likelihood: Likelihood) -> list[str]:
     >>> suitable(Gaussian(scale=1.0))[:3]
     ['nll', 'rmse', 'crps']
     """
-    return [name for name, metric in METRICS.items() if (metric.classes if likelihood.discrete else metric.regression)]
+    return [name for name, metric in METRICS.items() if metric.suits(likelihood.discrete)]
 
 
 def score(p: Predictive, y: Array, metrics: Sequence[str] | None = None) -> dict[str, float]:

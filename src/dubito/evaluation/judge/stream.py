@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from dubito.evaluation.judge.batches import Predictor, for_each_batch, model_of, predictor
-from dubito.evaluation.judge.classes import ClassScorer
 from dubito.evaluation.judge.judgement import Judgement
-from dubito.evaluation.judge.numbers import NumberScorer
+from dubito.evaluation.judge.scorers import ClassScorer, NumberScorer
 from dubito.evaluation.measures import MEASURES
 from dubito.evaluation.metrics import DECISIONS, METRICS
 from dubito.evaluation.metrics.reading import Array, targets, tensor

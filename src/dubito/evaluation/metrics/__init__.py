@@ -59,6 +59,10 @@ class Metric(NamedTuple):
     better: Literal["higher", "lower"] | None = None
     meaning: str = ""  # how to read it
 
+    def suits(self, discrete: bool) -> bool:
+        """Whether it is for classes and labels, or for numbers."""
+        return self.classes if discrete else self.regression
+
 
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(accuracy, True, False, "higher", "share of rows whose most probable class is right"),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.metrics.reading import Array, suits, tensor
-from dubito.model.likelihoods import Bernoulli
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import between, require
 
@@ -291,7 +290,7 @@ def _doubt(p: Predictive) -> Tensor:
     suits(p, "risk_coverage", classes=None)
     if not p.likelihood.discrete:
         return p.uncertainty.total.sum(-1)
-    if isinstance(p.likelihood, Bernoulli):
+    if not p.likelihood.indexed:
         return torch.minimum(p.mean, p.complement).sum(-1)
     top = p.mean.argmax(-1, keepdim=True)
     return p.mean.scatter(-1, top, 0.0).sum(-1)  # 1 - max, but without its rounding, which ties all confident inputs

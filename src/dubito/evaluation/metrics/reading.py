@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
+from dubito.model.likelihoods import MultiTask
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import require
 
 Array = Tensor | np.ndarray | Sequence[Any]  # what targets, scores and errors may come as
+ADVICE = ("use nll, accuracy or ece", "use nll, rmse, crps or coverage")  # advice for classes, and for numbers
 
 
 def tensor(values: Array) -> Tensor:
@@ -26,21 +27,19 @@ def precise(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def suits(p: Predictive, name: str, *, classes: bool | None) -> None:
-    """Raise, in words, for a predictive that the metric of that name is not for."""
-    kind = type(p.likelihood).__name__
+def suits(p: Predictive, name: str, *, classes: bool | None, advice: tuple[str, str] = ADVICE) -> None:
+    """Raise for a predictive that the function of that name is not for; `advice` says what there is for classes, and for numbers."""
     if isinstance(p.likelihood, MultiTask):
         raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(p.likelihood.tasks)}")
     if classes is not None:
-        needs, predicts, use = (
-            ("classes", "numbers", "rmse, crps or coverage") if classes else ("regression", "classes", "accuracy or ece")
-        )
-        require(p.likelihood.discrete == classes, f"{name} is for {needs}, and {kind} predicts {predicts}: use nll, {use}")
+        needs, predicts = ("classes", "numbers") if classes else ("regression", "classes")
+        message = f"{name} is for {needs}, and {type(p.likelihood).__name__} predicts {predicts}: {advice[classes]}"
+        require(p.likelihood.discrete == classes, message)
 
 
-def targets(p: Predictive, y: Array, name: str, *, classes: bool | None = None) -> Tensor:
+def targets(p: Predictive, y: Array, name: str, *, classes: bool | None = None, advice: tuple[str, str] = ADVICE) -> Tensor:
     """The targets, checked, in the layout of p.mean: [B, *D] for classes, [B, *D, C] else."""
-    suits(p, name, classes=classes)
+    suits(p, name, classes=classes, advice=advice)
     f = p.means[0] if isinstance(p, LatentMixture) else p.f_mean  # for its shape alone
     y = tensor(y).to(f.device)
     p.likelihood.check(f, y)
@@ -54,10 +53,9 @@ def targets(p: Predictive, y: Array, name: str, *, classes: bool | None = None) 
 
 def labelled(p: Predictive, target: Tensor) -> Tensor:
     """Which positions count, [B, *D]."""
-    if isinstance(p.likelihood, Classes):
-        return target != p.likelihood.ignore_index
-    seen = p.likelihood.observed(target)
-    return torch.ones(target.shape[:-1], dtype=torch.bool, device=target.device) if seen is None else seen
+    keep = p.likelihood.observed(target)
+    shape = target.shape if p.likelihood.indexed else target.shape[:-1]
+    return torch.ones(shape, dtype=torch.bool, device=target.device) if keep is None else keep
 
 
 def forecasts(p: Predictive, y: Array, name: str) -> tuple[Tensor, Tensor]:
@@ -70,9 +68,9 @@ def forecasts(p: Predictive, y: Array, name: str) -> tuple[Tensor, Tensor]:
 def choices(p: Predictive, y: Array, name: str) -> tuple[Tensor, Tensor]:
     """Probabilities [n, K] and the true index [n] of every choice: among classes, or 0 or 1 for each label."""
     probs, label = forecasts(p, y, name)
-    if isinstance(p.likelihood, Bernoulli):
-        return torch.stack([1 - probs, probs], -1).flatten(0, 1), label.flatten()
-    return probs, label
+    if p.likelihood.indexed:
+        return probs, label
+    return torch.stack([1 - probs, probs], -1).flatten(0, 1), label.flatten()
 
 
 def judged(probs: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.evaluation.metrics.reading import Array, choices, forecasts, judged, labelled, precise, targets, tensor
-from dubito.model.likelihoods import Classes
 from dubito.posteriors.predictive import Predictive
 
 
@@ -60,6 +59,6 @@ def brier(p: Predictive, y: Array) -> Tensor:
     tensor(0.2500)
     """
     probs, truth = forecasts(p, y, "brier")
-    if isinstance(p.likelihood, Classes):
+    if p.likelihood.indexed:
         truth = F.one_hot(truth, probs.shape[-1])
     return ((probs - truth) ** 2).sum(-1).mean()

@@ -10,23 +10,23 @@ recalibrated predictive is a `Predictive`, to be measured and judged as any othe
 The held-out data is neither what the posterior was fitted to nor what the result is judged by.
 """
 
-from dubito.evaluation.recalibrate.affine import Affine as Affine
-from dubito.evaluation.recalibrate.affine import MatrixScaling as MatrixScaling
-from dubito.evaluation.recalibrate.affine import VectorScaling as VectorScaling
-from dubito.evaluation.recalibrate.classes import RecalibratedClasses as RecalibratedClasses
-from dubito.evaluation.recalibrate.conformal_intervals import ConformalIntervals as ConformalIntervals
-from dubito.evaluation.recalibrate.conformal_intervals import IntervalRule as IntervalRule
-from dubito.evaluation.recalibrate.conformal_sets import ConformalSets as ConformalSets
-from dubito.evaluation.recalibrate.conformal_sets import SetRule as SetRule
+from dubito.evaluation.recalibrate.conformal import ConformalIntervals as ConformalIntervals
+from dubito.evaluation.recalibrate.conformal import ConformalSets as ConformalSets
+from dubito.evaluation.recalibrate.conformal import IntervalRule as IntervalRule
+from dubito.evaluation.recalibrate.conformal import SetRule as SetRule
 from dubito.evaluation.recalibrate.files import load as load
 from dubito.evaluation.recalibrate.files import save as save
 from dubito.evaluation.recalibrate.frequencies import Frequencies as Frequencies
 from dubito.evaluation.recalibrate.frequencies import Histogram as Histogram
 from dubito.evaluation.recalibrate.frequencies import Isotonic as Isotonic
-from dubito.evaluation.recalibrate.numbers import RecalibratedNumbers as RecalibratedNumbers
-from dubito.evaluation.recalibrate.quantiles import QuantileMap as QuantileMap
-from dubito.evaluation.recalibrate.quantiles import Quantiles as Quantiles
-from dubito.evaluation.recalibrate.temperature import Temperature as Temperature
-from dubito.evaluation.recalibrate.temperature import Tempered as Tempered
-from dubito.evaluation.recalibrate.variance import Stretched as Stretched
-from dubito.evaluation.recalibrate.variance import Variance as Variance
+from dubito.evaluation.recalibrate.predictives import RecalibratedClasses as RecalibratedClasses
+from dubito.evaluation.recalibrate.predictives import RecalibratedNumbers as RecalibratedNumbers
+from dubito.evaluation.recalibrate.regression import QuantileMap as QuantileMap
+from dubito.evaluation.recalibrate.regression import Quantiles as Quantiles
+from dubito.evaluation.recalibrate.regression import Stretched as Stretched
+from dubito.evaluation.recalibrate.regression import Variance as Variance
+from dubito.evaluation.recalibrate.scaling import Affine as Affine
+from dubito.evaluation.recalibrate.scaling import MatrixScaling as MatrixScaling
+from dubito.evaluation.recalibrate.scaling import Temperature as Temperature
+from dubito.evaluation.recalibrate.scaling import Tempered as Tempered
+from dubito.evaluation.recalibrate.scaling import VectorScaling as VectorScaling

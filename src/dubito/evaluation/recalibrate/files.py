@@ -8,13 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dubito.evaluation.recalibrate.affine import Affine
-from dubito.evaluation.recalibrate.conformal_intervals import ConformalIntervals, IntervalRule
-from dubito.evaluation.recalibrate.conformal_sets import ConformalSets, SetRule
+from dubito.evaluation.recalibrate.conformal import ConformalIntervals, ConformalSets, IntervalRule, SetRule
 from dubito.evaluation.recalibrate.frequencies import Frequencies
-from dubito.evaluation.recalibrate.quantiles import QuantileMap
-from dubito.evaluation.recalibrate.temperature import Tempered
-from dubito.evaluation.recalibrate.variance import Stretched
+from dubito.evaluation.recalibrate.regression import QuantileMap, Stretched
+from dubito.evaluation.recalibrate.scaling import Affine, Tempered
 from dubito.tensors import store
 
 Map = Tempered | Affine | Frequencies | QuantileMap | Stretched | SetRule | IntervalRule

@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.evaluation.metrics.reading import Array, tensor
-from dubito.evaluation.recalibrate.classes import RecalibratedClasses
-from dubito.evaluation.recalibrate.numbers import RecalibratedNumbers
-from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
-from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.evaluation.metrics import reading
+from dubito.evaluation.metrics.reading import Array
+from dubito.evaluation.recalibrate.predictives import RecalibratedNumbers
+from dubito.posteriors.predictive import Predictive
+from dubito.posteriors.predictive.predictive import FLOOR
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import fork_rng
 
 Batches = Iterable[tuple[Predictive, Array]]
-FLOOR = math.log(torch.finfo(torch.float64).tiny)
-CLASSES = "Temperature, VectorScaling, MatrixScaling, Isotonic, Histogram and ConformalSets"
-NUMBERS = "Variance, Quantiles and ConformalIntervals"
+ADVICE = (
+    "for these there are Temperature, VectorScaling, MatrixScaling, Isotonic, Histogram and ConformalSets",
+    "for these there are Variance, Quantiles and ConformalIntervals",
+)
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,14 @@ def classes(name: str, predictive: Predictive | Batches, y: Array | None) -> Hel
     """Forecasts and truth of all batches, for the map of that name."""
     logits, truth, labels = [], [], False
     for p, given in pairs(name, predictive, y):
-        suits(name, p, classes=True)
-        target = targets(p, given)
-        keep = target != p.likelihood.ignore_index if isinstance(p.likelihood, Classes) else slice(None)
-        labels = isinstance(p.likelihood, Bernoulli)
-        found = log_forecasts(p)
-        logits.append(found[keep].reshape(-1, found.shape[-1]))
-        truth.append((target[keep].reshape(-1, found.shape[-1]) if labels else target[keep]).long())
+        target = reading.targets(p, given, name, classes=True, advice=ADVICE)
+        keep, labels = reading.labelled(p, target), not p.likelihood.indexed
+        logits.append(p.log_forecasts[keep])
+        truth.append(target[keep].long())
     require(sum(map(len, truth)), f"there is nothing to fit {name} to: no batch, or none with a labelled target")
-    found = torch.cat(logits)
-    refuse(name, int(found.isnan().any(-1).sum()), len(found))
-    return Held(finite(found), torch.cat(truth), labels)
+    whole = torch.cat(logits)
+    refuse(name, int(whole.isnan().any(-1).sum()), len(whole))
+    return Held(finite(whole), torch.cat(truth), labels)
 
 
 def numbers(
@@ -73,8 +71,7 @@ def numbers(
     """
     n = bad = 0
     for p, given in pairs(name, predictive, y):
-        suits(name, p, classes=False)
-        target = targets(p, given)
+        target = reading.targets(p, given, name, classes=False, advice=ADVICE)
         n += target.shape[:-1].numel()
         bad += int(_broken(p).any(-1).sum()) if finite else 0
         if not bad:
@@ -122,23 +119,10 @@ def pairs(name: str, predictive: Predictive | Batches, y: Array | None) -> Itera
 
 
 def suits(name: str, p: Predictive, *, classes: bool) -> None:
-    """Raise, in words, for a predictive of the other kind."""
+    """Raise for what is no predictive, or one of the other kind."""
     if not isinstance(p, Predictive):
         raise TypeError(f"{name} maps predictives, as posterior.predict(x) gives; got a {type(p).__name__}")
-    kind = type(p.likelihood).__name__
-    if isinstance(p.likelihood, MultiTask):
-        raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(p.likelihood.tasks)}")
-    if p.likelihood.discrete != classes:
-        ours, theirs, others = ("classes", "numbers", NUMBERS) if classes else ("regression", "classes", CLASSES)
-        raise ValueError(f"{name} is for {ours}, and {kind} predicts {theirs}: for these there are {others}")
-
-
-def targets(p: Predictive, y: Array) -> Tensor:
-    """Checked, in the layout of the predictive's mean: [B, *D] for classes, [B, *D, C] else."""
-    f = p.means[0]
-    y = tensor(y).to(f.device)
-    p.likelihood.check(f, y)
-    return p.likelihood.target(y, f)
+    reading.suits(p, name, classes=classes, advice=ADVICE)
 
 
 def fits(name: str, p: Predictive, width: int, *, classes: bool) -> None:
@@ -151,24 +135,3 @@ def fits(name: str, p: Predictive, width: int, *, classes: bool) -> None:
 def finite(logits: Tensor) -> Tensor:
     """With a large number in the place of infinity, the logarithm or the log odds of a probability of 0 or 1: it cannot be scaled."""
     return logits.nan_to_num(nan=math.nan, posinf=-FLOOR, neginf=FLOOR)
-
-
-def log_forecasts(p: Predictive) -> Tensor:
-    r"""Log class probabilities of the average over draws, :math:`\ln \sum_s w_s p_{sc}`, or a label's log odds, [B, *D, C] in float64.
-
-    They are formed in logs, so that what is improbable is not lost.
-    """
-    if isinstance(p, RecalibratedClasses):
-        return p.logits.double()
-    if isinstance(p, LatentMixture) and p.linked_points is not None:
-        p = p.linked_points
-    if not isinstance(p, LatentMixture):
-        probs = p.mean.double()
-        return torch.logit(probs, eps=1e-12) if isinstance(p.likelihood, Bernoulli) else probs.log().clamp_min(FLOOR)
-    points = p.points
-    weights = points.component_weights.double().log().reshape(-1, *[1] * (points.means.ndim - 1))
-    if isinstance(p.likelihood, Bernoulli):
-        f = p.likelihood._logits(points.means, points.aligned_params).double()
-        return (F.logsigmoid(f) + weights).logsumexp(0) - (F.logsigmoid(-f) + weights).logsumexp(0)
-    assert isinstance(p.likelihood, Classes)
-    return (p.likelihood.log_probs(points.means, points.aligned_params).double() + weights).logsumexp(0)

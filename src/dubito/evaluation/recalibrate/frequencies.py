@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import forecasts
-from dubito.evaluation.recalibrate.classes import RecalibratedClasses, recalibrated
 from dubito.evaluation.recalibrate.forecasts import Batches
-from dubito.model.likelihoods import Bernoulli
+from dubito.evaluation.recalibrate.predictives import RecalibratedClasses, recalibrated
 from dubito.posteriors.predictive import Predictive
+from dubito.posteriors.predictive.predictive import FLOOR
 from dubito.tensors.checks import require
 
 
@@ -88,12 +88,12 @@ class Frequencies:
 
     def __call__(self, predictive: Predictive) -> RecalibratedClasses:
         forecasts.fits("a map of frequencies", predictive, len(self.probs), classes=True)
-        labels, z = isinstance(predictive.likelihood, Bernoulli), forecasts.log_forecasts(predictive)
+        labels, z = not predictive.likelihood.indexed, predictive.log_forecasts
         found = self._mapped((torch.sigmoid(z) if labels else z.exp()).flatten(0, -2)).reshape(z.shape)
         if labels:
             return recalibrated(predictive, torch.logit(found, eps=0.0 if self.floor else 1e-12))
         found = torch.where(found.sum(-1, keepdim=True) == 0, 1.0, found)  # none of the classes, says each: as good as any
-        return recalibrated(predictive, found.log().clamp_min(forecasts.FLOOR))
+        return recalibrated(predictive, found.log().clamp_min(FLOOR))
 
     def _mapped(self, probs: Tensor) -> Tensor:
         """[n, C] to [n, C]; what is NaN stays so."""

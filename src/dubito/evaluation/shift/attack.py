@@ -150,7 +150,7 @@ def _attacked(
     y = torch.as_tensor(y)
     require(len(x) == len(y), f"there are {len(x)} inputs for {len(y)} targets: give one for each")
     at_least(1, batch_size=batch_size)
-    device, dtype = posterior.model.device, next(posterior.model.network.parameters()).dtype
+    device, dtype = posterior.model.device, posterior.model.dtype
     done = []
     with torch.inference_mode(False):
         for i, (part, target) in enumerate(zip(x.detach().split(batch_size), y.split(batch_size), strict=True)):

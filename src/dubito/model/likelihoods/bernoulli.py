@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, Independent
 
-from dubito.model.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty, average, entropy, positive, tempered
+from dubito.model.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty, average, entropy, log_average, positive, tempered
 from dubito.tensors.tree import Params
 
 
@@ -82,6 +82,11 @@ class Bernoulli(Likelihood):
     def off(self, f: Tensor, params: Params) -> Tensor:
         """P(y = 0 | f), with the digits that 1 - `mean` loses where a label is nearly sure to be on."""
         return self.mean(-f, params)
+
+    def log_forecasts(self, f: Tensor, weights: Tensor, params: Params) -> Tensor:
+        """The log odds of the mean probabilities."""
+        logits = self._logits(f, params).double()
+        return log_average(F.logsigmoid(logits), weights) - log_average(F.logsigmoid(-logits), weights)
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         """Entropies of the labels, summed: of the mean probabilities (total), and their mean over draws (aleatoric)."""

@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
-from dubito.model.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty, average, entropy, nodes, positive, tempered
+from dubito.model.likelihoods.likelihood import (
+    PREFIX,
+    Likelihood,
+    Uncertainty,
+    average,
+    entropy,
+    log_average,
+    nodes,
+    positive,
+    tempered,
+)
 from dubito.tensors.tree import Params
 
 
@@ -82,6 +92,10 @@ class Classes(Likelihood):
         """Where y is not `ignore_index`."""
         keep = y != self.ignore_index
         return None if bool(keep.all()) else keep
+
+    def log_forecasts(self, f: Tensor, weights: Tensor, params: Params) -> Tensor:
+        """The logarithm of the mean probabilities."""
+        return log_average(self.log_probs(f, params), weights)
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         """H(mean p) (total) and mean H(p) (aleatoric) over the draws; their difference is the mutual information."""

@@ -118,6 +118,11 @@ def average(values: Tensor, weights: Tensor) -> Tensor:
     return torch.tensordot(weights.to(values), values, dims=1)
 
 
+def log_average(logs: Tensor, weights: Tensor) -> Tensor:
+    """The logarithm of the weighted mean of exp(logs) over the leading axis of draws, in float64."""
+    return (logs.double() + weights.double().log().reshape(-1, *[1] * (logs.ndim - 1))).logsumexp(0)
+
+
 def tempered(f: Tensor, scale: float | None, params: Params) -> Tensor:
     """Logits at a noise level: f / scale^2, where None stands for a learned one."""
     if scale is None:
@@ -212,6 +217,10 @@ class Likelihood(ABC):
         """E[y | f], [..., C]; for classes their probabilities."""
         return self(f, params).mean
 
+    def off(self, f: Tensor, params: Params) -> Tensor:
+        """P(y = 0 | f) of labels, [..., C]: 1 - `mean`, which a likelihood of labels gives with more digits."""
+        return 1 - self.mean(f, params)
+
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         r"""Expected Hessian of -log p(y | f) in f, :math:`E_y[\nabla \log p \, \nabla \log p^T]`, [..., C, C].
 
@@ -265,6 +274,13 @@ class Likelihood(ABC):
         aleatoric = average(distribution.variance, weights)
         mean = average(distribution.mean, weights)
         return Uncertainty.of(aleatoric + average((distribution.mean - mean) ** 2, weights), aleatoric)
+
+    def log_forecasts(self, f: Tensor, weights: Tensor, params: Params) -> Tensor:
+        """Draws of f [S, ..., C] with weights [S] to the logarithm of the mean probabilities, of labels to their log odds, [..., C].
+
+        In float64, and formed in logarithms, so that what is improbable is not lost.
+        """
+        raise ValueError(f"{type(self).__name__} predicts no classes or labels, which have probabilities")
 
     def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
         """E[Var(y | f)] for f ~ N(f_mean, f_var) where it has a closed form, else None; of every number of the target, [..., C]. The

@@ -181,6 +181,14 @@ class LatentMixture(Predictive):
         points = self.points
         return average(self.likelihood.off(points.means, points.aligned_params), points.component_weights).clamp(0, 1)
 
+    @property
+    def log_forecasts(self) -> Tensor:
+        """Log probabilities of classes, or the log odds of labels, averaged over draws: they are formed in logarithms."""
+        if self.linked_points is not None:
+            return self.linked_points.log_forecasts
+        points = self.points
+        return self.likelihood.log_forecasts(points.means, points.component_weights, points.aligned_params)
+
     @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Total = aleatoric + epistemic."""

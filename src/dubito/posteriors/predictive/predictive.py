@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from dubito.model.likelihoods import Likelihood, Uncertainty
 from dubito.tensors.checks import positive
 
 Units = Tensor | np.ndarray | Sequence[float] | float
+FLOOR = math.log(torch.finfo(torch.float64).tiny)  # the least log probability
 
 
 class Predictive(ABC):
@@ -54,6 +56,12 @@ class Predictive(ABC):
     def complement(self) -> Tensor:
         """P(y = 0 | x, D) of labels, [B, *D, C]: 1 - mean, with the digits that this loses near 1 where they are known."""
         return 1 - self.mean
+
+    @property
+    def log_forecasts(self) -> Tensor:
+        """Log probabilities of classes, or the log odds of labels, [B, *D, C] in float64."""
+        probs = self.mean.double()
+        return probs.log().clamp_min(FLOOR) if self.likelihood.indexed else torch.logit(probs, eps=1e-12)
 
     @property
     @abstractmethod

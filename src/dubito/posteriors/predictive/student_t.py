@@ -66,14 +66,14 @@ class StudentT(Predictive):
         return Uncertainty(noise + known, noise, known)
 
     @cached_property
-    def _scale(self) -> Tensor:
+    def scale(self) -> Tensor:
         """The scale of the Student-t, [B, *D, C], in float64: a difference of log gammas needs it."""
         return (self.rate.double() / self.shape.double() * (1 + self.spread[0].double())).sqrt()
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y | x, D) for every input, [B]."""
         y, dof = self.likelihood.target(tree.tensors(y), self.mean), 2 * self.shape.double()
-        squares, logs = ((y - self.mean) / self._scale) ** 2, self._scale.log()
+        squares, logs = ((y - self.mean) / self.scale) ** 2, self.scale.log()
         width = 1
         if len(self.shape) < y.shape[-1]:  # one noise for all outputs: what one output shows of it counts for the others
             squares, logs, width = squares.sum(-1, keepdim=True), logs.sum(-1, keepdim=True), y.shape[-1]
@@ -89,7 +89,7 @@ class StudentT(Predictive):
         seed = int(torch.randint(2**62, (1,), generator=source, device=device))
         with fork_rng(seed):  # torch.distributions draws from the global generator only
             chi2 = torch.distributions.Chi2(2 * self.shape.double()).sample((n, *self.mean.shape[:-1]))
-        return (self.mean + self._scale * unit * (2 * self.shape.double() / chi2).sqrt()).to(self.means)
+        return (self.mean + self.scale * unit * (2 * self.shape.double() / chi2).sqrt()).to(self.means)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central interval of every output of a regression."""
@@ -97,7 +97,7 @@ class StudentT(Predictive):
 
     def cdf(self, y: Tensor) -> Tensor:
         """P(Y <= y) of every output on its own, [B, *D, C], for y [B, *D, C]."""
-        z = (y - self.mean) / self._scale
+        z = (y - self.mean) / self.scale
         tail = student_t_tail(z.abs(), 2 * self.shape.double())
         return torch.where(z > 0, 1 - tail, tail).to(self.means)
 
@@ -112,7 +112,7 @@ class StudentT(Predictive):
             last = (inside.sum(0, keepdim=True) - 1).clamp(0, 255)
             low, high = grid.gather(0, last), grid.gather(0, last + 1)
         z = math.copysign(1, level - 0.5) * torch.tan((low + high) * math.pi / 4).squeeze(0)
-        return (self.mean + z * self._scale).to(self.means)
+        return (self.mean + z * self.scale).to(self.means)
 
     def crps(self, y: Tensor) -> Tensor:
         r"""Continuous ranked probability score of every output on its own, [B, *D, C], for y [B, *D, C].
@@ -121,12 +121,12 @@ class StudentT(Predictive):
         \frac{B(1/2, \nu - 1/2)}{B(1/2, \nu / 2)^2}` with :math:`z = (y - m) / s`, :math:`\nu = 2a > 1`; infinite for :math:`\nu \le 1`.
         """
         dof, half = 2 * self.shape.double(), torch.tensor(0.5, dtype=torch.float64, device=self.shape.device)
-        z = (y - self.mean) / self._scale
+        z = (y - self.mean) / self.scale
         beta = log_beta(half, dof / 2)
         density = (-(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - beta).exp()
         centre = z.abs() * (1 - 2 * student_t_tail(z.abs(), dof))
         spread = dof.sqrt() * (log_beta(half, dof - 0.5) - 2 * beta).exp()
-        score = self._scale * (centre + 2 * ((dof + z * z) * density - spread) / (dof - 1))
+        score = self.scale * (centre + 2 * ((dof + z * z) * density - spread) / (dof - 1))
         return torch.where(dof > 1, score, torch.inf).to(self.means)
 
     def to(self, device: torch.device | str) -> StudentT:

@@ -1,0 +1,333 @@
+"""What is added up batch by batch for classes, from one pass over the draws, and for numbers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Normal
+
+from dubito.evaluation.judge.judgement import SPLIT, Decision, decide
+from dubito.evaluation.judge.means import Means, QuantileCounts, row_sums
+from dubito.evaluation.measures import MEASURES
+from dubito.evaluation.metrics import DECISIONS, METRICS, Reliability
+from dubito.evaluation.metrics.calibration import Binning, ClassBins
+from dubito.evaluation.metrics.reading import labelled, precise
+from dubito.evaluation.metrics.regression import crps_of, interval_penalty, pit_of
+from dubito.model.likelihoods import Categorical, Classes, align, entropy
+from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.tensors.checks import require
+
+
+class Scorer(ABC):
+    """Sums and kept numbers of batches that are all of classes, or all of numbers."""
+
+    kind: str  # what it is for, in words
+    extra: tuple[str, ...]  # names it takes beside those of METRICS and DECISIONS
+    score: str  # by which errors are looked for unless others are named
+    discrete: bool
+
+    def __init__(self, p: Predictive, wanted: Sequence[str] | None, scores: Sequence[str] | None, bins: int, level: float):
+        suitable = [name for name, metric in (METRICS | DECISIONS).items() if metric.suits(self.discrete)] + [*self.extra]
+        self.wanted = [name for name in suitable if self.available(p, name)] if wanted is None else wanted
+        for name in self.wanted:
+            require(
+                name in suitable,
+                f"{name} is not for {self.kind}, which {type(p.likelihood).__name__} predicts: use some of {', '.join(suitable)}",
+            )
+        self.scores = [self.score] if scores is None else scores
+        self.bins, self.level = bins, level
+        self.n = 0
+        self.means = Means()
+        self.kept: dict[str, list[Tensor]] = {}
+
+    def available(self, p: Predictive, name: str) -> bool:
+        """Whether a metric that suits can be computed for this predictive."""
+        return True
+
+    @abstractmethod
+    def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
+        """Take in a batch: y as it was given, and `target` in the layout of p.mean."""
+
+    @abstractmethod
+    def values(self) -> dict[str, float]:
+        """All values but those of decisions and uncertainty."""
+
+    def details(self) -> dict[str, Any]:
+        """The fields of a `Judgement` that only this kind of prediction has."""
+        return {}
+
+    def standard_errors(self) -> dict[str, float]:
+        """The standard errors of the values that are means."""
+        errors = self.means.standard_errors()
+        names = (*METRICS, *SPLIT) if self.wants("uncertainty") else (*METRICS,)
+        return {name: errors[name] for name in names if name in errors and (name in SPLIT or self.wants(name))}
+
+    def wants(self, *names: str) -> bool:
+        """Whether any of these metrics is asked for."""
+        return any(name in self.wanted for name in names)
+
+    def keep(self, **values: Tensor) -> None:
+        """Keep numbers of single examples, for what needs their ranks."""
+        for name, value in values.items():
+            self.kept.setdefault(name, []).append(value.clone() if value._base is not None else value)
+
+    def keep_decisions(self, p: Predictive, errors: Tensor, ready: Mapping[str, Tensor], keep: Tensor) -> None:
+        """Keep errors and scores; `ready` are scores that are computed already, `keep` which positions count."""
+        if not self.wants(*DECISIONS):
+            return
+        self.keep(errors=errors)
+        for name in self.scores:
+            score = ready[name] if name in ready else MEASURES[name](p)[keep]
+            if bool(score.isnan().any()):
+                raise ValueError(
+                    f"predictions are NaN, and {name} cannot rank them: look for inputs or weights that are not finite, or leave out "
+                    f"{', '.join(DECISIONS)}"
+                )
+            self.keep(**{f"score {name}": score})
+
+    def joined(self, name: str) -> Tensor:
+        """The kept numbers of all batches."""
+        return torch.cat(self.kept[name])
+
+    def split(self) -> dict[str, float]:
+        """The means of total, aleatoric and epistemic uncertainty, if asked for."""
+        if not self.wants("uncertainty"):
+            return {}
+        means = self.means.values()
+        total, aleatoric = means["total"], means["aleatoric"]
+        epistemic = total - aleatoric if math.isfinite(total) else math.nan
+        return {"total": total, "aleatoric": aleatoric, "epistemic": epistemic}
+
+    def decisions(self) -> dict[str, Decision]:
+        """How well each score finds the errors, if asked for."""
+        if not self.wants(*DECISIONS):
+            return {}
+        scores = {name: self.joined(f"score {name}") for name in self.scores}
+        return decide(scores, self.joined("errors"), self.wanted, discrete=self.discrete)
+
+    def in_order(self, values: Mapping[str, float], names: Iterable[str] = METRICS) -> dict[str, float]:
+        """The values that are asked for, in the order of `names`."""
+        return {name: values[name] for name in names if name in values and self.wants(name)}
+
+
+CACHE = 2**16  # numbers that the softmax of all draws works on at a time, so that they stay in the cache
+
+
+class ClassScorer(Scorer):
+    """Classes, and labels that are each on or off. Kept for every choice: its confidence and whether it was right."""
+
+    kind, extra, score, discrete = "classes", ("brier_decomposition", "uncertainty"), "one_minus_max", True
+    bins_of_classes: ClassBins | None = None
+
+    def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
+        """Take in a batch: y as it was given, and `target` [B, *D] or [B, *D, L]."""
+        keep = labelled(p, target)
+        whole = bool(keep.all())
+        truth = (target.flatten(0, keep.ndim - 1) if whole else target[keep]).long()
+        terms = class_terms(p, y, truth, keep, whole=whole)
+        choice = _classes(terms.probs, truth) if p.likelihood.indexed else _labels(p, terms.probs, truth, keep)
+        self.n += len(truth)
+        correct = torch.where(choice.confidence.isnan(), math.nan, choice.correct.double())  # as the other metrics are NaN
+        values = {
+            "accuracy": correct.flatten(1).mean(1) if correct.ndim > 1 else correct,
+            "total": terms.total,
+            "aleatoric": terms.aleatoric,
+            "epistemic": terms.total.double() - terms.aleatoric.double(),
+        }
+        if self.wants("brier"):
+            values["brier"] = choice.gap.square().sum(-1, dtype=torch.float64)
+        self.means.add(keep, values, {"nll": -terms.log_prob})
+        if self.wants("classwise_ece", "brier_decomposition"):
+            bins = ClassBins.of(terms.probs, truth, bins=self.bins)
+            self.bins_of_classes = bins if self.bins_of_classes is None else self.bins_of_classes + bins
+        if self.wants("ece", "ece_mass", "mce"):
+            self.keep(confidence=choice.confidence.flatten(), correct=choice.correct.flatten())
+        ready = {
+            "one_minus_max": choice.doubt,
+            "predictive_entropy": terms.total,
+            "expected_entropy": terms.aleatoric,
+            "mutual_information": terms.total - terms.aleatoric,
+        }
+        self.keep_decisions(p, ~choice.correct.flatten(1).all(1) if correct.ndim > 1 else ~choice.correct, ready, keep)
+
+    def _reliability(self, by: Binning) -> Reliability | None:
+        if "confidence" not in self.kept:
+            return None
+        return Reliability.of(self.joined("confidence"), self.joined("correct"), bins=self.bins, by=by, level=self.level).cpu()
+
+    def values(self) -> dict[str, float]:
+        """Accuracy, proper scores, calibration errors and the parts of the Brier score."""
+        values = self.means.values()
+        if (bins := self._reliability("width")) is not None:
+            values |= {"ece": float(bins.ece), "mce": float(bins.mce)}
+        if self.wants("ece_mass") and (bins := self._reliability("mass")) is not None:
+            values["ece_mass"] = float(bins.ece)
+        if self.bins_of_classes is None:
+            return self.in_order(values)
+        values["classwise_ece"] = float(self.bins_of_classes.ece)
+        parts = self.bins_of_classes.decomposition._asdict() if self.wants("brier_decomposition") else {}
+        return self.in_order(values) | {f"brier_{name}": float(part) for name, part in parts.items()}
+
+    def details(self) -> dict[str, Any]:
+        """The reliability diagram, if any calibration error is asked for."""
+        return {"reliability": self._reliability("width")}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is chosen for n positions, among classes, or on and off for each of L labels."""
+
+    confidence: Tensor  # [n] or [n, L], the probability of what is chosen
+    correct: Tensor  # the same shape
+    doubt: Tensor  # [n], the probability that it is wrong; of labels, how many are expected to be wrong
+    gap: Tensor  # [n, C], probabilities minus what came true
+
+
+def _classes(probs: Tensor, truth: Tensor) -> Choices:
+    confidence, top = probs.max(-1)
+    gap = probs.scatter_add(-1, truth.unsqueeze(-1), probs.new_full((len(probs), 1), -1.0))
+    doubt = probs.scatter(-1, top.unsqueeze(-1), 0.0).sum(-1)
+    return Choices(confidence, (top == truth) & ~confidence.isnan(), doubt, gap)
+
+
+def _labels(p: Predictive, probs: Tensor, truth: Tensor, keep: Tensor) -> Choices:
+    off = precise(p.complement[keep])
+    confidence = torch.maximum(probs, off)
+    correct = ((probs > off) == truth.bool()) & ~confidence.isnan()
+    return Choices(confidence, correct, torch.minimum(probs, off).sum(-1), probs - truth)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What n positions with a target need of the draws."""
+
+    probs: Tensor  # [n, C]
+    log_prob: Tensor  # [B], of the truth, summed over the positions of each row
+    total: Tensor  # [n]
+    aleatoric: Tensor  # [n]
+
+
+def class_terms(p: Predictive, y: Tensor, truth: Tensor, keep: Tensor, *, whole: bool) -> Terms:
+    """The terms of all positions of `keep` [B, *D], in one pass over the draws where these are at hand; `whole`: all of them count."""
+    if not isinstance(p, LatentMixture) or not isinstance(p.likelihood, Classes) or p.linked_points is not None:
+        split = p.uncertainty
+        return Terms(precise(p.mean[keep]), p.log_prob(y), split.total[keep], split.aleatoric[keep])
+    points = p.points
+    f = points.means.flatten(1, -2) if whole else points.means[:, keep]  # [S, n, C]
+    draws, n, width = f.shape
+    weights = points.component_weights.to(torch.promote_types(f.dtype, torch.float32))
+    shapes = ((n, p.likelihood.width(f)), (n,), (n,))
+    probs, aleatoric, log_prob = (f.new_empty(*shape, dtype=weights.dtype) for shape in shapes)
+    rows = max(1, (CACHE if f.device.type == "cpu" else 2**8 * CACHE) // (draws * width))
+    for i in range(0, n, rows):
+        block = slice(i, i + rows)
+        mixed = _mixed(p.likelihood, f[:, block], points, truth[block], weights)
+        probs[block], aleatoric[block], log_prob[block] = mixed
+    total = entropy(probs.clamp_(0, 1))  # a mean of probabilities may round to more than 1
+    return Terms(probs, row_sums(log_prob.double(), keep), total, torch.minimum(aleatoric, total))
+
+
+def _mixed(
+    likelihood: Classes, f: Tensor, points: LatentMixture, truth: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of draws f [S, n, C]: mean probabilities [n, C], mean entropies [n], and the log of the mean probability of the truth [n].
+
+    Classes come first, so that all is done for many inputs at once: over a last axis of ten torch's softmax takes eight times as long.
+    """
+    params = align(points.params or {}, f)
+    if isinstance(likelihood, Categorical):
+        x = likelihood._logits(f, params).to(weights.dtype).permute(2, 0, 1).contiguous()  # [C, S, n]
+        x -= x.amax(0)
+    else:
+        x = likelihood.log_probs(f, params).to(weights.dtype).permute(2, 0, 1).contiguous()
+    e = x.exp()
+    z = e.sum(0)
+    log_z = z.log()
+    mean = (e * (weights.unsqueeze(-1) / z)).sum(1)  # [C, n]
+    true = mean.gather(0, truth.unsqueeze(0)).squeeze(0)
+    tiny = true < 1e4 * torch.finfo(x.dtype).tiny  # where only the logarithm of the truth's probability is a float
+    log_true = true.log()
+    if bool(tiny.any()):
+        each = x[:, :, tiny].gather(0, truth[tiny].expand(1, len(z), -1)).squeeze(0) - log_z[:, tiny]
+        log_true[tiny] = (each + weights.log().unsqueeze(-1)).logsumexp(0)
+    x.clamp_(min=torch.finfo(x.dtype).min)  # 0 times the log of 0 is 0
+    noise = weights @ (log_z - x.mul_(e).sum(0) / z)
+    return mean.mT, noise, log_true
+
+
+ROOTS = {"rmse": "squares", "sharpness": "variance"}  # metrics that are the root of a mean
+OF_INTERVALS = ("coverage", "width", "interval_score")
+
+
+class NumberScorer(Scorer):
+    """Regression. The error of an example is its squared error, summed over outputs."""
+
+    kind, extra, score, discrete = "regression", ("uncertainty",), "total_variance", False
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.quantiles = QuantileCounts()
+
+    def available(self, p: Predictive, name: str) -> bool:
+        """A likelihood of one's own may have no CRPS and no distribution function."""
+        if isinstance(p, LatentMixture) and isinstance(p.marginals[0], Normal):
+            return True
+        if name == "crps":
+            return hasattr(p, "crps")
+        if name not in (*OF_INTERVALS, "quantile_error"):
+            return True
+        if not hasattr(p, "cdf"):
+            return name != "quantile_error"
+        with suppress(ValueError):
+            p.cdf(p.mean)  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+        return False
+
+    def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
+        """Take in a batch: y as it was given, and `target` [B, *D, C]."""
+        if not target.numel():
+            return
+        keep = torch.ones_like(labelled(p, target))
+        self.n += keep.numel()
+        squares, split = (p.mean - target).double().square(), p.uncertainty
+        total, aleatoric = split.total.double(), split.aleatoric.double()
+        values = {"squares": squares, "variance": total}
+        sums = {"total": total, "aleatoric": aleatoric, "epistemic": total - aleatoric}
+        if self.wants("crps"):
+            values["crps"] = crps_of(p, y).reshape(target.shape)
+        if self.wants(*OF_INTERVALS):
+            lower, upper = p.interval(self.level)
+            values["coverage"] = (lower <= target) & (target <= upper)
+            values["width"] = upper - lower
+            values["interval_score"] = interval_penalty(target, lower, upper, self.level)
+        each = {name: value.double().mean(-1).flatten() for name, value in values.items()}
+        each |= {name: value.sum(-1).flatten() for name, value in sums.items()}
+        self.means.add(keep, each, {"nll": -p.log_prob(y)} if self.wants("nll") else None)
+        if self.wants("quantile_error"):
+            self.quantiles.add(pit_of(p, y, "judge"))
+        self.keep_decisions(p, squares.sum(-1).flatten(), {"total_variance": each["total"]}, keep)
+
+    def values(self) -> dict[str, float]:
+        """Errors, proper scores, intervals and quantiles."""
+        values = self.means.values()
+        values |= {name: math.sqrt(values[square]) for name, square in ROOTS.items()}
+        if self.quantiles.n:
+            values["quantile_error"] = float(self.quantiles.calibration.error)
+        return self.in_order(values)
+
+    def standard_errors(self) -> dict[str, float]:
+        """Those of means, and of `rmse` and `sharpness` by the delta method: se / (2 root)."""
+        errors, values = self.means.standard_errors(), self.values()
+        roots = {name: errors[square] / (2 * values[name]) for name, square in ROOTS.items() if values.get(name)}
+        return super().standard_errors() | roots  # of a root, by the delta method
+
+    def details(self) -> dict[str, Any]:
+        """Quantile calibration and the histogram of PIT values, if asked for."""
+        return {"quantiles": self.quantiles.calibration, "pit": self.quantiles.histogram} if self.quantiles.n else {}
