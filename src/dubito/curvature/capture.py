@@ -92,6 +92,15 @@ def tapped(h: Tensor, var: Tensor, axis: int) -> Tensor:
     return h
 
 
+def tapped_inputs(h: Tensor, var: Callable[[], Tensor]) -> Tensor:
+    """h, the output of a layer whose inputs and weights are both uncertain: what they add together. A `Capture` that records the layer
+    knows it from `noted`; one that records noise alone is told here."""
+    if (capture := _LISTENING.capture) is not None and not capture.proxies and h.requires_grad:
+        with torch.no_grad():
+            capture.taps.append(Tap(get_gradient_edge(h), var(), 0))
+    return h
+
+
 def rescaled(x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
     """x times a weight plus a bias of each channel, known to a `Capture` that listens as a norm's scale and shift."""
     capture = _LISTENING.capture

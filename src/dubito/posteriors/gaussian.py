@@ -22,7 +22,7 @@ from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.linearized import functions, joint, linearized, sweep
 from dubito.posteriors.predict.one_pass import ONE_PASS, one_pass, refuse_one_pass_options
-from dubito.posteriors.predict.sampled import GIGABYTE, sampled
+from dubito.posteriors.predict.sampled import draw_groups, sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predictive import LINKS, LatentMixture
 from dubito.tensors import tree
@@ -141,14 +141,15 @@ class Gaussian(Posterior):
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
         variances of the input, and `draws` is how often an operation without a rule is drawn; for `"streamlined"`, `rank` says how
         many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what. For `"adjoint"`,
-        `top` is how many outputs of each example are swept back, the largest; None: all, or 16 of more than 100. `how="point"` is the
+        `top` is how many outputs of each example are swept back, the largest; None: all, or 16 of more than 100. Of large images
+        `draws` (30 if None) functions stand for its Gaussian, and `p.how` tells that too. `how="point"` is the
         network at the mean of the weights alone.
         """
         how = self.how if how is None else how
         self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point")
         one_of(LINKS, link=link)
         if how in ONE_PASS:
-            p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, x_var=x_var, rank=rank, top=top)
+            p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top)
             return p.stretched(self.variance_scale).linked(link)
         refuse_one_pass_options(x_var, rank, top)
         if how == "point":
@@ -163,12 +164,10 @@ class Gaussian(Posterior):
         return self._sampled(x, draws or self.draws, memory, source)
 
     def _sampled(self, x: Inputs, draws: int, memory: float, source: torch.Generator) -> LatentMixture:
-        """By draws of the weights: as many at a time as a third of the memory holds. How many does not depend on x, so that all x see
-        the same functions."""
-        group = max(1, int(memory * GIGABYTE / 3 / (4 * self.covariance.size)))
+        """By draws of the weights, a group at a time."""
         parts = []
-        for first in range(0, draws, group):
-            shared, stacked = self._drawn(min(group, draws - first), source)
+        for n in draw_groups(draws, self.covariance.size, memory):
+            shared, stacked = self._drawn(n, source)
             parts.append(sampled(self.model, x, shared=shared, stacked=stacked, memory=memory))
         if len(parts) == 1:
             return parts[0]

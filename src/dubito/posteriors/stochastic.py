@@ -80,7 +80,8 @@ class Stochastic(Posterior):
         self._only(how, "sampled", "streamlined", "adjoint", "point")
         one_of(LINKS, link=link)
         if how is not None and how in ONE_PASS:
-            return one_pass(self.streamlined, x, how, draws=draws, memory=memory, x_var=x_var, rank=rank, top=top).linked(link)
+            p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top)
+            return p.linked(link)
         refuse_one_pass_options(x_var, rank, top)
         shared = {**self.buffers, **self.params}
         if how == "point":

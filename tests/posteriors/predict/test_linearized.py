@@ -233,6 +233,23 @@ def test_images_are_drawn_as_functions_where_they_are_large():
     torch.testing.assert_close(small.f_var[:, :7, :7], inner[:, :7, :7], rtol=1e-7, atol=1e-9)
 
 
+def test_draws_stay_within_the_memory(monkeypatch):
+    """All 30 draws of the weights were made at once, whatever `memory` said."""
+    network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 3, 3, padding=1))
+    model = Model(network, Categorical(dim=1))
+    mean = model.parameters()
+    posterior = Posterior.diagonal(model, mean, {name: torch.full_like(leaf, 0.01) for name, leaf in mean.items()})
+    x, made, kind = torch.randn(2, 1, 12, 12), [], type(posterior.covariance)
+    sample = kind.sample
+    monkeypatch.setattr(kind, "sample", lambda self, n, source=None: made.append(n) or sample(self, n, source))
+    p = posterior.predict(x, memory=3 * 4 * 10 * posterior.covariance.size / 2**30)
+    assert made == [10, 10, 10]
+    assert p.how == "linearized, 30 draws"
+    made.clear()
+    posterior.predict(x)
+    assert made == [30]
+
+
 def test_draws_are_functions_that_all_inputs_share():
     net, x = build("perceptron")
     model = Model(net, Categorical())

@@ -461,6 +461,60 @@ def test_many_outputs():
         posterior.predict(x, "adjoint", top=0)
 
 
+class Pixels(nn.Module):
+    """A class for every pixel, with norms of the kinds that have a backward pass of their own."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.LayerNorm(4)
+        self.second, self.group, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 3, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.relu(self.first(x)).movedim(1, -1)).movedim(-1, 1)
+        return self.last(self.dropout(self.group(torch.tanh(self.second(h)))))
+
+
+def test_the_adjoint_of_a_class_for_every_pixel_has_no_luck():
+    """432 outputs an example: it was 30 draws from the global generator, whose probabilities differed by .28 from call to call."""
+    torch.manual_seed(0)
+    posterior, x = around(Pixels(), variance=0.01, likelihood=Categorical(dim=1)), torch.randn(2, 1, 12, 12)
+    state = torch.get_rng_state()
+    first, again = posterior.predict(x, "adjoint"), posterior.predict(x, "adjoint", seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.mean, again.mean)
+    assert first.how == "adjoint"
+    truth = posterior.predict(x, "sampled", draws=4000)
+    torch.testing.assert_close(first.mean, truth.mean, rtol=0, atol=0.02)
+    assert float((first.f_var / truth.f_var).sqrt().mean()) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize("form", ["gaussian", "inputs", "dropout"])
+def test_the_adjoint_of_too_many_outputs_is_drawn_from_its_seed(monkeypatch, form):
+    torch.manual_seed(0)
+    x, given = torch.randn(3, 1, 12, 12), {}
+    if form == "dropout":
+        model = Model(Pixels(dropout=0.3), Categorical(dim=1))
+        posterior = dubito.fit(model, dubito.MCDropout(epochs=1), (x, torch.zeros(3, 12, 12).long()))
+    else:
+        posterior = around(Pixels(), variance=0.01, likelihood=Categorical(dim=1))
+        given = {"x_var": torch.full_like(x, 0.01)} if form == "inputs" else {}
+    exact = posterior.predict(x, "adjoint", **given)
+    assert exact.how == "adjoint"
+    monkeypatch.setattr("dubito.posteriors.predict.adjoint.SWEPT", 0)
+    state = torch.get_rng_state()
+    first, again = posterior.predict(x, "adjoint", **given), posterior.predict(x, "adjoint", **given)
+    other = posterior.predict(x, "adjoint", seed=1, **given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.how == "adjoint, 30 draws"
+    assert torch.equal(first.means, again.means)
+    assert not torch.equal(first.means, other.means)
+    torch.testing.assert_close(first.stretched(4.0).f_var, 4 * first.f_var)
+    many = posterior.predict(x, "adjoint", draws=1000, memory=1e-4, **given)  # a few examples and draws at a time
+    torch.testing.assert_close(many.f_mean, exact.f_mean, rtol=0, atol=0.2 * float(exact.f_var.max()) ** 0.5)
+    assert float((many.f_var / exact.f_var).sqrt().mean()) == pytest.approx(1, abs=0.02)
+
+
 def test_a_scale_of_variances():
     posterior, x = around(mlp(3, 8, 2)), torch.randn(4, 3)
     plain = posterior.predict(x, "adjoint")

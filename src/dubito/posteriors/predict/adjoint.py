@@ -15,6 +15,7 @@ here: the network that is linearized is that of the means. A plain chain of laye
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,16 +26,19 @@ from dubito.curvature.capture import example_count, tapped
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
-from dubito.posteriors.predict.linearized import linearized
+from dubito.posteriors.predict.linearized import DRAWS, POSITIONS, linearized
+from dubito.posteriors.predict.sketch import sketch
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, Weight
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.checks import require
+from dubito.tensors.randomness import generator
 from dubito.tensors.tree import Buffers, Params
 
 MANY, TOP = 100, 16  # outputs above which only the largest are swept back, and how many
+SWEPT = 2**26  # outputs times numbers in all layers of an example, up to which every position is swept back
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,14 @@ def adjoint(
     *,
     x_var: Tensor | None = None,
     memory: float = 1.0,
+    seed: int = 0,
     fallback: int = 0,
     top: int | None = None,
 ) -> LatentMixture:
     """The predictive at x: means by the forward pass, covariances of the outputs by the sweeps backwards.
+
+    Where an example has too many outputs at too many positions for a sweep each (large images), draws of the Gaussian that the sweeps
+    would find stand for it, from `seed`; `how` says so.
 
     `top`: only so many outputs of each example, the largest, are swept back; the others have the variances of the forward pass, and
     there are no covariances. Of more than MANY outputs it is TOP, unless given."""
@@ -87,7 +95,7 @@ def adjoint(
         params = likelihood_params(engine.params)
         return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
     with torch.inference_mode(False):
-        return _by_linearizing(engine, x, x_var, memory, fallback, top)
+        return _by_linearizing(engine, x, x_var, memory, fallback, top, seed)
 
 
 def _top(trace: Trace, top: int | None) -> int | None:
@@ -101,6 +109,14 @@ def _top(trace: Trace, top: int | None) -> int | None:
     return None if top is None or top >= outputs else top
 
 
+def _swept(trace: Trace) -> bool:
+    """Whether every output at every position can be swept back."""
+    shape = trace.shapes[trace.output]
+    outputs = math.prod(shape[1:])
+    units = sum(math.prod(trace.shapes[step.result][1:]) for step in trace.steps if step.result is not None)
+    return len(shape) == 2 or outputs <= POSITIONS or outputs * units <= SWEPT
+
+
 def _known_chain(engine: Streamlined, trace: Trace) -> Chain | None:
     if id(trace) not in engine.chains:
         engine.chains[id(trace)] = find_chain(engine, trace)
@@ -108,7 +124,7 @@ def _known_chain(engine: Streamlined, trace: Trace) -> Chain | None:
 
 
 def _by_linearizing(
-    engine: Streamlined, x: Any, x_var: Tensor | None, memory: float, fallback: int, top: int | None
+    engine: Streamlined, x: Any, x_var: Tensor | None, memory: float, fallback: int, top: int | None, seed: int
 ) -> LatentMixture:
     """The long way, for any network: linearize that of the means."""
     base = engine.model
@@ -117,14 +133,18 @@ def _by_linearizing(
         engine=engine, noisy=x_var is not None, fallback=fallback,
     )  # fmt: skip
     x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
-    engine.trace(x)
-    others = None
+    trace, others = engine.trace(x), None
     if top is not None:
         with torch.no_grad():
             f = engine.moments(x, x_var=x_var, fallback=fallback)
         others = top, f.var if isinstance(f, Moments) else f.cov.diagonal(dim1=-2, dim2=-1)
-    given, covariance = x if x_var is None else (x, x_var), engine.covariance
-    p = linearized(model, given, params=engine.params, buffers=engine.buffers, covariance=covariance, memory=memory, top=others)
+    given = x if x_var is None else (x, x_var)
+    known: dict[str, Any] = {"params": engine.params, "buffers": engine.buffers, "covariance": engine.covariance}
+    if not _swept(trace):
+        draws, source = fallback or DRAWS, generator(base.device, seed, "adjoint")
+        f = sketch(model, given, **known, draws=draws, generator=source, memory=memory)
+        return LatentMixture(base.likelihood, f, params=likelihood_params(engine.params), how=f"adjoint, {draws} draws")
+    p = linearized(model, given, **known, fallback=0, memory=memory, top=others)
     return replace(p, how="adjoint" if top is None else f"adjoint, {top} largest outputs")
 
 

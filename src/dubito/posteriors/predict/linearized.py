@@ -21,6 +21,7 @@ from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs
 from dubito.network.weights import in_mode
 from dubito.posteriors.predict.linearization import Linearization
+from dubito.posteriors.predict.sampled import draw_groups
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.covariances import Covariance
@@ -28,6 +29,7 @@ from dubito.tensors.tree import Buffers, Params
 
 GIGABYTE = 2**30
 POSITIONS = 256  # outputs of an example (classes times pixels) above which draws of linearized functions take over
+DRAWS = 30  # of them
 
 
 @torch.inference_mode(False)  # gradients are needed
@@ -39,7 +41,7 @@ def linearized(
     buffers: Buffers,
     covariance: Covariance,
     draws: int | None = None,
-    fallback: int = 30,
+    fallback: int = DRAWS,
     memory: float = 1.0,
     generator: torch.Generator | None = None,
     top: tuple[int, Tensor] | None = None,
@@ -48,7 +50,7 @@ def linearized(
 
     `top` = (k, variances [B, C]): only the k largest outputs of each example are followed; the others have the variances given, and
     none of them a covariance. With `draws`, or where an example has very many outputs (segmentation: then `fallback` of them), as so
-    many functions f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x.
+    many functions f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x; not with `fallback=0`.
     """
     x, params, buffers = _prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
@@ -57,10 +59,11 @@ def linearized(
             f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
         return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=likelihood_params(params))
     found = layout(model, params, x, buffers, names)
-    if draws is not None or (found.outputs > POSITIONS and not found.flat):
-        deltas = covariance.sample(draws or fallback, generator)
-        means = functions(model, x, params=params, buffers=buffers, deltas=deltas)
-        return LatentMixture(model.likelihood, means, params=likelihood_params(params))
+    if draws is not None or (fallback and found.outputs > POSITIONS and not found.flat):
+        groups = draw_groups(draws or fallback, covariance.size, memory)
+        deltas = (covariance.sample(n, generator) for n in groups)
+        means = torch.cat([functions(model, x, params=params, buffers=buffers, deltas=delta) for delta in deltas])
+        return LatentMixture(model.likelihood, means, params=likelihood_params(params), how=f"linearized, {len(means)} draws")
     f, cov, root = [], [], []
     step = _examples_at_a_time(found, params, x, top, memory)
     for start in range(0, example_count(x), step):
@@ -85,8 +88,8 @@ def _examples_at_a_time(found: Layout, params: Params, x: Inputs, top: tuple[int
     """How many examples fit the memory: gradients of every output with respect to every layer's outputs, and those of weights that no
     rule knows."""
     size = example_count(x)
-    other = 3 * found.outputs * sum(params[name].numel() for name in found.generic)
-    each = 4 * (found.taps * ((found.outputs if top is None else top[0]) + 2) + other)
+    other = 3 * found.classes * sum(params[name].numel() for name in found.generic)
+    each = 4 * (found.taps * ((found.classes if top is None else top[0]) + 2) + other)  # one position at a time
     return size if found.alone else max(1, min(size, int(memory * GIGABYTE / 2 / max(1, each))))
 
 

@@ -20,6 +20,7 @@ def one_pass(
     *,
     draws: int | None = None,
     memory: float = 1.0,
+    seed: int = 0,
     x_var: Tensor | None = None,
     rank: int | None = None,
     top: int | None = None,
@@ -27,7 +28,7 @@ def one_pass(
     """The predictive at x; `draws` is how often an operation without a rule is drawn."""
     if how == "streamlined":
         return engine.predict(x, rank=rank, x_var=x_var, fallback=draws or 0)
-    return adjoint(engine, x, x_var=x_var, memory=memory, fallback=draws or 0, top=top)
+    return adjoint(engine, x, x_var=x_var, memory=memory, seed=seed, fallback=draws or 0, top=top)
 
 
 def refuse_one_pass_options(x_var: Tensor | None, rank: int | None, top: int | None) -> None:

@@ -104,6 +104,13 @@ class Common(TorchFunctionMode):
         return result
 
 
+def draw_groups(draws: int, size: int, memory: float) -> list[int]:
+    """The sizes of groups of draws of `size` numbers each, so that a group takes a third of the memory in gigabytes. They do not depend
+    on x, so that all x see the same functions."""
+    group = max(1, int(memory * GIGABYTE / 3 / (4 * max(1, size))))
+    return [min(group, draws - first) for first in range(0, draws, group)]
+
+
 def sampled(
     model: Model,
     x: Inputs,

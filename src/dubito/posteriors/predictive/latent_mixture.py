@@ -51,9 +51,11 @@ class LatentMixture(Predictive):
         one_of(LINKS, link=self.link)
 
     def stretched(self, factor: float) -> LatentMixture:
-        """The same with all covariances of f times a factor."""
+        """The same with all covariances of f times a factor: those of the components, or that of the draws."""
         if factor == 1:
             return self
+        if self.certain:
+            return replace(self, means=self.f_mean + (self.means - self.f_mean) * factor**0.5)
         if self.root is not None:
             return replace(self, root=self.root * factor**0.5)
         return replace(self, cov=None if self.cov is None else self.cov * factor)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.curvature.capture import heard, noted, tapped
+from dubito.curvature.capture import heard, noted, tapped, tapped_inputs
 from dubito.posteriors.predict.streamlined.moments import (
     Moments,
     Value,
@@ -60,6 +60,8 @@ class Layer:
         """:math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; `square` is :math:`W^2`, where it is known."""
         m, v, w = mean_of(x), var_of(x), mean_of(weight)
         mean = self.apply(noted(m, v) if adjoint and v is not None else m, w, mean_of(bias))
+        if adjoint and v is not None and (own := var_of(weight)) is not None:
+            mean = tapped_inputs(mean, lambda: self.apply(v, own, None))
         with still(adjoint):
             m, w = (m.detach(), w.detach()) if adjoint else (m, w)
             var, shift = self._from_weights(m, weight, var_of(bias))
