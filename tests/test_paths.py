@@ -80,6 +80,21 @@ def test_names_that_docs_and_benchmarks_of_version_0_1_import_still_work(path):
         assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("model.priors", "concerned", "prior_params"),
+        ("model.likelihoods", "own", "likelihood_params"),
+        ("tensors.randomness", "forked", "fork_rng"),
+        ("tensors.store", "locked", "lock_folder"),
+    ],
+)
+def test_a_helper_of_version_0_1_warns_and_works(module, old, new):
+    module = importlib.import_module(f"dubito.{module}")
+    with pytest.warns(DeprecationWarning, match=new):
+        assert getattr(module, old) is getattr(module, new)
+
+
 def test_scripts_import_names_that_exist():
     root = Path(__file__).parents[1]
     scripts = [path for folder in ("benchmarks", "examples", "docs/images") for path in (root / folder).rglob("*.py")]

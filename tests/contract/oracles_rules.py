@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.posteriors.predict.streamlined import Moments, Weight
-from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predict.streamlined.moments import RULES
 from dubito.testing import require
 
 DOUBLE, DRAWS = torch.float64, 6000

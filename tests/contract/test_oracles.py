@@ -17,7 +17,7 @@ from dubito.families import Family
 from dubito.likelihoods import Likelihood
 from dubito.model.priors.scales import Scale
 from dubito.posteriors import Posterior
-from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predict.streamlined.moments import RULES
 from dubito.posteriors.predictive import LINKS
 from dubito.priors import Prior
 from dubito.tensors.covariances import Covariance

@@ -20,13 +20,13 @@ from dubito.diagnostics import (
     log_scores,
     mcse_mean,
     nested_rhat,
-    quantities,
     rhat,
     rhat_classic,
     running_log_score,
     total_variation,
 )
 from dubito.posteriors import Samples
+from dubito.posteriors.diagnostics.chains import NUMBERS
 from dubito.posteriors.predictive import LatentMixture
 
 FUNCTIONS = [rhat, rhat_classic, ess_bulk, ess_tail, ess_mean, mcse_mean]
@@ -257,7 +257,7 @@ def test_shapes_and_kinds():
 def test_pieces_make_no_difference(monkeypatch):
     draws = repeated(normal(4, 30, 50), 0.3)
     whole = convergence(draws)
-    monkeypatch.setitem(quantities.NUMBERS, "cpu", 7 * 120)
+    monkeypatch.setitem(NUMBERS, "cpu", 7 * 120)
     for one, other in zip(whole, convergence(draws), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 

@@ -556,7 +556,7 @@ def test_random_nodes_leave_the_global_generator_alone():
 @pytest.mark.parametrize("level", [1e-6, 0.05, 0.5, 0.9, 0.999])
 def test_quantiles_of_rugged_mixtures(dtype, level, monkeypatch):
     """Components far apart and of very different widths: the cdf is steep here and flat there. Bisection in float64 is the judge."""
-    monkeypatch.setattr("dubito.posteriors.predictive.quantiles.CACHE", 700)  # several blocks
+    monkeypatch.setattr("dubito.posteriors.predictive.predictive.CACHE", 700)  # several blocks
     g = torch.Generator().manual_seed(0)
     apart = torch.tensor([0.0, 0.1, 1.0, 10.0, 300.0], dtype=DOUBLE).repeat_interleave(40)
     means = (apart * torch.randn(7, 200, generator=g, dtype=DOUBLE)).to(dtype)

@@ -22,8 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dubito.model import Model
 from dubito.network.examples import Inputs
-from dubito.network.watch import Watch
-from dubito.network.weights import in_mode
+from dubito.network.weights import Watch, in_mode
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
 

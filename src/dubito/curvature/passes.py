@@ -17,7 +17,7 @@ from dubito.curvature import statistics
 from dubito.curvature.capture import forward
 from dubito.curvature.layout import Layout, Part
 from dubito.curvature.memory import DOUBLE, Need, evidence_matrices, least_room, refusal
-from dubito.curvature.product_statistics import HessianColumns, Products
+from dubito.curvature.products import HessianColumns, Products
 from dubito.curvature.setup import Setup, Spec
 from dubito.curvature.statistics import EigenSquares, LayerStatistic, Statistic, from_pairs
 from dubito.model import Model

@@ -5,8 +5,8 @@ Read in this order:
 - `model`: `Model`, the three parts together
 - `target`: `Target`, the posterior that a model and its data define, up to a constant
 - `inspect`: warnings before a fit
-- `likelihoods`: p(y | f), one family a file
-- `priors`: p(theta), one a file
+- `likelihoods`: p(y | f)
+- `priors`: p(theta)
 
 May import `network` and `tensors`.
 """

@@ -2,9 +2,8 @@
 
 Read in this order:
 
-- `weights`: put other weights in place, switch the mode, lock the network for one thread, copy it
+- `weights`: put other weights in place, switch the mode, lock the network for one thread, copy it, watch its calls
 - `examples`: read a batch as (inputs, targets), and what a network returns as one tensor
-- `watch`: sees every torch function that a network calls
 - `inspect`: two runs of a network before a fit, which find what would go wrong in it
 - `reinitialize`: fresh weights for members and chains
 - `recurrent`: `nn.LSTM`, `nn.GRU` and `nn.RNN` step by step

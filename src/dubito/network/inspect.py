@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dubito.network.watch import Watch
-from dubito.network.weights import in_mode
+from dubito.network.weights import Watch, in_mode
 from dubito.tensors import tree
 from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params

@@ -1,4 +1,7 @@
-"""Run a network with other weights, in another mode, one thread at a time; then everything is as before."""
+"""Run a network with other weights, in another mode, one thread at a time; then everything is as before.
+
+`Watch` sees every torch function that a network calls, whatever its Python looks like.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dubito.tensors.tree import Params
 
@@ -118,4 +122,41 @@ def copy_network(network: nn.Module) -> nn.Module:
         return copy.deepcopy(network, made)
 
 
-alone, mode, swapped, copied = exclusive, in_mode, with_weights, copy_network
+class Watch(TorchFunctionMode):
+    """Sees every torch function that is called inside of it, and knows weights by name. Subclasses override `call`.
+
+    >>> import torch
+    >>> class Count(Watch):
+    ...     calls = 0
+    ...     def call(self, func, args, kwargs):
+    ...         self.calls += bool(self.used((args, kwargs)))
+    ...         return func(*args, **kwargs)
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> with Count(dict(layer.named_parameters())) as watch:
+    ...     _ = layer(torch.zeros(1, 2)).relu()
+    >>> watch.calls
+    1
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]):
+        super().__init__()
+        self.names = {id(leaf): name for name, leaf in weights.items()}
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call."""
+        return func(*args, **kwargs)
+
+    def name(self, value: object) -> str | None:
+        """The name of a weight; None of anything else."""
+        return self.names.get(id(value))
+
+    def used(self, value: Any) -> list[str]:
+        """The names of the weights in nested arguments, in order."""
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            return [name for item in value for name in self.used(item)]
+        return [self.names[id(value)]] if id(value) in self.names else []

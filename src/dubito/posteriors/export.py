@@ -30,7 +30,7 @@ from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.posteriors.predict.adjoint import Means
 from dubito.posteriors.predict.chain import find_chain, sweep
-from dubito.posteriors.predict.linearization import Linearization
+from dubito.posteriors.predict.linearized import Linearization
 from dubito.posteriors.predict.streamlined import Moments, Streamlined, Weight
 from dubito.posteriors.predict.streamlined.engine import covariance_of
 from dubito.posteriors.predict.streamlined.moments import Output

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.curvature.approximation import CONTINUED, Approximation, Precision
-from dubito.curvature.evidence import Evidence, highest
+from dubito.curvature.evidence import CONTINUED, Approximation, Evidence, Precision, highest
 from dubito.model import Model
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import MultivariateNormal
 from dubito.network.examples import Batch, Inputs, Targets
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
+from dubito.posteriors.predict.adjoint import ONE_PASS, one_pass, refuse_one_pass_options
 from dubito.posteriors.predict.linearized import functions, joint, linearized, sweep
-from dubito.posteriors.predict.one_pass import ONE_PASS, one_pass, refuse_one_pass_options
 from dubito.posteriors.predict.sampled import draw_groups, sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predictive import LINKS, LatentMixture

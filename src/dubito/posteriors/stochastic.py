@@ -11,8 +11,8 @@ from torch import Tensor
 from dubito.network.examples import Inputs
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
+from dubito.posteriors.predict.adjoint import ONE_PASS, one_pass, refuse_one_pass_options
 from dubito.posteriors.predict.dropout import Dropout, learned_rates
-from dubito.posteriors.predict.one_pass import ONE_PASS, one_pass, refuse_one_pass_options
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predictive import LINKS, LatentMixture

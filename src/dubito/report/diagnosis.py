@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dubito.posteriors import Samples
 from dubito.posteriors.diagnostics import Summary
+from dubito.posteriors.diagnostics.chains import RHAT_BAD, RHAT_GOOD
 from dubito.posteriors.diagnostics.predictions import running_score
-from dubito.posteriors.diagnostics.spread import RHAT_BAD, RHAT_GOOD
 from dubito.report.canvas import INK
 from dubito.report.chains import MANY, chain_colours, energies, rhats, running_scores, trace
 from dubito.report.content import Column, Figure, Picture, Section, Table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dubito.report.content import Content
 from dubito.report.html import page
-from dubito.tensors.store import replacing
+from dubito.tensors.store import atomic_write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def check_writable(path: str | os.PathLike) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a file completely or not at all."""
     try:
-        with replacing(path) as scratch:
+        with atomic_write(path) as scratch:
             scratch.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise _refused(path, error) from error

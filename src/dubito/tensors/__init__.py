@@ -6,9 +6,9 @@ Read in this order:
 - `randomness`: seeds and generators
 - `checks`: checks of arguments
 - `text`: tables of text, for everything that is printed
-- `store`: everything on disk in one namespace, never a pickle, from `files` (safe files), `packing` (states as tensors and JSON),
-  `archive` and `draws` (append-only draws) and `locks` (one run a folder)
-- `covariances`: covariance matrices over named weights, one structure a file
+- `store`: everything on disk in one namespace, never a pickle, from `files` (safe files, one run a folder), `packing` (states
+  as tensors and JSON), `archive` and `draws` (append-only draws)
+- `covariances`: covariance matrices over named weights
 
 Imports no other room.
 """

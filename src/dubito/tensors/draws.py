@@ -14,8 +14,7 @@ import torch
 
 from dubito.tensors import tree
 from dubito.tensors.archive import INDEX, SHARDS, Archive, Leaf, Shard, describe_leaves, write_shared
-from dubito.tensors.files import FileError, checksum, write
-from dubito.tensors.locks import describing_write_errors
+from dubito.tensors.files import FileError, checksum, describing_write_errors, write
 from dubito.tensors.tree import Params
 
 GIGABYTE = 2**30

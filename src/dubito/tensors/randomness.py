@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dubito._moved import renamed
+
 PIECE = 2**16  # numbers that several passes work on at a time, so that they stay in the cache
 FEW = 20_000  # normals that torch has drawn by the time a generator of ours is seeded
 UNIT = torch.tensor((1 - 2**-24) / 2**31)  # from 32-bit integers to floats strictly between -1 and 1
@@ -199,5 +201,7 @@ def draw_normals(leaves: list[Tensor], generator: torch.Generator, scale: float 
     return [share.view(leaf.shape) for share, leaf in zip(flat.split(sizes), leaves, strict=True)]
 
 
-derive, forked, fresh, lent = derive_seed, fork_rng, fresh_generator, borrowed_generators
-hashed, uniforms, normals = hash_rows, uniforms_from, draw_normals
+__getattr__ = renamed(
+    __name__,
+    {"derive": "derive_seed", "forked": "fork_rng", "fresh": "fresh_generator", "lent": "borrowed_generators"},
+)

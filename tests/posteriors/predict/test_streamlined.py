@@ -14,7 +14,7 @@ import dubito
 from dubito import Categorical, Gaussian, Laplace, Model
 from dubito.posteriors import Gaussian as Posterior
 from dubito.posteriors.predict.streamlined import Moments, rule
-from dubito.posteriors.predict.streamlined.registry import KEYWORDS, RULES
+from dubito.posteriors.predict.streamlined.moments import KEYWORDS, RULES
 from dubito.posteriors.predict.streamlined.trace import Size, canonical, refs
 
 DRAWS = 40_000
@@ -249,8 +249,8 @@ def test_layers_before_the_first_random_one_run_plainly():
     posterior = around(mlp(4, 8, 8, 2), only=r"^4\.")
     engine = posterior.streamlined
     code = engine.program(torch.randn(3, 4)).code
-    assert code.count("rules_head") == 1
-    assert "rules_linear" not in code
+    assert code.count("rules_linear_head") == 1
+    assert "rules_linear_linear" not in code
     assert "rules_activations" not in code
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from dubito.apps.compression.flows import Flows, Site, layer_arguments, matrix
-from dubito.posteriors.predict.streamlined.graph import GraphWriter, add_tensor
 from dubito.posteriors.predict.streamlined.operations import Arguments, Size, Step
+from dubito.posteriors.predict.streamlined.program import GraphWriter, add_tensor
 from dubito.tensors import tree
 
 

@@ -16,7 +16,7 @@ from dubito.curvature.cotangents import observed
 from dubito.inference.fit import fit
 from dubito.inference.methods.laplace import Laplace
 from dubito.model import Model
-from dubito.model.likelihoods import Categorical, own
+from dubito.model.likelihoods import Categorical, likelihood_params
 from dubito.model.priors import MultivariateNormal, Normal
 from dubito.network.examples import Inputs
 from dubito.posteriors import Gaussian, Point, Posterior
@@ -152,7 +152,7 @@ class Influences:
         flat_outputs = f.ndim == 2 and f.shape[-1] <= 100
         require(flat_outputs, f"leverage=True needs one vector of at most 100 outputs for each example; got {list(f.shape)}")
         p = linearized(at.model, x, params=at.params, buffers=at.buffers, covariance=self.inverse.covariance)
-        fisher = likelihood.fisher(f, own(at.params))
+        fisher = likelihood.fisher(f, likelihood_params(at.params))
         if (seen := observed(at.model, target, f)) is not None:
             fisher = fisher * seen.unsqueeze(-1) * seen.unsqueeze(-2)
         return leverages(fisher, p.covariances[0], slopes)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dubito.apps.influence.gradients import Gradients, Ordered
 from dubito.curvature.products import Product, batch_product, conjugate_gradients, product
-from dubito.model.priors import Normal, concerned
+from dubito.model.priors import Normal, prior_params
 from dubito.network.examples import batch_size
 from dubito.tensors import tree
 from dubito.tensors.covariances import Covariance
@@ -56,7 +56,7 @@ def prior_product(at: Gradients, damping: float = 0.0) -> Product:
         live = {name: leaf.detach().requires_grad_() for name, leaf in at.like.items()}
         rest = {name: leaf.detach() for name, leaf in at.params.items() if name not in live}
         with torch.enable_grad():
-            value = prior.log_prob(concerned({**rest, **live}))
+            value = prior.log_prob(prior_params({**rest, **live}))
             slopes = torch.autograd.grad(value, list(live.values()), create_graph=True, allow_unused=True, materialize_grads=True)
             inner = torch.stack([(s * v[n]).sum() for n, s in zip(live, slopes, strict=True)]).sum()
             if not inner.requires_grad:

@@ -12,7 +12,7 @@ import torch
 
 from dubito.curvature import Setup, Spec
 from dubito.curvature.accumulate import Accumulated
-from dubito.curvature.approximation import Approximation
+from dubito.curvature.evidence import Approximation
 from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwork, TopEigen, last_layer
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target

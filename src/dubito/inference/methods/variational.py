@@ -20,8 +20,8 @@ from dubito.model.priors import Normal
 from dubito.network.examples import Batch
 from dubito.posteriors import Drawn, Gaussian, Posterior
 from dubito.posteriors.families import FAMILIES, Family, LowRank, MeanField
-from dubito.posteriors.families.leaves import pick
-from dubito.posteriors.families.mean_field import pieces
+from dubito.posteriors.families.family import pick
+from dubito.posteriors.families.gaussian import pieces
 from dubito.posteriors.families.reparametrized import Estimator, Reparametrized, drawable_layers
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require

@@ -7,7 +7,8 @@ Axes: f is `[..., C]` with C last. `dim` says where C stands in what the network
 live in `params` under names that start with `likelihood:`; their leaves broadcast against f.
 """
 
-from dubito.model.likelihoods.bernoulli import Bernoulli as Bernoulli
+from dubito._moved import renamed as _renamed
+from dubito.model.likelihoods.categorical import Bernoulli as Bernoulli
 from dubito.model.likelihoods.categorical import Categorical as Categorical
 from dubito.model.likelihoods.categorical import Classes as Classes
 from dubito.model.likelihoods.categorical import HeteroscedasticCategorical as HeteroscedasticCategorical
@@ -25,4 +26,4 @@ from dubito.model.likelihoods.likelihood import nodes as nodes
 from dubito.model.likelihoods.likelihood import quadrature as quadrature
 from dubito.model.likelihoods.multi_task import MultiTask as MultiTask
 
-own = likelihood_params
+__getattr__ = _renamed(__name__, {"own": "likelihood_params"})

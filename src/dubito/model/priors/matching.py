@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.model.priors.by_name import ByName
+from dubito.model.priors.composed import ByName
+from dubito.model.priors.factorized import Laplace, StudentT
 from dubito.model.priors.gaussian_process import GaussianProcess
-from dubito.model.priors.laplace import Laplace
 from dubito.model.priors.normal import Normal
 from dubito.model.priors.prior import Prior, weights
-from dubito.model.priors.student_t import StudentT
 from dubito.tensors import randomness, tree
 
 

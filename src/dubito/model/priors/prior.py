@@ -100,6 +100,3 @@ class Prior(ABC):
     def units(self, params: Params) -> Params:
         """How far the prior lets each coordinate go, in the shapes of `params`: the lengths in which samplers measure steps."""
         return {name: torch.ones_like(leaf) for name, leaf in params.items()}
-
-
-concerned = prior_params

@@ -1,21 +1,21 @@
-"""Families of distributions q(theta) for variational inference, one family in each file.
+"""Families of distributions q(theta) for variational inference.
 
-`Family` is the interface, `FAMILIES` the table by name. Read leaves and family; the Gaussian mean_field, low_rank, cholesky
-and matrix_normal; the others, factorized, flow, grouped and binary; and reparametrized, for drawing the outputs of layers instead of
-weights. The package imports from the rooms `tensors`, `network` and `model`.
+`Family` is the interface, `FAMILIES` the table by name. Read `family`; the Gaussian families in `gaussian` and
+`matrix_normal`; the others, `factorized` and `grouped`; and `reparametrized`, for drawing the outputs of layers instead of weights.
+The package imports from the rooms `tensors`, `network` and `model`.
 """
 
 from dubito._moved import renamed
-from dubito.posteriors.families.binary import Binary as Binary
-from dubito.posteriors.families.cholesky import Full as Full
-from dubito.posteriors.families.cholesky import Layerwise as Layerwise
+from dubito.posteriors.families.factorized import Binary as Binary
 from dubito.posteriors.families.factorized import Factorized as Factorized
 from dubito.posteriors.families.family import Family as Family
-from dubito.posteriors.families.flow import Flow as Flow
+from dubito.posteriors.families.gaussian import Full as Full
+from dubito.posteriors.families.gaussian import Layerwise as Layerwise
+from dubito.posteriors.families.gaussian import LowRank as LowRank
+from dubito.posteriors.families.gaussian import MeanField as MeanField
+from dubito.posteriors.families.grouped import Flow as Flow
 from dubito.posteriors.families.grouped import Grouped as Grouped
-from dubito.posteriors.families.low_rank import LowRank as LowRank
 from dubito.posteriors.families.matrix_normal import MatrixNormal as MatrixNormal
-from dubito.posteriors.families.mean_field import MeanField as MeanField
 
 FAMILIES: dict[str, type[Family]] = {
     "mean_field": MeanField,

@@ -10,8 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.posteriors.families.family import Drawing, Family
-from dubito.posteriors.families.leaves import inverse_softplus, label, normal_like, pick, pick_weight, standard_entropy, total
+from dubito.posteriors.families.family import (
+    Drawing,
+    Family,
+    inverse_softplus,
+    label,
+    normal_like,
+    pick,
+    pick_weight,
+    standard_entropy,
+    total,
+)
 from dubito.posteriors.families.reparametrized import TINY, Estimator, LayerCall, Layers, Reparametrized, names_in
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least

@@ -26,10 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from dubito._moved import renamed
 from dubito.model import Model
-from dubito.network.watch import Watch
-from dubito.network.weights import mode
+from dubito.network.weights import Watch, in_mode
 from dubito.tensors import tree
-from dubito.tensors.randomness import Normals, forked
+from dubito.tensors.randomness import Normals, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 LINEAR = {F.linear}
@@ -133,7 +132,7 @@ def drawable_layers(model: Model, params: Params, x: Any, buffers: Buffers) -> d
 
     def _single(inputs: Any, count: int) -> dict[str, str | None]:
         uses = LayerUses(weights, count)
-        with forked(0), torch.no_grad(), mode(model.network, True), uses:
+        with fork_rng(0), torch.no_grad(), in_mode(model.network, True), uses:
             model.call({**params, **weights}, inputs, {name: leaf.clone() for name, leaf in buffers.items()})
         return uses.single
 

@@ -11,6 +11,8 @@ where the last sum is what a function makes of its input beyond its expected slo
 
 All correlations between units, tokens, branches and positions are kept, as in the linearized network, whose code does the work
 here: the network that is linearized is that of the means. A plain chain of layers has a shorter way, `chain`.
+
+`one_pass` is what the forms call: moments forwards alone ("streamlined"), or with these sweeps backwards ("adjoint").
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 from dubito.curvature.capture import example_count, tapped
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
+from dubito.network.examples import Inputs
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
 from dubito.posteriors.predict.linearized import DRAWS, POSITIONS, linearized
 from dubito.posteriors.predict.sketch import sketch
@@ -163,3 +166,30 @@ def _in_chunks(
         chunks.append(sweep(engine, trace, chain, some, None if x_var is None else x_var[rows]))
     means, covs = zip(*chunks, strict=True)
     return torch.cat(means), torch.cat(covs)
+
+
+ONE_PASS = ("streamlined", "adjoint")
+
+
+def one_pass(
+    engine: Streamlined,
+    x: Inputs,
+    how: str,
+    *,
+    draws: int | None = None,
+    memory: float = 1.0,
+    seed: int = 0,
+    x_var: Tensor | None = None,
+    rank: int | None = None,
+    top: int | None = None,
+) -> LatentMixture:
+    """The predictive at x; `draws` is how often an operation without a rule is drawn."""
+    if how == "streamlined":
+        return engine.predict(x, rank=rank, x_var=x_var, fallback=draws or 0)
+    return adjoint(engine, x, x_var=x_var, memory=memory, seed=seed, fallback=draws or 0, top=top)
+
+
+def refuse_one_pass_options(x_var: Tensor | None, rank: int | None, top: int | None) -> None:
+    """Raise where another way to predict is given options that are for one pass."""
+    unused = x_var is None and rank is None and top is None
+    require(unused, 'x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.posteriors.predict.streamlined.engine import Streamlined
-from dubito.posteriors.predict.streamlined.moments import Moments, Value, block_of, mean_of, plus, var_of
+from dubito.posteriors.predict.streamlined.moments import RULES, Moments, Value, block_of, mean_of, plus, var_of
 from dubito.posteriors.predict.streamlined.operations import Step, Trace
-from dubito.posteriors.predict.streamlined.registry import RULES
-from dubito.posteriors.predict.streamlined.rules.head import sandwich
-from dubito.tensors.covariances.noise import Rotated
+from dubito.posteriors.predict.streamlined.rules.linear import sandwich
+from dubito.tensors.covariances.propagation import Rotated
 
 FUNCTIONS = {
     "relu", "leaky_relu", "gelu", "tanh", "sigmoid", "silu", "softplus", "elu", "selu", "celu", "mish", "erf", "relu6", "hardtanh",

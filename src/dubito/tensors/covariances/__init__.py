@@ -1,6 +1,6 @@
-"""Covariance matrices over named weights, one structure a file, all with the same few methods."""
+"""Covariance matrices over named weights, all with the same few methods."""
 
-from dubito.tensors.covariances.blocks import Blocks as Blocks
+from dubito.tensors.covariances.covariance import Blocks as Blocks
 from dubito.tensors.covariances.covariance import Covariance as Covariance
 from dubito.tensors.covariances.covariance import Indefinite as Indefinite
 from dubito.tensors.covariances.dense import Dense as Dense

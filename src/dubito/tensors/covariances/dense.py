@@ -12,8 +12,7 @@ from torch import Tensor
 from dubito.tensors import tree
 from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike, expanded, normal
 from dubito.tensors.covariances.diagonal import flat
-from dubito.tensors.covariances.noise import Full
-from dubito.tensors.covariances.propagation import LayerRows
+from dubito.tensors.covariances.propagation import Full, LayerRows
 from dubito.tensors.covariances.propagation import flat as joined
 from dubito.tensors.tree import Params
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike, normal
-from dubito.tensors.covariances.noise import Rotated
-from dubito.tensors.covariances.propagation import Gradients, LayerRows, gram, pieces
+from dubito.tensors.covariances.propagation import Gradients, LayerRows, Rotated, gram, pieces
 from dubito.tensors.tree import Params
 
 

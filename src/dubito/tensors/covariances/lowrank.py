@@ -12,8 +12,7 @@ from torch import Tensor
 from dubito.tensors import tree
 from dubito.tensors.covariances.covariance import Covariance, expanded, normal
 from dubito.tensors.covariances.diagonal import flat
-from dubito.tensors.covariances.noise import Directions
-from dubito.tensors.covariances.propagation import Gradients, input_noise, propagate_independent, weight_gradients
+from dubito.tensors.covariances.propagation import Directions, Gradients, input_noise, propagate_independent, weight_gradients
 from dubito.tensors.covariances.propagation import flat as joined
 from dubito.tensors.tree import Params
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito import Gaussian, Model
 from dubito.posteriors import Gaussian as Posterior
 from dubito.posteriors.predict.streamlined import Moments, Weight
-from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predict.streamlined.moments import RULES
 
 DRAWS, CHUNK = 100_000, 20_000
 

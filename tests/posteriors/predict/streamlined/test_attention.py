@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dubito import Gaussian, Laplace, Model, fit
 from dubito.posteriors.predict.streamlined import Moments
-from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predict.streamlined.moments import RULES
 
 attention = F.scaled_dot_product_attention
 

@@ -11,8 +11,8 @@ from dubito import Categorical, Gaussian, Model
 from dubito.posteriors import Stochastic
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.posteriors.predict.streamlined import Moments
+from dubito.posteriors.predict.streamlined.moments import RULES
 from dubito.posteriors.predict.streamlined.program import lower
-from dubito.posteriors.predict.streamlined.registry import RULES
 from dubito.posteriors.predict.streamlined.trace import trace
 
 

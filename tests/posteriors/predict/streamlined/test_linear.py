@@ -9,7 +9,7 @@ from torch import nn
 
 from dubito import Gaussian, Laplace, Model, fit
 from dubito.posteriors.predict.streamlined import Moments, Weight
-from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predict.streamlined.moments import RULES
 
 
 def test_products(check, noisy):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dubito.posteriors.predict.streamlined import Moments, Weight
-from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predict.streamlined.moments import RULES
 
 
 @pytest.mark.parametrize("shape", [(8,), (3, 4)])

@@ -10,7 +10,7 @@ from torch import nn
 from dubito import Gaussian, Model
 from dubito.posteriors import Gaussian as Posterior
 from dubito.posteriors.predict.streamlined import Moments
-from dubito.posteriors.predict.streamlined.registry import RULES
+from dubito.posteriors.predict.streamlined.moments import RULES
 from dubito.posteriors.predict.streamlined.rules.maxima import contestants, largest
 
 AVERAGES = {

@@ -3,4 +3,4 @@
 from dubito.posteriors.predict.streamlined.engine import Streamlined as Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments as Moments
 from dubito.posteriors.predict.streamlined.moments import Weight as Weight
-from dubito.posteriors.predict.streamlined.registry import rule as rule
+from dubito.posteriors.predict.streamlined.moments import rule as rule

@@ -18,14 +18,13 @@ from torch import Tensor, fx
 
 from dubito.curvature.capture import example_count
 from dubito.model import Model
-from dubito.model.likelihoods import own
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs
 from dubito.posteriors.predict.dropout import Dropout
-from dubito.posteriors.predict.streamlined.commute import pool_first
 from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, block_of, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.streamlined.program import WIDE, lower
-from dubito.posteriors.predict.streamlined.prune import prune
+from dubito.posteriors.predict.streamlined.prune import pool_first, prune
 from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
@@ -183,7 +182,7 @@ class Streamlined:
             how = ", ".join(["streamlined", carried, *self._neglected(self.trace(x))])
             mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
             mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in (mean, cov))
-            return LatentMixture(self.model.likelihood, mean, cov, params=own(self.params), how=how)
+            return LatentMixture(self.model.likelihood, mean, cov, params=likelihood_params(self.params), how=how)
 
 
 def covariance_of(f: Moments | Output) -> Tensor:

@@ -21,8 +21,7 @@ from dubito.curvature.capture import attention_forward, example_count
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
-from dubito.network.watch import Watch
-from dubito.network.weights import in_mode
+from dubito.network.weights import Watch, in_mode
 from dubito.posteriors.predict.dropout import ALPHA, CHANNELS, ELEMENTS, WEIGHTED, Dropout
 from dubito.posteriors.predict.streamlined.operations import (
     PROBE,

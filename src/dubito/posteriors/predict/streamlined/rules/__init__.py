@@ -1,15 +1,14 @@
 """The rules that come with the library, one for each operation; importing them registers them.
 
-`activations` (functions of single numbers), `arithmetic`, `linear` (layers and products), `norms`, `attention`, `averages` and `maxima`
-(pooling, interpolation, max), `shapes` (operations that move numbers), `dropout`, `head` (the output layer, which gives covariances),
-and `sampled` (any operation, by draws).
+`activations` (functions of single numbers), `arithmetic`, `linear` (layers, products, and the output layer, which gives covariances),
+`norms`, `attention`, `maxima` (pooling, max), `shapes` (operations that move or average numbers), `dropout`, and `sampled` (any
+operation, by draws).
 """
 
 from dubito.posteriors.predict.streamlined.rules import (
     activations,
     arithmetic,
     attention,
-    averages,
     dropout,
     linear,
     maxima,
@@ -18,4 +17,4 @@ from dubito.posteriors.predict.streamlined.rules import (
     shapes,
 )
 
-__all__ = ["activations", "arithmetic", "attention", "averages", "dropout", "linear", "maxima", "norms", "sampled", "shapes"]
+__all__ = ["activations", "arithmetic", "attention", "dropout", "linear", "maxima", "norms", "sampled", "shapes"]

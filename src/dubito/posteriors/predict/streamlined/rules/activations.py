@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.curvature.capture import tapped
-from dubito.posteriors.predict.streamlined.moments import Moments, attached, still
+from dubito.posteriors.predict.streamlined.moments import Moments, attached, rule, still
 from dubito.posteriors.predict.streamlined.operations import canonical
-from dubito.posteriors.predict.streamlined.registry import rule
 
 ROOT = math.sqrt(0.5)
 LOG_ROOT = 0.5 * math.log(2 * math.pi)

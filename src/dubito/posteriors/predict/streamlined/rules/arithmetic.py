@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from dubito.posteriors.predict.streamlined.moments import (
+    RULES,
+    Dims,
     Moments,
     Value,
     Weight,
     factor_of,
+    from_end,
     mean_of,
     plus,
     residual,
+    rule,
     still,
     uncertain,
     var_of,
     widen,
 )
-from dubito.posteriors.predict.streamlined.registry import RULES, Dims, from_end, rule
 from dubito.posteriors.predict.streamlined.rules.activations import elementwise
 from dubito.tensors.checks import require
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.curvature.capture import tapped
-from dubito.posteriors.predict.streamlined.moments import Moments, Value, factor_of, mean_of, plus, still, var_of
-from dubito.posteriors.predict.streamlined.registry import rule
+from dubito.posteriors.predict.streamlined.moments import Moments, Value, factor_of, mean_of, plus, rule, still, var_of
 from dubito.tensors.checks import require
 
 

@@ -27,17 +27,20 @@ from torch import Tensor
 
 from dubito.curvature.capture import tapped
 from dubito.posteriors.predict.streamlined.moments import (
+    Dims,
     Moments,
+    Sizes,
     Value,
     Weight,
     attached,
     factor_of,
+    from_end,
     mean_of,
+    rule,
     still,
     var_of,
 )
-from dubito.posteriors.predict.streamlined.registry import Dims, Sizes, from_end, rule
-from dubito.posteriors.predict.streamlined.rules.averages import Outputs, adaptive_windows, each, outputs
+from dubito.posteriors.predict.streamlined.rules.shapes import Outputs, adaptive_windows, each, outputs
 from dubito.tensors.checks import require
 
 DENSITY = 1 / math.sqrt(2 * math.pi)

@@ -20,17 +20,20 @@ from torch import Tensor
 
 from dubito.curvature.capture import rescaled, tapped
 from dubito.posteriors.predict.streamlined.moments import (
+    RULES,
+    Dims,
     Moments,
     Value,
     Weight,
     factor_of,
+    from_end,
     mean_of,
     plus,
     residual,
+    rule,
     still,
     var_of,
 )
-from dubito.posteriors.predict.streamlined.registry import RULES, Dims, from_end, rule
 from dubito.tensors.checks import require
 
 Axes = tuple[int, ...]

@@ -1,7 +1,10 @@
-"""Operations that only move numbers about: each does the same to means, variances and directions."""
+"""Operations that only move numbers about: each does the same to means, variances and directions. Averages over positions and
+interpolations between them are linear: variances have the same coefficients, squared.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.posteriors.predict.streamlined.moments import Moments, Value, Weight, factor_of, mean_of, var_of, widen
-from dubito.posteriors.predict.streamlined.registry import rule
+from dubito.posteriors.predict.streamlined.moments import (
+    RULES,
+    Moments,
+    Sizes,
+    Value,
+    Weight,
+    factor_of,
+    linear_map,
+    mean_of,
+    rule,
+    still,
+    var_of,
+    widen,
+)
 
 
 def movement(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +57,10 @@ for _name in METHODS:
 rule("view")(movement(torch.Tensor.reshape))  # the network's own tensor can be contiguous where its moments are not
 for _name in ("T", "mT", "data"):
     rule(f"get_{_name}")(movement(operator.attrgetter(_name)))
-for _function in (torch.broadcast_to, torch.swapdims, torch.moveaxis, torch.tensor_split, torch.unflatten):
+for _function in (
+    torch.broadcast_to, torch.swapdims, torch.moveaxis, torch.tensor_split, torch.unflatten,
+    torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle,
+):  # fmt: skip
     rule(_function)(movement(_function))  # (of unflatten, torch.compile does not know the method)
 
 
@@ -103,3 +121,125 @@ def masked_fill(x: Moments, mask: Tensor, value: float) -> Moments:
     """What is filled has no variance."""
     factor = None if x.factor is None else x.factor.masked_fill(mask, 0.0)
     return Moments(x.mean.masked_fill(mask, value), x.var.masked_fill(mask, 0.0), factor)
+
+
+POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+ADAPTIVE: dict[int, Callable[..., Tensor]] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+
+
+def each(value: Sizes, n: int) -> tuple[int, ...]:
+    """One number for each of n axes."""
+    return (value,) * n if isinstance(value, int | float) else tuple(value) * (n // len(value))
+
+
+def _linear(function: Callable[[Tensor], Tensor], squared: Callable[[Tensor], Tensor], x: Moments, adjoint: bool) -> Moments:
+    if not adjoint:
+        return linear_map(function, x, squared=squared)
+    with still(adjoint):
+        var = squared(x.var)
+    return Moments(function(x.mean), var)
+
+
+def _average(n: int) -> Callable[..., Moments]:
+    r"""The rule of an average over windows of k positions: :math:`\sum v / k^2`."""
+
+    def _apply(
+        input: Moments, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False,
+        count_include_pad: bool = True, divisor_override: int | None = None, *, adjoint: bool = False,
+    ) -> Moments:  # fmt: skip
+        divisor = (divisor_override,) if n > 1 else ()
+
+        def _pool(x: Tensor) -> Tensor:
+            return POOLS[n](x, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
+
+        kernel, sides = each(kernel_size, n), each(padding, n)
+        if divisor_override is not None:
+            by: float | Tensor = 1 / divisor_override
+        elif not any(sides) and not ceil_mode:
+            by = 1 / math.prod(kernel)
+        else:  # fewer numbers at the borders
+            one = torch.ones((1, 1, *input.mean.shape[-n:]), dtype=input.mean.dtype, device=input.mean.device)
+            by = _pool(one) / _counts(one, kernel, each(stride or kernel_size, n), sides, ceil_mode)
+            by = by if input.mean.ndim == n + 2 else by.squeeze(0)
+        return _linear(_pool, lambda v: _pool(v) * by, input, adjoint)
+
+    return _apply
+
+
+def _counts(one: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], sides: tuple[int, ...], ceil_mode: bool) -> Tensor:
+    """How many positions every window sees."""
+    if len(kernel) == 3:
+        return F.avg_pool3d(one, kernel, stride, sides, ceil_mode, divisor_override=1)
+    if len(kernel) == 2:
+        return F.avg_pool2d(one, kernel, stride, sides, ceil_mode, divisor_override=1)
+    return _counts(one.unsqueeze(2), (1, *kernel), (1, *stride), (0, *sides), ceil_mode).squeeze(2)
+
+
+def _adaptive_average(n: int) -> Callable[..., Moments]:
+    r"""The rule of an average over as many windows as are asked for: :math:`\sum v / k^2`."""
+
+    def _apply(input: Moments, output_size: Outputs, *, adjoint: bool = False) -> Moments:
+        sizes, by = input.mean.shape[-n:], 1.0
+        for axis, (size, output) in enumerate(zip(sizes, outputs(output_size, sizes), strict=True)):
+            if size % output == 0:
+                by = by / (size // output)
+            else:
+                counts = [len(window) for window in adaptive_windows(size, output)]
+                shape = [output if i == axis else 1 for i in range(n)]
+                by = by / torch.tensor(counts, dtype=input.mean.dtype, device=input.mean.device).view(shape)
+        return _linear(lambda x: ADAPTIVE[n](x, output_size), lambda v: ADAPTIVE[n](v, output_size) * by, input, adjoint)
+
+    return _apply
+
+
+Outputs = int | Sequence[int | None] | None
+
+
+def outputs(value: Outputs, sizes: Sequence[int]) -> list[int]:
+    """The number of outputs along each axis of those sizes; None keeps the size."""
+    n = len(sizes)
+    given = (value,) * n if isinstance(value, int) or value is None else tuple(value) * (n // len(value))
+    return [size if output is None else output for size, output in zip(sizes, given, strict=True)]
+
+
+def adaptive_windows(size: int, outputs: int) -> list[range]:
+    """The positions that each output of an adaptive pooling sees."""
+    return [range(i * size // outputs, -(-(i + 1) * size // outputs)) for i in range(outputs)]
+
+
+for _n in (1, 2, 3):
+    rule(f"avg_pool{_n}d")(_average(_n))
+    rule(f"adaptive_avg_pool{_n}d")(_adaptive_average(_n))
+
+
+@rule("interpolate", "upsample")
+def interpolate(
+    input: Moments, size: Sizes | None = None, scale_factor: float | Sequence[float] | None = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
+    *, adjoint: bool = False,
+) -> Moments:  # fmt: skip
+    """Axis by axis a matrix of coefficients, which is squared."""
+
+    def _resize(x: Tensor) -> Tensor:
+        return F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)  # pyright: ignore[reportArgumentType]
+
+    if mode in ("nearest", "nearest-exact"):
+        return _linear(_resize, _resize, input, adjoint)
+    n = input.mean.ndim - 2
+    if mode == "area":
+        return RULES[f"adaptive_avg_pool{n}d"](input, tuple(_resize(input.mean[:1, :1]).shape[-n:]), adjoint=adjoint)
+    sizes = [None] * n if size is None else [(length, 1) for length in each(size, n)]
+    scales = [None] * n if scale_factor is None else [(float(by), 1.0) for by in each(scale_factor, n)]  # pyright: ignore[reportArgumentType]
+    kind = "bicubic" if mode == "bicubic" else "bilinear"
+    matrices = []
+    for length, target, by in zip(input.mean.shape[-n:], sizes, scales, strict=True):
+        unit = torch.eye(length, dtype=input.mean.dtype, device=input.mean.device)[None, :, :, None]
+        matrix = F.interpolate(unit, target, by, kind, align_corners, recompute_scale_factor, antialias)  # pyright: ignore[reportArgumentType]
+        matrices.append(matrix[0, :, :, 0].square())
+
+    def _squared(v: Tensor) -> Tensor:
+        for axis, matrix in enumerate(matrices):
+            v = (v.movedim(axis - n, -1) @ matrix).movedim(-1, axis - n)
+        return v
+
+    return _linear(_resize, _squared, input, adjoint)
