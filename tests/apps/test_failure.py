@@ -281,8 +281,8 @@ def test_dropout_is_on_for_the_head_and_off_for_the_score(trained):
     posterior, data = trained
     x, y = data.x_train[:200], data.y_train[:200]
     one = networks(posterior)[0]
-    phi, target, random = ConfidNet()._gathered(one, "5", (x, y), seed=0)
-    still, sure, fixed = ConfidNet(dropout=False)._gathered(one, "5", (x, y), seed=0)
+    phi, target, random = ConfidNet().training_features(one, "5", (x, y), seed=0)
+    still, sure, fixed = ConfidNet(dropout=False).training_features(one, "5", (x, y), seed=0)
     assert random
     assert not fixed
     dropped = (phi == 0) & (still != 0)
@@ -378,7 +378,7 @@ def test_dense_features_are_a_random_part(monkeypatch):
     model = dubito.Model(network, dubito.Categorical(dim=1))
     x, y = torch.randn(6, 2, 5, 7), torch.randint(3, (6, 5, 7))
     one = networks(posterior_of(model))[0]
-    phi, target, _ = ConfidNet()._gathered(one, "2", [(x[:3], y[:3]), (x[3:], y[3:])], seed=0)
+    phi, target, _ = ConfidNet().training_features(one, "2", [(x[:3], y[:3]), (x[3:], y[3:])], seed=0)
     assert phi.shape == (40, 4)
     assert target.shape == (40,)
     fitted = ConfidNet((8,), epochs=1, tune_epochs=1, layer="2").fit(model, (x, y), validation=(x, y))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Generator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -98,33 +98,29 @@ class ConfidNet:
         """
         network = only_network(posterior_of(posterior), "ConfidNet")
         model = network.model
-        if not isinstance(model.likelihood, Classes):
-            raise ValueError(f"ConfidNet is for classifiers; {type(model.likelihood).__name__} predicts no class")
+        classes = isinstance(model.likelihood, Classes)
+        require(classes, f"ConfidNet is for classifiers; {type(model.likelihood).__name__} predicts no class")
         if validation is None:
             data, validation = self._split(model, data, seed)
         with closing(examples(model, validation)) as batches:
-            first = next(batches, None)
-        if first is None or first[1] is None:
-            raise ValueError("ConfidNet learns from labelled data: give batches of (x, y), at least one")
-        layer = last_linear(network, first[0]) if self.layer is None else self.layer
-        if layer not in dict(model.network.named_modules()):
-            raise ValueError(f"the network has no layer {layer!r}; it has {[n for n, _ in model.network.named_modules() if n]}")
+            x, y = next(batches, (None, None))
+        require(y is not None, "ConfidNet learns from labelled data: give batches of (x, y), at least one")
+        layer = last_linear(network, x) if self.layer is None else self.layer
         held = _Held.of(network, network, layer, validation, self)
         with fork_rng(derive_seed(seed, "confidnet")):  # layers are initialized from the global generator
             head = _mlp(held.phi.shape[-1], self.hidden).to(held.phi)
-        history: list[dict[str, float]] = []
         with torch.enable_grad(), Progress("ConfidNet", self.epochs + self.tune_epochs, show=progress) as bar:
-            self._train_head(network, layer, data, held, head, history, bar, seed)
-            encoder = self._tune(network, layer, data, held, head, history, bar, seed)
-        return Confidence(
-            model, network.params, network.buffers, encoder, head.eval().requires_grad_(False), layer, tuple(history)
-        )
+            run = _Run(self, network, layer, data, held, head, bar, seed)
+            run.train_head()
+            encoder = run.tune()
+        head = head.eval().requires_grad_(False)
+        return Confidence(model, network.params, network.buffers, encoder, head, layer, tuple(run.history))
 
     def _split(self, model: Model, data: Any, seed: int) -> tuple[Any, Any]:
-        if not (isinstance(data, tuple) and len(data) == 2):
-            raise ValueError(
-                "a part of the data can be held out only of a tuple (x, y): give validation=..., of which nothing is learned"
-            )
+        pair = isinstance(data, tuple) and len(data) == 2
+        require(
+            pair, "a part of the data can be held out only of a tuple (x, y): give validation=..., of which nothing is learned"
+        )
         x, y = tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
         n = len(y)
         kept = math.ceil(self.held_out * n)
@@ -132,61 +128,15 @@ class ConfidNet:
         order = torch.randperm(n, generator=generator("cpu", seed, "held out"))
         return (_rows(x, order[kept:]), y[order[kept:]]), (_rows(x, order[:kept]), y[order[:kept]])
 
-    def _train_head(
-        self,
-        network: Network,
-        layer: str,
-        data: Any,
-        held: _Held,
-        head: nn.Module,
-        history: list[dict[str, float]],
-        bar: Progress,
-        seed: int,
-    ) -> None:
-        """The head on features that are as they are, or new in every epoch where the network drops some of them."""
-        device, best, known = held.phi.device, _Best(), None
-        optimizer = torch.optim.Adam(head.parameters(), lr=self.learning_rate, fused=True)
-        shuffler, steps = generator(device, seed, "order"), Steps()
-
-        def work(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-            """One step of the optimizer."""
-            loss = F.mse_loss(torch.sigmoid(head(batch[0]).squeeze(-1)), batch[1])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return {"loss": loss.detach()}
-
-        for epoch in range(self.epochs):
-            if known is None:
-                phi, target, random = self._gathered(network, layer, data, derive_seed(seed, "masks", epoch))
-                known = None if random else (phi, target)
-            else:
-                phi, target = known
-            order = torch.randperm(len(phi), generator=shuffler, device=device)
-            total = torch.zeros((), device=device)
-            for rows in order.split(self.batch_size):
-                total += steps(optimizer, (phi[rows], target[rows]), shuffler, (), work)["loss"] * len(rows)
-            row = {"epoch": epoch, "loss": float(total) / len(phi), **held.judge(head)}
-            history.append(row)
-            best.see(row, head)
-            bar.update(epoch + 1, row)
-        if best.state is None:
-            raise ValueError("the loss is NaN after every epoch: lower learning_rate, or look for features that are not finite")
-        best.restore(head)
-
-    def _gathered(self, network: Network, layer: str, data: Any, seed: int) -> tuple[Tensor, Tensor, bool]:
+    def training_features(self, network: Network, layer: str, data: Any, seed: int) -> tuple[Tensor, Tensor, bool]:
         """Features [n, d] and targets [n] of all labelled positions, and whether they are random."""
         dropout = Dropout.find(network.model.network, None, 0.0)
         random, some = False, Reservoir(POSITIONS, seed=seed)
         with closing(examples(network.model, data, size=ROWS, seed=seed)) as batches:
             for i, (x, y) in enumerate(batches):
                 masks = Masks(dropout, {**network.buffers, **network.params})
-                with torch.no_grad(), fork_rng(derive_seed(seed, i)):
-                    if self.dropout:
-                        with masks:
-                            phi, f = network.features(x, layer)
-                    else:
-                        phi, f = network.features(x, layer)
+                with torch.no_grad(), fork_rng(derive_seed(seed, i)), masks if self.dropout else nullcontext():
+                    phi, f = network.features(x, layer)
                 random |= masks.dropped
                 network.model.likelihood.check(f, y)
                 target, _, kept = _truth(network, f, y, self.target)
@@ -195,47 +145,83 @@ class ConfidNet:
         phi, target = some.rows()
         return phi, target, random
 
-    def _tune(
-        self,
-        network: Network,
-        layer: str,
-        data: Any,
-        held: _Held,
-        head: nn.Module,
-        history: list[dict[str, float]],
-        bar: Progress,
-        seed: int,
-    ) -> Params:
+
+@dataclass
+class _Run:
+    """The training of one head, and then of the head with a copy of the network below it."""
+
+    settings: ConfidNet
+    network: Network
+    layer: str
+    data: Any
+    held: _Held
+    head: nn.Module
+    bar: Progress
+    seed: int
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    def train_head(self) -> None:
+        """The head on features that are as they are, or new in every epoch where the network drops some of them."""
+        device, best, settings = self.held.phi.device, _Best(), self.settings
+        optimizer = torch.optim.Adam(self.head.parameters(), lr=settings.learning_rate, fused=True)
+        shuffler, steps = generator(device, self.seed, "order"), Steps()
+
+        def step(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            """One step of the optimizer."""
+            return {"loss": self._step(optimizer, *batch)}
+
+        random, phi, target = True, torch.empty(0), torch.empty(0)
+        for epoch in range(settings.epochs):
+            if random:
+                phi, target, random = settings.training_features(
+                    self.network, self.layer, self.data, derive_seed(self.seed, "masks", epoch)
+                )
+            total = torch.zeros((), device=device)
+            for rows in torch.randperm(len(phi), generator=shuffler, device=device).split(settings.batch_size):
+                total += steps(optimizer, (phi[rows], target[rows]), shuffler, (), step)["loss"] * len(rows)
+            self._judge(best, epoch, float(total) / len(phi), self.held)
+        require(best.state, "the loss is NaN after every epoch: lower learning_rate, or look for features that are not finite")
+        best.restore(self.head)
+
+    def _step(self, optimizer: torch.optim.Optimizer, phi: Tensor, target: Tensor, leaves: list[Tensor] | None = None) -> Tensor:
+        """One step from features [n, d] towards targets [n]; the loss before it."""
+        loss = F.mse_loss(torch.sigmoid(self.head(phi).squeeze(-1)), target)
+        optimizer.zero_grad()
+        loss.backward(inputs=leaves)
+        optimizer.step()
+        return loss.detach()
+
+    def _judge(self, best: _Best, epoch: int, loss: float, held: _Held) -> bool:
+        """Write an epoch into the history; whether its head is the best so far."""
+        row = {"epoch": epoch, "loss": loss, **held.judge(self.head)}
+        self.history.append(row)
+        self.bar.update(epoch + 1, row)
+        return best.see(row, self.head)
+
+    def tune(self) -> Params:
         """A copy of the network's weights, tuned with the head: the best of all epochs, or as it was."""
+        network, settings, best = self.network, self.settings, _Best()
         weights = {**network.buffers, **network.params}
         names = [name for name, leaf in network.model.network.named_parameters() if leaf.is_floating_point()]
         encoder = {name: weights[name].detach().clone().requires_grad_() for name in names}
-        copy = Network(network.model, encoder, network.buffers)
-        best, saved = _Best(), tree.clone(encoder)
-        best.see({"epoch": -1, **held.judge(head)}, head)
-        leaves = [*encoder.values(), *head.parameters()]
-        optimizer = torch.optim.Adam(leaves, lr=self.tune_rate, fused=True)
-        for epoch in range(self.tune_epochs):
+        copy, saved = Network(network.model, encoder, network.buffers), tree.clone(encoder)
+        best.see(self.held.judge(self.head), self.head)
+        leaves = [*encoder.values(), *self.head.parameters()]
+        optimizer = torch.optim.Adam(leaves, lr=settings.tune_rate, fused=True)
+        for epoch in range(settings.tune_epochs):
             total, count = 0.0, 0
-            with closing(_shuffled(network.model, data, self.batch_size, derive_seed(seed, "tune", epoch))) as batches:
+            order = derive_seed(self.seed, "tune", epoch)
+            with closing(_shuffled(network.model, self.data, settings.batch_size, order)) as batches:
                 for x, y in batches:
                     with torch.no_grad():
-                        target, _, kept = _truth(network, network(x), y, self.target)
-                    if not bool(kept.any()):
-                        continue
-                    phi, _ = copy.features(x, layer)
-                    loss = F.mse_loss(torch.sigmoid(head(phi[kept]).squeeze(-1)), target[kept])
-                    optimizer.zero_grad()
-                    loss.backward(inputs=leaves)
-                    optimizer.step()
-                    total, count = total + loss.detach() * int(kept.sum()), count + int(kept.sum())
-            row = {"epoch": self.epochs + epoch, "loss": float(total) / max(1, count)}
-            row |= _Held.of(network, copy, layer, held.data, self).judge(head)
-            history.append(row)
-            if best.see(row, head):
+                        target, _, kept = _truth(network, network(x), y, settings.target)
+                    if n := int(kept.sum()):
+                        phi, _ = copy.features(x, self.layer)
+                        total, count = total + self._step(optimizer, phi[kept], target[kept], leaves) * n, count + n
+            held = _Held.of(network, copy, self.layer, self.held.data, settings)
+            if self._judge(best, settings.epochs + epoch, float(total) / max(1, count), held):
                 saved = tree.clone(encoder)
-            bar.update(self.epochs + epoch + 1, row)
-        best.restore(head)
+        best.restore(self.head)
         return saved
 
 
@@ -284,10 +270,10 @@ class _Best:
     def see(self, row: dict[str, float], head: nn.Module) -> bool:
         """Keep the head if it is the best so far; returns whether it is."""
         value = -row["held_out_loss"] if math.isnan(row["aupr_error"]) else row["aupr_error"]
-        if value > self.value:
-            self.value, self.state = value, {name: leaf.detach().clone() for name, leaf in head.state_dict().items()}
-            return True
-        return False
+        better = value > self.value
+        if better:
+            self.value, self.state = value, tree.clone(head.state_dict())
+        return better
 
     def restore(self, head: nn.Module) -> None:
         """Put the weights of the best epoch back."""
@@ -370,9 +356,7 @@ class Confidence:
         if meta.get("kind") != "confidence":
             raise store.FileError(f"{path}: written by dubito, but not a confidence of ConfidNet")
         if meta["parameters"] != {name: list(p.shape) for name, p in model.network.named_parameters()}:
-            raise store.FileError(
-                f"{path}: made for another network; its parameters have other names or shapes than those of this one"
-            )
+            raise store.FileError(f"{path}: made for another network, whose parameters have other names or shapes")
         tensors = tree.move(tensors, model.device)
 
         def part(name: str) -> Params:
