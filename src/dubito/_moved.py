@@ -75,7 +75,7 @@ MOVED = {  # these warn
     "compare.judging": "cli.compare.scoring",
     "compare.problem": "evaluation.problems",
     "demo.recipes": "inference.presets",
-    "labelling.shown": "web.labelling.rendering",
+    "labelling.shown": "web.labelling.task",
     "recalibrate.held": "evaluation.recalibrate.forecasts",
 }
 JOINED = {  # modules that became parts of another one in the same package; these warn too
@@ -122,6 +122,14 @@ JOINED = {  # modules that became parts of another one in the same package; thes
     "posteriors.predict.streamlined.rules.linear": ("head",),
     "posteriors.samples": ("point",),
     "tensors.covariances.covariance": ("blocks",),
+    "report.calibration": ("decisions", "quantiles"),
+    "report.comparison": ("histogram",),
+    "report.content": ("words",),
+    "report.diagnosis": ("chains",),
+    "report.functions": ("regression",),
+    "report.html": ("templates",),
+    "web.labelling.server": ("page",),
+    "web.labelling.task": ("rendering",),
 }
 MOVED |= {f"{new.rpartition('.')[0]}.{old}": new for new, parts in JOINED.items() for old in parts}
 

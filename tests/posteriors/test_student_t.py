@@ -10,7 +10,7 @@ from scipy import integrate, stats
 
 from dubito import Gaussian, measures, metrics
 from dubito.posteriors.predictive import LatentMixture, StudentT, concatenate
-from dubito.report.regression import Curve, band
+from dubito.report.functions import Curve, band
 
 DOUBLE = torch.float64
 

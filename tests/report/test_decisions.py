@@ -9,9 +9,7 @@ import torch
 from dubito import Categorical, Gaussian, metrics
 from dubito.evaluation.judge import Judge
 from dubito.posteriors.predictive import LatentMixture
-from dubito.report.calibration import diagram
-from dubito.report.decisions import risk, scores
-from dubito.report.quantiles import pit, quantiles
+from dubito.report.calibration import diagram, pit, quantiles, risk, scores
 
 
 def classes(n=400, sure=1.0):

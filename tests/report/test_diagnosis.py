@@ -11,8 +11,7 @@ import dubito
 from dubito.diagnostics import log_scores, summarize
 from dubito.posteriors import Samples
 from dubito.report import Picture
-from dubito.report.chains import chain_colours, energies, rhats, running_scores, trace
-from dubito.report.diagnosis import diagnosis
+from dubito.report.diagnosis import chain_colours, diagnosis, energies, rhats, running_scores, trace
 
 
 def sound(drawn: Picture) -> str:

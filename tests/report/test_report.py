@@ -17,10 +17,9 @@ from dubito.posteriors.predictive import LatentMixture
 from dubito.report import Column, Figure, Picture, Report, Section, Snippet, Table, check_writable
 from dubito.report.calibration import bins, coverage, reliability
 from dubito.report.canvas import picture
-from dubito.report.comparison import Line, lines
-from dubito.report.histogram import histograms
+from dubito.report.comparison import Line, histograms, lines
+from dubito.report.functions import Curve, band, poster
 from dubito.report.images import Guess, card, scatter, strip
-from dubito.report.regression import Curve, band, poster
 
 NASTY = "<script>alert('1')</script> & \"quoted\""
 VOID = {"meta", "img", "br", "hr", "link", "input"}

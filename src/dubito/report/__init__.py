@@ -2,9 +2,9 @@
 
 - `content`: what a report holds: `Section`, `Table`, `Figure`, `Picture`; read it first
 - `report`: `Report`, which prints and writes it
-- `html` with `templates` and the folder `assets`, and `terminal`: how it is shown
-- `canvas`: drawing with matplotlib; one module per kind of picture draws on it: `calibration`, `quantiles`, `histogram`, `decisions`,
-  `comparison`, `regression`, `functions`, `images`, `dense`, `influence`, `chains`, `shift`, `stability`
+- `html` with the folder `assets`, and `terminal`: how it is shown
+- `canvas`: drawing with matplotlib; one module per kind of picture draws on it: `calibration`, `comparison`, `functions`, `images`,
+  `dense`, `influence`, `shift`, `stability`
 - `diagnosis`: the report on the chains of a sampler
 
 May import `apps` and the rooms below it.

@@ -1,4 +1,4 @@
-"""Calibration of class probabilities: reliability diagrams, and accuracy against coverage."""
+"""Calibration: reliability diagrams, accuracy and risk against coverage, scores of errors, quantile levels, and PIT histograms."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dubito.evaluation import metrics
-from dubito.evaluation.metrics import Reliability
-from dubito.report.canvas import BLUE, CYCLE, SOFT, STYLES, VERMILION, Drawing, grid, picture
+from dubito.evaluation.judge import Counts, Decision
+from dubito.evaluation.metrics import QuantileCalibration, Reliability
+from dubito.report.canvas import BLUE, CYCLE, INK, LINE, SOFT, STYLES, VERMILION, Drawing, grid, picture
 from dubito.report.content import Picture
 
 FEW = 5  # predictions in a bin
@@ -108,3 +109,104 @@ def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture
 def _found(probs: Tensor, y: Tensor, n: int) -> Reliability:
     confidence, top = probs.max(-1)
     return Reliability.of(confidence, top == y, bins=n)
+
+
+LEGEND = ((BLUE, "successes"), (VERMILION, "errors"))
+
+
+def risk(title: str, found: Mapping[str, Decision], *, loss: str = "risk: share of errors among these") -> Picture:
+    """Mean error on the most confident share of the inputs, by label, with the area under the curve."""
+    if not found:
+        raise ValueError(f"no curves for the figure {title!r}")
+    shown = {label: (one.coverage[one.coverage >= LEAST], one.risk[one.coverage >= LEAST]) for label, one in found.items()}
+    top = 1.06 * max(float(risk.max()) for _, risk in shown.values()) or 1.0
+    areas = {label: float(one.values.get("aurc", one.risk.mean())) for label, one in found.items()}
+
+    def _draw(figure: Drawing) -> None:
+        axes = figure.subplots()
+        for i, (label, (share, risk)) in enumerate(shown.items()):
+            style = STYLES[i % 3]
+            axes.plot(share, risk, color=CYCLE[i % len(CYCLE)], linestyle=style, label=f"{label} · AURC {areas[label]:.3g}")
+        axes.set(xlim=(0, 1), ylim=(0, top), title=title, xlabel="coverage: share of inputs answered", ylabel=loss)
+        grid(axes)
+        axes.legend(loc="upper left", handlelength=2.6)
+
+    words = ", ".join(f"{label} {area:.3g}" for label, area in areas.items())
+    return picture(_draw, (4.6, 3.3), alt=f"{title}: risk against coverage; area under the curve: {words}.")
+
+
+def scores(title: str, counts: Counts, *, xlabel: str = "score of uncertainty") -> Picture:
+    """Histograms of a score for successes and for errors; each adds up to 100 %, since errors are few."""
+    groups = [(100 * one.double() / max(1.0, float(one.sum()))).cpu().numpy() for one in (counts.right, counts.wrong)]
+    edges, number = counts.edges.cpu().numpy(), [int(counts.right.sum()), int(counts.wrong.sum())]
+
+    def _draw(figure: Drawing) -> None:
+        axes = figure.subplots()
+        for share, (colour, name), n in zip(groups, LEGEND, number, strict=True):
+            axes.stairs(share, edges, fill=True, color=colour, alpha=0.35, linewidth=0)
+            axes.stairs(share, edges, color=colour, linewidth=1.5, label=f"{n:,} {name}")
+        top = 1.25 * max(1.0, *(float(share.max()) for share in groups))
+        axes.set(title=title, xlabel=xlabel, ylabel="share of the group in %", xlim=(edges[0], edges[-1]), ylim=(0, top))
+        grid(axes, "y")
+        axes.legend(loc="upper center", ncols=2, handlelength=1.4)
+
+    return picture(_draw, (3.6, 2.8), alt=f"Histogram of {xlabel}, {title}: {number[0]} successes and {number[1]} errors.")
+
+
+BAND = 0.95  # share of the points of calibrated predictives that lie inside the band
+
+
+def quantiles(title: str, found: Mapping[str, QuantileCalibration]) -> Picture:
+    """Observed share of targets below each quantile against its nominal level, by label. Calibrated curves stay inside the band."""
+    from scipy.stats import binom
+
+    if not found:
+        raise ValueError(f"no curves for the figure {title!r}")
+    n = min(one.n for one in found.values())  # the widest band
+    levels = next(iter(found.values())).levels.cpu().numpy()
+    low, high = (binom.ppf(q, n, levels) / n for q in ((1 - BAND) / 2, (1 + BAND) / 2))
+
+    def _draw(figure: Drawing) -> None:
+        axes = figure.subplots()
+        axes.fill_between(levels, low, high, color=LINE, linewidth=0, label=f"calibrated, {BAND:.0%}")
+        axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
+        for i, (label, one) in enumerate(found.items()):
+            axes.plot(
+                one.levels.cpu(), one.observed.cpu(), color=CYCLE[i % len(CYCLE)], label=f"{label} · {float(one.error):.3f}"
+            )
+        axes.set(xlim=(0, 1), ylim=(0, 1), title=title, xlabel="nominal quantile level", ylabel="observed share of targets")
+        grid(axes)
+        axes.legend(loc="upper left", handlelength=1.8)
+
+    errors = ", ".join(f"{label} {float(one.error):.3f}" for label, one in found.items())
+    return picture(
+        _draw,
+        (3.8, 3.5),
+        alt=f"{title}: observed share of targets below each quantile; average gap between nominal and observed levels: {errors}.",
+    )
+
+
+def pit(title: str, counts: Tensor) -> Picture:
+    """A histogram of PIT values, given as counts in equal bins, with the band of calibrated predictives."""
+    from scipy.stats import binom
+
+    n, bins = int(counts.sum()), len(counts)
+    if not n:
+        raise ValueError(f"no PIT values for the figure {title!r}")
+    density = (counts.double() * bins / n).cpu().numpy()
+    low, high = (float(binom.ppf(q, n, 1 / bins)) * bins / n for q in ((1 - BAND) / 2, (1 + BAND) / 2))
+    edges = [i / bins for i in range(bins + 1)]
+
+    def _draw(figure: Drawing) -> None:
+        axes = figure.subplots()
+        axes.stairs(density, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0)
+        axes.axhspan(low, high, color=INK, alpha=0.12, linewidth=0)
+        axes.axhline(1.0, color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
+        axes.stairs(density, edges, color=BLUE, linewidth=1.5)
+        axes.set(title=title, xlabel="PIT: predicted probability of less than the target", ylabel="density")
+        axes.set(xlim=(0, 1), ylim=(0, 1.12 * max(float(density.max()), high)))
+        grid(axes, "y")
+
+    outside = int(((density < low) | (density > high)).sum())
+    alt = f"PIT histogram of {title}: {outside} of {bins} bins lie outside the {BAND:.0%} band of calibrated predictives, {n} values."
+    return picture(_draw, (3.6, 2.8), alt=alt)

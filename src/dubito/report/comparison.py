@@ -1,4 +1,4 @@
-"""A score of several methods against another quantity, with standard errors over seeds."""
+"""Several methods side by side: a score against another quantity, and histograms of uncertainty."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dubito.report.canvas import CYCLE, STYLES, Drawing, grid, picture
@@ -50,3 +51,32 @@ def lines(title: str, drawn: Mapping[str, Line], *, xlabel: str, ylabel: str, ti
 
     rows = (len(drawn) + 1) // 2 if len(drawn) > FEW // 2 else len(drawn)
     return picture(_draw, (4.6, 3.0 + 0.2 * rows), alt=f"{title}: {ylabel} against {xlabel} for {', '.join(drawn)}.")
+
+
+def histograms(panels: Mapping[str, Mapping[str, Tensor]], *, xlabel: str, upper: float, n: int = 24) -> tuple[Picture, ...]:
+    """Histograms of a measure of uncertainty from 0 to `upper`: title -> group -> values [N]. Each group adds up to 100 %."""
+    edges = [upper * i / n for i in range(n + 1)]
+    shares = {
+        title: {
+            name: 100 * torch.histogram(values.double().clamp(0, upper), bins=n, range=(0.0, upper)).hist / max(1, len(values))
+            for name, values in groups.items()
+        }
+        for title, groups in panels.items()
+    }
+    top = 1.05 * max(
+        float(share.max()) for groups in shares.values() for share in groups.values()
+    )  # the same scale for all panels
+
+    def _panel(title: str) -> Picture:
+        def _draw(figure: Drawing) -> None:
+            axes = figure.subplots()
+            for i, share in enumerate(shares[title].values()):
+                axes.stairs(share.numpy(), edges, fill=True, color=CYCLE[i % len(CYCLE)], alpha=0.35, linewidth=0)
+                axes.stairs(share.numpy(), edges, color=CYCLE[i % len(CYCLE)], linewidth=1.5)
+            axes.set(title=title, xlabel=xlabel, ylabel="share of the inputs in %", xlim=(0, upper), ylim=(0, top))
+            grid(axes, "y")
+
+        means = ", ".join(f"{name} {float(values.mean()):.2f}" for name, values in panels[title].items())
+        return picture(_draw, (3.6, 2.8), alt=f"Histogram of {xlabel}, {title}; means: {means}.")
+
+    return tuple(_panel(title) for title in panels)

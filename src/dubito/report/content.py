@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -172,3 +172,12 @@ def _table(table: Table) -> dict[str, Any]:
     if table.alike:
         more["not_told_from_the_best"] = [[names[j] for k, j in sorted(table.alike) if k == i] for i in range(len(table.rows))]
     return {"title": table.title, "caption": table.caption, "rows": _named(table.rows), **more}
+
+
+def join_words(words: Sequence[str]) -> str:
+    """The words as an enumeration.
+
+    >>> join_words(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -6,11 +6,29 @@ import base64
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from html import escape as quote
+from importlib.resources import files
 from itertools import count
+from string import Template
 
 from dubito.report.content import Content, Figure, Picture, Section, Snippet, Table
-from dubito.report.templates import fill, read_asset
+
+
+@cache
+def read_asset(package: str, name: str) -> str:
+    """The text of the file `assets/name` of a package."""
+    return files(package).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def fill(template: str, **values: str) -> str:
+    """A template with `$name` replaced by the value of that name.
+
+    >>> fill("<h1>$title</h1>", title="Scores")
+    '<h1>Scores</h1>'
+    """
+    return Template(template).substitute(values)
+
 
 ARROWS = {"higher": "↑", "lower": "↓"}
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dubito.labelling.page import page
+from dubito.labelling.server import page
 
 from browser import Browser, program
 from dubito.cli.program import main

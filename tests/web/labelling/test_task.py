@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 import torch
-from dubito.labelling.page import keys
-from dubito.labelling.rendering import Images
+from dubito.labelling.server import keys
+from dubito.labelling.task import Images
 from PIL import Image
 
 from dubito.labelling import task

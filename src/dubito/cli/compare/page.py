@@ -17,13 +17,11 @@ from dubito.cli.compare.summary import Mean, by_method, departures_caption, desc
 from dubito.evaluation.metrics import QuantileCalibration
 from dubito.evaluation.problems import Problem
 from dubito.report import Column, Figure, Picture, Report, Section, Snippet, Table
-from dubito.report.calibration import coverage, reliability
+from dubito.report.calibration import coverage, pit, quantiles, reliability
 from dubito.report.canvas import BLUE, VERMILION
-from dubito.report.comparison import Line, lines
-from dubito.report.histogram import histograms
+from dubito.report.comparison import Line, histograms, lines
+from dubito.report.content import join_words
 from dubito.report.images import Guess, strip
-from dubito.report.quantiles import pit, quantiles
-from dubito.report.words import join_words
 
 SHOWN = 8  # images in a strip
 LEVELS = 19  # of the quantiles in a calibration curve

@@ -16,7 +16,7 @@ from dubito.inference.presets import preset, suiting
 from dubito.inference.registry import METHODS
 from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
 from dubito.report import Report, check_writable
-from dubito.report.words import join_words
+from dubito.report.content import join_words
 
 
 @one_thread()

@@ -19,7 +19,7 @@ from dubito.model import Model
 from dubito.model.likelihoods import HeteroscedasticGaussian
 from dubito.posteriors.predictive import Predictive
 from dubito.report import Column, Figure, Section, Table
-from dubito.report.regression import LEGEND, Curve, band, poster
+from dubito.report.functions import LEGEND, Curve, band, poster
 from dubito.tensors import randomness
 
 # Gradients are clipped, or a fit with learned noise may explain a whole stretch of the data as noise.

@@ -24,9 +24,9 @@ from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.report import Column, Figure, Picture, Section, Table
 from dubito.report.calibration import coverage, reliability
 from dubito.report.canvas import BLUE, VERMILION
-from dubito.report.histogram import histograms
+from dubito.report.comparison import histograms
+from dubito.report.content import join_words
 from dubito.report.images import card, scatter
-from dubito.report.words import join_words
 
 TRAINING = DIGITS._replace(members=10)
 FAMILIAR = 8  # classes in training; 8 and 9 are unfamiliar

@@ -1,7 +1,7 @@
 """A person labels the inputs that a model asks for, on a local web page; `dubito label` runs it.
 
-Read in this order: `task` reads the data, `rendering` shows inputs to a person, `journal` saves the answers, `session` fits and asks
-in the background, and `server` with `page` is what the browser sees.
+Read in this order: `task` reads the data and shows inputs to a person, `journal` saves the answers, `session` fits and asks in the
+background, and `server` is what the browser sees.
 """
 
 from dubito.web.labelling.journal import Answer as Answer

@@ -1,4 +1,4 @@
-"""The web server of a labelling session: on this machine only, behind an address with a secret token."""
+"""The web server of a labelling session, on this machine only, behind an address with a secret token; and its page."""
 
 from __future__ import annotations
 
@@ -7,12 +7,41 @@ import re
 import secrets
 import sys
 import threading
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from string import ascii_lowercase
 from typing import Any
 
-from dubito.web.labelling.page import page
+from dubito.report.html import fill, read_asset, style
 from dubito.web.labelling.session import Session
+from dubito.web.labelling.task import Task
+
+
+def keys(classes: tuple[str, ...]) -> tuple[str, ...]:
+    """The key of every class: its name if all are single letters or digits, else 1 to 9 and 0, then letters; "" when these run out.
+
+    >>> keys(("0", "1", "2")), keys(("cat", "dog"))
+    (('0', '1', '2'), ('1', '2'))
+    """
+    if all(len(name) == 1 and name.isalnum() for name in classes) and len({name.lower() for name in classes}) == len(classes):
+        return tuple(name.lower() for name in classes)
+    known = [*"1234567890", *ascii_lowercase]
+    return tuple(known[i] if i < len(known) else "" for i in range(len(classes)))
+
+
+def page(task: Task) -> str:
+    """The HTML of the page for a task."""
+    settings = json.dumps({"classes": task.classes, "keys": keys(task.classes)}).replace("<", "\\u003c")
+    package = "dubito.web.labelling"
+    return fill(
+        read_asset(package, "labelling.html"),
+        name=escape(task.name),
+        style=f"{style()}\n{read_asset(package, 'labelling.css').strip()}",
+        settings=settings,
+        script=read_asset(package, "labelling.js").strip(),
+    )
+
 
 HOST = "127.0.0.1"
 LARGEST = 10_000  # bytes of a request: answers are short
