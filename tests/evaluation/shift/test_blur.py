@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from dubito.shift.draw import uniform
+from dubito.shift.filters import uniform
 from scipy import ndimage
 
-from dubito.shift import blur
+from dubito.shift import camera
 
 SEVERITIES = range(1, 6)
 
@@ -29,7 +29,7 @@ def by_channel(images, function):
 @pytest.mark.parametrize(("severity", "scale"), [*enumerate((0.4, 0.6, 0.7, 0.8, 1.0), 1)])
 def test_gaussian(severity, scale, images):
     expected = by_channel(images, lambda x: ndimage.gaussian_filter(x, scale, mode="nearest", truncate=4.0))
-    torch.testing.assert_close(blur.gaussian_blur(images, severity), expected)
+    torch.testing.assert_close(camera.gaussian_blur(images, severity), expected)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_defocus(severity, radius, soft, images):
     edge = np.array([math.exp(-0.5 / soft**2), 1.0, math.exp(-0.5 / soft**2)])
     kernel = ndimage.correlate(kernel / kernel.sum(), np.outer(edge, edge) / edge.sum() ** 2, mode="mirror")
     expected = by_channel(images, lambda x: ndimage.correlate(x, kernel, mode="mirror"))
-    torch.testing.assert_close(blur.defocus_blur(images, severity), expected)
+    torch.testing.assert_close(camera.defocus_blur(images, severity), expected)
 
 
 @pytest.mark.parametrize("severity", SEVERITIES)
@@ -60,7 +60,7 @@ def test_glass(severity, images):
                     h_other, w_other = h - int(up[h, w]), w - int(left[h, w])
                     x[h, w], x[h_other, w_other] = x[h_other, w_other], x[h, w]
         expected.append(ndimage.gaussian_filter(x / 255, scale, axes=(0, 1), mode="nearest"))
-    found = blur.glass_blur(images, severity, generator=source())
+    found = camera.glass_blur(images, severity, generator=source())
     torch.testing.assert_close(found, torch.from_numpy(np.stack(expected)).movedim(-1, 1))
 
 
@@ -76,7 +76,7 @@ def test_motion(severity, radius, scale, images):
             down = math.ceil(i * math.sin(math.radians(angle)) - 0.5)
             rows, columns = (torch.tensor([min(max(place + by, 0), 31) for place in range(32)]) for by in (down, right))
             expected[b] += weight * images[b][:, rows][:, :, columns]
-    torch.testing.assert_close(blur.motion_blur(images, severity, generator=source()), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(camera.motion_blur(images, severity, generator=source()), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("severity", SEVERITIES)
@@ -97,4 +97,4 @@ def test_zoom(severity, size, images):
             total += large[trim : trim + size, trim : trim + size]
         return total / (len(factors) + 1)
 
-    torch.testing.assert_close(blur.zoom_blur(images, severity), by_channel(images, one))
+    torch.testing.assert_close(camera.zoom_blur(images, severity), by_channel(images, one))

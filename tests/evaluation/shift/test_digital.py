@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from dubito.shift.draw import uniform
+from dubito.shift.filters import uniform
 from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
 from PIL import Image
 from scipy import ndimage
 
-from dubito.shift import corrupt, digital
+from dubito.shift import camera, corrupt
 
 SEVERITIES = range(1, 6)
 
@@ -28,7 +28,7 @@ def images():
 @pytest.mark.parametrize(("severity", "share"), [*enumerate((0.75, 0.5, 0.4, 0.3, 0.15), 1)])
 def test_contrast(severity, share, images):
     expected = torch.stack([torch.stack([share * c + (1 - share) * c.mean() for c in image]) for image in images])
-    torch.testing.assert_close(digital.contrast(images, severity), expected)
+    torch.testing.assert_close(camera.contrast(images, severity), expected)
 
 
 @pytest.mark.parametrize(("severity", "constants"), [*enumerate([(0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)], 1)])
@@ -36,7 +36,7 @@ def test_saturate(severity, constants, images):
     hsv = rgb_to_hsv(images.movedim(1, -1).numpy())
     hsv[..., 1] = np.clip(constants[0] * hsv[..., 1] + constants[1], 0, 1)
     expected = torch.from_numpy(hsv_to_rgb(hsv)).movedim(-1, 1)
-    torch.testing.assert_close(digital.saturate(images, severity), expected)
+    torch.testing.assert_close(camera.saturate(images, severity), expected)
 
 
 @pytest.mark.parametrize(("severity", "share"), [*enumerate((0.95, 0.9, 0.85, 0.75, 0.65), 1)])
@@ -49,7 +49,7 @@ def test_pixelate(severity, share, size, images):
     for channel in images.flatten(0, 1).numpy():
         small = Image.fromarray(channel).resize((fewer, fewer), Image.Resampling.BOX)
         expected.append(np.asarray(small.resize((size, size), Image.Resampling.BOX)))
-    torch.testing.assert_close(digital.pixelate(images, severity).flatten(0, 1), torch.from_numpy(np.stack(expected)))
+    torch.testing.assert_close(camera.pixelate(images, severity).flatten(0, 1), torch.from_numpy(np.stack(expected)))
 
 
 def test_pixelate_of_bytes_is_rounded_as_pillow_does(images):
@@ -70,11 +70,11 @@ def test_jpeg(images, tmp_path):
     for severity, quality in enumerate((80, 65, 58, 50, 40), 1):
         Image.fromarray(levels[1].movedim(0, -1).numpy()).save(tmp_path / "x.jpg", quality=quality)
         expected = torch.from_numpy(np.array(Image.open(tmp_path / "x.jpg"))).movedim(-1, 0) / 255
-        torch.testing.assert_close(digital.jpeg_compression(levels / 255, severity)[1], expected)
+        torch.testing.assert_close(camera.jpeg_compression(levels / 255, severity)[1], expected)
 
 
 def test_jpeg_grey(images):
-    found = digital.jpeg_compression(images[:, :1], 1)
+    found = camera.jpeg_compression(images[:, :1], 1)
     assert (found - images[:, :1]).abs().mean() < 0.1
 
 
@@ -98,5 +98,5 @@ def test_elastic(severity, images):
         for channel in image:
             stretched = ndimage.map_coordinates(channel, [y, x], order=1, mode="mirror")
             expected.append(ndimage.map_coordinates(stretched, [rows + dy, columns + dx], order=1, mode="reflect"))
-    found = digital.elastic_transform(images, severity, generator=source())
+    found = camera.elastic_transform(images, severity, generator=source())
     torch.testing.assert_close(found.flatten(0, 1), torch.from_numpy(np.stack(expected)))

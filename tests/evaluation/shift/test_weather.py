@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from dubito.shift.draw import normal, uniform
+from dubito.shift.filters import normal, uniform
 from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
 from scipy import ndimage
 
-from dubito.shift import droplets, weather
+from dubito.shift import weather
 
 SEVERITIES = range(1, 6)
 
@@ -189,14 +189,14 @@ def test_mud(severity, images):
 def test_edges_and_distance():
     layer = torch.zeros(1, 24, 24)
     layer[:, 6:18, 6:18] = 200
-    found = droplets.edges(layer, 50, 150)
+    found = weather.edges(layer, 50, 150)
     assert torch.equal(found[0], torch.from_numpy(canny(layer[0].numpy(), 50, 150)))
     expected = ndimage.distance_transform_edt(~found[0].numpy()).clip(0, 20)
-    torch.testing.assert_close(droplets.distance(found, layer)[0].double(), torch.from_numpy(expected), atol=1e-5, rtol=0)
-    assert (droplets.distance(torch.zeros(1, 5, 5, dtype=torch.bool), layer) == 20).all()  # nothing near
+    torch.testing.assert_close(weather.distance(found, layer)[0].double(), torch.from_numpy(expected), atol=1e-5, rtol=0)
+    assert (weather.distance(torch.zeros(1, 5, 5, dtype=torch.bool), layer) == 20).all()  # nothing near
 
 
 def test_dry():
     """A layer without drops leaves the image as it is."""
     flat = torch.zeros(1, 8, 8)
-    assert not (flat * droplets.relief(flat)).any()
+    assert not (flat * weather.relief(flat)).any()

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from dubito.evaluation.metrics.calibration import Decomposition as Decomposition
 from dubito.evaluation.metrics.calibration import Reliability as Reliability
+from dubito.evaluation.metrics.calibration import accuracy as accuracy
+from dubito.evaluation.metrics.calibration import brier as brier
 from dubito.evaluation.metrics.calibration import brier_decomposition as brier_decomposition
 from dubito.evaluation.metrics.calibration import classwise_ece as classwise_ece
 from dubito.evaluation.metrics.calibration import ece as ece
 from dubito.evaluation.metrics.calibration import mce as mce
+from dubito.evaluation.metrics.calibration import nll as nll
 from dubito.evaluation.metrics.calibration import reliability as reliability
 from dubito.evaluation.metrics.calibration import wilson as wilson
 from dubito.evaluation.metrics.decisions import Threshold as Threshold
@@ -45,9 +48,6 @@ from dubito.evaluation.metrics.regression import quantile_error as quantile_erro
 from dubito.evaluation.metrics.regression import rmse as rmse
 from dubito.evaluation.metrics.regression import sharpness as sharpness
 from dubito.evaluation.metrics.regression import width as width
-from dubito.evaluation.metrics.scoring import accuracy as accuracy
-from dubito.evaluation.metrics.scoring import brier as brier
-from dubito.evaluation.metrics.scoring import nll as nll
 
 
 class Metric(NamedTuple):

@@ -1,4 +1,4 @@
-r"""Whether probabilities can be believed: reliability by bins of confidence, calibration errors, and the parts of the Brier score.
+r"""How good class probabilities are: accuracy, proper scores, reliability by bins of confidence, and calibration errors.
 
 Confidence is the probability of the top class. Bins are (a, b]: a confidence on an edge counts below it. They have equal width, or
 equal mass: as many predictions in each, where ties allow, since equal confidences stay together.
@@ -12,9 +12,10 @@ from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.evaluation.metrics.reading import Array, choices, forecasts, judged
+from dubito.evaluation.metrics.reading import Array, choices, forecasts, judged, labelled, precise, targets, tensor
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import at_least, between, require
 
@@ -275,3 +276,55 @@ def _groups(probs: Tensor, truth: Tensor) -> ClassBins:
     """Every value that a class's probability takes as a bin of its own."""
     which = torch.stack([torch.unique(column, return_inverse=True)[1] for column in probs.unbind(-1)], -1)
     return ClassBins._sums(probs, truth, which, int(which.max()) + 1 if len(probs) else 1)
+
+
+def accuracy(p: Predictive, y: Array) -> Tensor:
+    r"""The share of examples whose most probable class is the true one (of labels that are right, with `Bernoulli`).
+
+    nan if a prediction is, as other metrics are.
+
+    >>> import torch
+    >>> from dubito import Categorical
+    >>> from dubito.posteriors.predictive import LatentMixture
+    >>> p = LatentMixture(Categorical(), torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log())
+    >>> accuracy(p, torch.tensor([0, 1]))
+    tensor(0.5000)
+    """
+    probs, label = choices(p, y, "accuracy")
+    confidence, right = judged(probs, label)
+    return torch.where(confidence.isnan(), math.nan, right.to(probs.dtype)).mean()
+
+
+def nll(p: Predictive, y: Array) -> Tensor:
+    r"""Mean negative log predictive density, :math:`-\frac{1}{n} \sum_i \ln p(y_i \mid x_i, D)`, in nats.
+
+    n counts examples; with dense outputs it counts the labelled positions (pixels, steps), each scored on its own.
+
+    >>> import torch
+    >>> from dubito import Categorical
+    >>> from dubito.posteriors.predictive import LatentMixture
+    >>> p = LatentMixture(Categorical(), torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]).log())
+    >>> nll(p, torch.tensor([1, 0]))
+    tensor(0.3466)
+    """
+    target = targets(p, y, "nll")
+    count = labelled(p, target).sum()
+    return -precise(p.log_prob(tensor(y).to(target.device))).sum() / count
+
+
+def brier(p: Predictive, y: Array) -> Tensor:
+    r"""Brier score, :math:`\frac{1}{n} \sum_i \sum_c (\bar p_{ic} - y_{ic})^2` with y one-hot: from 0 to 2.
+
+    With `Bernoulli` y are the labels, and one label gives the binary score from 0 to 1.
+
+    >>> import torch
+    >>> from dubito import Categorical
+    >>> from dubito.posteriors.predictive import LatentMixture
+    >>> p = LatentMixture(Categorical(), torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]).log())
+    >>> brier(p, torch.tensor([1, 0]))
+    tensor(0.2500)
+    """
+    probs, truth = forecasts(p, y, "brier")
+    if p.likelihood.indexed:
+        truth = F.one_hot(truth, probs.shape[-1])
+    return ((probs - truth) ** 2).sum(-1).mean()

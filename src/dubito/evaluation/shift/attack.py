@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.metrics.reading import Array
-from dubito.evaluation.shift.draw import normal, uniform
+from dubito.evaluation.shift.filters import normal, uniform
 from dubito.posteriors import Posterior
 from dubito.posteriors.functions import Functions, Mixed, plain
-from dubito.tensors.checks import at_least, require
+from dubito.tensors.checks import at_least, positive, require
 from dubito.tensors.randomness import generator
 
 Norm = Literal["linf", "l2"]
@@ -93,8 +93,8 @@ def pgd(
     tensor([[0.4400, 0.5800]])
     """
     check(x, size, bounds, norm)
-    if steps < 1 or restarts < 1 or (step_size is not None and not step_size > 0):
-        raise ValueError(f"steps and restarts are at least 1 and step_size is positive; got {steps}, {restarts} and {step_size}")
+    at_least(1, steps=steps, restarts=restarts)
+    positive(step_size=step_size)
     length = 2.5 * size / steps if step_size is None else step_size
 
     def one(x: Tensor, score: Callable[[Tensor], Tensor], i: int) -> Tensor:
@@ -209,3 +209,8 @@ def _within(moved: Tensor, bounds: Bounds, x: Tensor) -> Tensor:
         return moved
     low, high = (torch.as_tensor(end).to(x) for end in bounds)
     return torch.minimum(torch.maximum(moved, low), high)
+
+
+def functions(posterior: Posterior, *, how: str | None = None, draws: int | None = None, seed: int = 0) -> Functions | Mixed:
+    """`posterior.functions(how, draws=draws, seed=seed)`."""
+    return posterior.functions(how, draws=draws, seed=seed)

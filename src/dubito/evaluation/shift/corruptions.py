@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dubito.evaluation.shift import blur, digital, noise, weather
+from dubito.evaluation.shift import camera, weather
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import generator
 
@@ -21,27 +21,27 @@ class Corruption(Protocol):
 
 
 COMMON: dict[str, Corruption] = {
-    "gaussian_noise": noise.gaussian_noise,
-    "shot_noise": noise.shot_noise,
-    "impulse_noise": noise.impulse_noise,
-    "defocus_blur": blur.defocus_blur,
-    "glass_blur": blur.glass_blur,
-    "motion_blur": blur.motion_blur,
-    "zoom_blur": blur.zoom_blur,
+    "gaussian_noise": camera.gaussian_noise,
+    "shot_noise": camera.shot_noise,
+    "impulse_noise": camera.impulse_noise,
+    "defocus_blur": camera.defocus_blur,
+    "glass_blur": camera.glass_blur,
+    "motion_blur": camera.motion_blur,
+    "zoom_blur": camera.zoom_blur,
     "snow": weather.snow,
     "frost": weather.frost,
     "fog": weather.fog,
     "brightness": weather.brightness,
-    "contrast": digital.contrast,
-    "elastic_transform": digital.elastic_transform,
-    "pixelate": digital.pixelate,
-    "jpeg_compression": digital.jpeg_compression,
+    "contrast": camera.contrast,
+    "elastic_transform": camera.elastic_transform,
+    "pixelate": camera.pixelate,
+    "jpeg_compression": camera.jpeg_compression,
 }
 EXTRA: dict[str, Corruption] = {  # held out in the paper, to choose by
-    "speckle_noise": noise.speckle_noise,
-    "gaussian_blur": blur.gaussian_blur,
+    "speckle_noise": camera.speckle_noise,
+    "gaussian_blur": camera.gaussian_blur,
     "spatter": weather.spatter,
-    "saturate": digital.saturate,
+    "saturate": camera.saturate,
 }
 CORRUPTIONS: dict[str, Corruption] = {**COMMON, **EXTRA}
 ROUNDED = ("motion_blur", "pixelate")  # made of bytes by ImageMagick and Pillow, which round to the nearest level

@@ -1,4 +1,4 @@
-r"""Filters of whole batches of images [B, C, H, W].
+r"""Filters of whole batches of images [B, C, H, W], and random numbers in their type and on their device.
 
 What works along rows and along columns one after the other (smoothing, zooming, averaging boxes) is two small matrices,
 :math:`Y = R X K^T`: border and resampling are entries of R and K, and a batch costs two matrix products.
@@ -149,3 +149,22 @@ def warped(images: Tensor, rows: Tensor, columns: Tensor, *, border: Literal["re
         x, y = (2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1
     padding = "zeros" if border == "zeros" else "reflection"
     return F.grid_sample(images, torch.stack([x, y], -1).to(images), padding_mode=padding, align_corners=centred)
+
+
+def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normals. Drawn where the generator is, so that images on any device get the same ones.
+
+    >>> normal((2, 3), torch.zeros(1), torch.Generator().manual_seed(0)).shape
+    torch.Size([2, 3])
+    """
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+
+
+def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Uniform numbers between `low` and `high`, drawn where the generator is.
+
+    >>> bool((uniform((100,), torch.zeros(1), torch.Generator().manual_seed(0), -2.0, -1.0) <= -1).all())
+    True
+    """
+    unit = torch.rand(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+    return low + (high - low) * unit
