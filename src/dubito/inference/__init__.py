@@ -8,7 +8,7 @@ Read in this order:
 - `methods`, `registry`, `presets`: one file a method; their names; how each is configured for ordinary problems
 - `descent`, `sgmcmc`, `semi_supervised`, `augment`: what methods on mini-batches share
 - `chains`, `full_batch`, `integrators`, `tuning`: what samplers with several chains, and those on all data, share
-- `log_density`, `flat_prior`, `tracing`, `recorded_loop`, `kernels`: the log posterior of flat vectors, and what makes it fast
+- `log_density`, `tracing`, `kernels`: the log posterior of flat vectors, and what makes it fast
 
 May import `posteriors`, `curvature`, `model`, `network` and `tensors`.
 """

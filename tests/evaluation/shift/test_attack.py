@@ -212,7 +212,7 @@ def test_no_size_no_change():
         ({"how": "streamlined"}, "how must be one of 'sampled', 'linearized', 'point'"),
         ({"how": "linearized"}, "a Point posterior predicts"),
         ({"draws": 0}, "draws must be at least 1"),
-        ({"steps": 0}, "steps and restarts are at least 1"),
+        ({"steps": 0}, "steps must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"transform": lambda x: x.detach()}, "cannot|can be differentiated"),
     ],

@@ -6,7 +6,7 @@ autograd at two places first (`log_density.Density`), and everything else takes 
 
 - `mlp_cpu`, `trajectories_cpu`: the gradient of many chains at once on a CPU, and trajectories made of it
 - `mlp`, `mlp_triton`: trajectories on a GPU, one thread block a chain; Triton is imported at first use
-- `kernel`, `structure`: what samplers ask of both, and how a posterior is recognized
+- `kernel`: what samplers ask of both, and how a posterior is recognized
 
 The door is here: `cpu_field`, `cpu_kernel`, `gpu_plan` and `gpu_kernel`. May import `model`, `network` and `tensors`.
 """

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dubito.inference.kernels.kernel import Kernel, Moved
-from dubito.inference.kernels.structure import all_bayesian, gamma, is_hooked, is_plain, offsets
+from dubito.inference.kernels.kernel import Kernel, Moved, all_bayesian, gamma, is_hooked, is_plain, offsets
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE, Gaussian
 from dubito.model.priors import Normal

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dubito.inference.kernels.structure import all_bayesian, is_hooked, is_plain, is_real, offsets
+from dubito.inference.kernels.kernel import all_bayesian, is_hooked, is_plain, is_real, offsets
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE, Categorical, Gaussian, Likelihood
 from dubito.network.examples import Batch, Inputs, Targets

@@ -15,9 +15,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dubito.inference.kernels.kernel import Kernel, Moved
+from dubito.inference.kernels.kernel import Kernel, Moved, gamma
 from dubito.inference.kernels.mlp_cpu import Field, Memory
-from dubito.inference.kernels.structure import gamma
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import Normal
