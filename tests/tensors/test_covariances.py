@@ -73,6 +73,13 @@ def case(kind: str, prior=ONE, scale: Tensor | None = None, temperature: float =
         values = torch.tensor([900.0, 5.0, 0.3, 0.0], dtype=DOUBLE)
         made = LowRank.precision(tree.unflatten(rows, LIKE), values, prior, scale=scale, temperature=temperature)
         return Case(made, (rows.mT * values @ rows).unsqueeze(0))
+    if kind == "lowrank, remainder":
+        rows, rest = torch.linalg.qr(numbers(SIZE, 4))[0].mT, torch.rand(SIZE, dtype=DOUBLE)
+        values, left = torch.tensor([900.0, 5.0, 0.3, 0.0], dtype=DOUBLE), tree.unflatten(rest, LIKE)
+        made = LowRank.precision(
+            tree.unflatten(rows, LIKE), values, prior, scale=scale, temperature=temperature, remainder=left
+        )  # fmt: skip
+        return Case(made, (rows.mT * values @ rows + torch.diag(rest)).unsqueeze(0))
     if kind == "blocks":
         first, second = case("dense", prior, scale, temperature), case("kronecker, no bias", prior, scale, temperature)
         assert isinstance(first.covariance, Dense)
@@ -117,6 +124,7 @@ CASES = {
     "ekfac, bias apart": lambda: case("ekfac", APART),
     "lowrank": lambda: case("lowrank"),
     "lowrank, a precision each": lambda: case("lowrank", EACH),
+    "lowrank, remainder": lambda: case("lowrank, remainder"),
     "blocks": lambda: case("blocks", {**APART, "v": number(0.7)}),
 }
 every = pytest.mark.parametrize("name", CASES)
@@ -198,7 +206,10 @@ def test_another_prior_noise_and_temperature(name):
         found = cov.with_prior(prior, s, temperature)
         torch.testing.assert_close(found.dense(), one.dense(prior, s, temperature))
         exact = torch.linalg.slogdet(one.precision(prior, s))[1]
-        if ("kronecker" not in name and "ekfac" not in name) or all(leaf.ndim == 0 for leaf in prior.values()):
+        if "remainder" in name:  # a bound from above
+            assert float(cov.log_precision(prior, s)) >= float(exact)
+            torch.testing.assert_close(found.log_precision(prior, s), cov.log_precision(prior, s))
+        elif ("kronecker" not in name and "ekfac" not in name) or all(leaf.ndim == 0 for leaf in prior.values()):
             torch.testing.assert_close(cov.log_precision(prior, s), exact)
             torch.testing.assert_close(found.log_precision(prior, s), exact)
         back = found.with_prior(old, scale_of(name), 1.3)
@@ -232,7 +243,7 @@ def test_gradients_of_the_log_determinant(name):
     )
 
 
-PAIRS = {"diagonal": APART, "dense": EACH, "subnetwork": EACH, "lowrank": EACH}
+PAIRS = {"diagonal": APART, "dense": EACH, "subnetwork": EACH, "lowrank": EACH, "lowrank, remainder": EACH}
 
 
 @pytest.mark.parametrize("kind", PAIRS)

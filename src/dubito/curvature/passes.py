@@ -27,6 +27,7 @@ from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
 from dubito.tensors.tree import Buffers, Params
 
+ROUNDING = 1e-5  # what is smaller than so much of the whole may be rounding in single precision
 OVERSAMPLING = 10  # directions beyond the rank that the randomized search keeps, for accuracy
 
 
@@ -207,7 +208,8 @@ def _squares(sums: Params) -> Params:
 
 @dataclass(frozen=True)
 class TopEigen(Passes):
-    """The main directions of the GGN or the Hessian, by a randomized range finder and its products with the curvature."""
+    """The main directions of the GGN or the Hessian, by a randomized range finder and its products with the curvature; outside of
+    them the diagonal of the GGN, which is summed in the first pass."""
 
     count: ClassVar[int] = 2
     rank: int
@@ -221,11 +223,14 @@ class TopEigen(Passes):
         products = self._products(setup)
         unit = torch.randn(products.count, setup.size, generator=generator, dtype=setup.dtype, device=generator.device)
         first = tree.unflatten(_orthonormal(unit.to(setup.model.device)), setup.like)
-        return {**products.zeros(layout), **{f"Q|{name}": leaf for name, leaf in first.items()}}
+        squares = statistics.Diagonal(setup).zeros(layout) if products.count < setup.size else {}
+        first = {f"Q|{name}": leaf for name, leaf in first.items()} | {f"D|{name}": leaf for name, leaf in squares.items()}
+        return products.zeros(layout) | first
 
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
-        """Products of the curvature with the directions."""
-        return self._products(setup), sums
+        """Products of the curvature with the directions, and squared gradients."""
+        products = self._products(setup)
+        return replace(products, squares=which == 0 and bool(_squares(sums))), sums
 
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
         """Take an orthonormal basis of the products as directions."""
@@ -235,7 +240,7 @@ class TopEigen(Passes):
             sums[f"Y|{name}"].zero_()
 
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
-        """Low rank: the eigenvectors of the curvature in the span of the directions."""
+        """Low rank: the eigenvectors of the curvature in the span of the directions, and the diagonal of what is left."""
         factor = estimate.factor(1 if estimate.seen[1] else 0)
         q, y = (tree.flatten({name: sums[f"{key}|{name}"] for name in setup.names}, stacked=True) for key in "QY")
         small = (q @ y.mT).double()  # Q^T H Q
@@ -245,19 +250,44 @@ class TopEigen(Passes):
                 f"the Hessian has negative curvature in its main directions, down to {float(values[0] * factor):.3g} (largest: "
                 f"{float(values[-1] * factor):.3g}). Use curvature='ggn', or clip=True, or train on until the weights are at a maximum"
             )
+        squares = _squares(sums)
+        if squares and setup.spec.kind == "ggn":
+            values, rows = _nystrom(values, vectors, y)
+        else:
+            rows = vectors.mT.to(q) @ q
         order = values.argsort(descending=True)[: self.rank]
-        rows = vectors[:, order].mT.to(q) @ q
+        rows = rows[order]
         # the products hold the noise; where it is learned, the curvature is kept at unit noise
         scale = estimate.scale if len(estimate.scale) == 1 else torch.ones_like(estimate.scale[:1])
         values = (values[order].clamp_min(0) * factor / scale[0]).to(q)
-        directions = tree.unflatten(rows, setup.like)
-        return Blocks((LowRank.precision(directions, values, estimate.prior, scale=scale, temperature=estimate.temperature),))
+        directions, remainder = tree.unflatten(rows, setup.like), None
+        if squares:  # of unit noise, as the values
+            weights = (estimate.scale / scale[0]).to(q) * estimate.factor(0)
+            whole = {name: torch.tensordot(weights, squares[name].to(q), 1) for name in setup.names}
+            captured = {name: torch.tensordot(values, leaf**2, 1) for name, leaf in directions.items()}
+            left = {name: leaf - captured[name] for name, leaf in whole.items()}
+            remainder = {name: torch.where(leaf > ROUNDING * whole[name], leaf, 0.0) for name, leaf in left.items()}
+        made = LowRank.precision(
+            directions, values, estimate.prior, scale=scale, temperature=estimate.temperature, remainder=remainder
+        )  # fmt: skip
+        return Blocks((made,))
 
     def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
         """Twice the directions; in the end those of the rank."""
         size, item, k = setup.size, setup.dtype.itemsize, self._products(setup).count
         rank = min(self.rank, k)
-        return Need(2 * k * size * item, (size + rank * size + rank) * item, 6 * rank * size * DOUBLE)
+        squares = setup.groups(layout) * size * item if k < size else 0
+        kept = (2 if squares else 1) * size + rank * size + rank
+        return Need(2 * k * size * item + squares, kept * item, 6 * rank * size * DOUBLE)
+
+
+def _nystrom(values: Tensor, vectors: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Values and orthonormal rows of :math:`H Q (Q^T H Q)^{-1} Q^T H`, the largest part of H in the range of HQ that leaves a
+    semi-definite rest, for rows y of HQ and the spectrum of :math:`Q^T H Q`."""
+    keep = values > ROUNDING * values[-1].clamp_min(0)
+    root = (vectors[:, keep] * values[keep].rsqrt()).mT @ y.double()
+    inner, turn = torch.linalg.eigh(root @ root.mT)
+    return inner.clamp_min(0), ((turn / inner.clamp_min(torch.finfo(inner.dtype).tiny).sqrt()).mT @ root).to(y)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito.curvature.cotangents import observed
 from dubito.curvature.generic import Unrolled, along
 from dubito.curvature.layout import Layout
-from dubito.curvature.statistics import Observed, Shapes, Statistic, exact, observe
+from dubito.curvature.statistics import Diagonal, Observed, Shapes, Statistic, exact, observe
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch
@@ -169,9 +169,11 @@ class ProductStatistic(Statistic):
 
 @dataclass(frozen=True)
 class Products(ProductStatistic):
-    """The GGN or the Hessian times so many directions, which are in the sums as `Q|name`."""
+    """The GGN or the Hessian times so many directions, which are in the sums as `Q|name`; and `squares` of the gradients, the diagonal
+    of the GGN, as `D|name`."""
 
     count: int
+    squares: bool = False
 
     def shapes(self, layout: Layout) -> Shapes:
         """Directions and their products."""
@@ -190,6 +192,9 @@ class Products(ProductStatistic):
         """As every statistic of products. A product holds the sum over several noises, so that these cannot be changed afterwards:
         nothing is told of them."""
         told = super().add(sums, batch, generator=generator, gradient=gradient)
+        if self.squares:
+            ggn = replace(self.setup, spec=replace(self.setup.spec, structure="diagonal", kind="ggn"))
+            Diagonal(ggn).add({key[2:]: leaf for key, leaf in sums.items() if key.startswith("D|")}, batch, generator=generator)
         if len(told.counts) == 1:
             return told
         return told._replace(errors=torch.zeros_like(told.errors), counts=torch.zeros_like(told.counts))

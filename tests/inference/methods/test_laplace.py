@@ -14,6 +14,7 @@ import dubito
 from curvature.networks import DOUBLE, Net, build, ggn, gradients, hessian, numbers, targets
 from curvature.test_evidence import STRUCTURES, Linear, every, fitted, problem
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Laplace, Model
+from dubito.data import digits
 from dubito.priors import Normal, Prior
 from dubito.tensors import tree
 from dubito.tensors.covariances import Kronecker
@@ -117,12 +118,44 @@ def test_low_rank_finds_the_main_directions():
     values, vectors = torch.linalg.eigh(ggn(model, model.parameters(), x, y))
     posterior = fitted(model, Laplace("lowrank", rank=5), (x, y), batch_size=9)
     top = (vectors[:, -5:] * values[-5:]) @ vectors[:, -5:].mT
-    assert (precision(posterior) - top).norm() < 1e-2 * top.norm()
+    found, exact = precision(posterior), ggn(model, model.parameters(), x, y)
+    apart = ~torch.eye(len(found), dtype=torch.bool)
+    assert (found - top)[apart].norm() < 1e-2 * top.norm()
+    torch.testing.assert_close(found.diagonal(), exact.diagonal())  # outside the directions, weight by weight
+    smaller = Laplace("lowrank", rank=5, optimize_evidence=False)
+    assert float(fitted(model, smaller, (x, y)).log_evidence()) < float(fitted(model, Laplace("dense"), (x, y)).log_evidence())
     whole = fitted(model, Laplace("lowrank", rank=100), (x, y), batch_size=9)
     torch.testing.assert_close(precision(whole), ggn(model, model.parameters(), x, y), rtol=1e-6, atol=1e-8)
     hess = fitted(model, Laplace("lowrank", "hessian", rank=100, clip=True), (x, y), batch_size=9)
     values, vectors = torch.linalg.eigh(hessian(model, model.parameters(), x, y))
     torch.testing.assert_close(precision(hess), (vectors * values.clamp_min(0)) @ vectors.mT, rtol=1e-6, atol=1e-7)
+
+
+def test_low_rank_is_no_worse_than_diagonal():
+    """Without the curvature outside its directions it made 38 to 47 % of 96 % right, and its evidence was above all others."""
+    split = digits()
+    train, held = (split.x_train[:600], split.y_train[:600]), (split.x_test, split.y_test)
+    torch.manual_seed(0)
+    model = Model(nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)), Categorical())
+    trained = dubito.fit(model, dubito.MAP(epochs=100, learning_rate=0.01), train)
+    fits = {s: dubito.fit(model, Laplace(s, check=False), train, start=trained) for s in ("diagonal", "lowrank", "dense")}
+    scores = {s: float(-p.predict(held[0]).log_prob(held[1]).mean()) for s, p in fits.items()}
+    assert scores["lowrank"] < scores["diagonal"]
+    accuracy = {s: float((p.predict(held[0]).mean.argmax(1) == held[1]).float().mean()) for s, p in fits.items()}
+    assert accuracy["lowrank"] > accuracy["dense"] - 0.01
+    evidence = {s: float(p.log_evidence()) for s, p in fits.items()}
+    assert evidence["diagonal"] < evidence["lowrank"] < evidence["dense"]
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 20])
+def test_the_evidence_of_a_low_rank_is_never_above_the_whole(rank):
+    net, x = build("perceptron")
+    for _ in range(5):
+        model, x = Model(net, Categorical(), Normal(scale=1.0)), 2 * numbers(30, 3)
+        y = targets(model, model.parameters(), x)
+        low, dense = (fitted(model, Laplace(s, rank=rank, check=False), (x, y)) for s in ("lowrank", "dense"))
+        for precision in (1e-3, 1.0, 30.0):
+            assert float(low.log_evidence(precision)) <= float(dense.log_evidence(precision)) + 1e-6
 
 
 def test_low_rank_with_fewer_data_than_directions():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.tensors import tree
-from dubito.tensors.covariances.covariance import Covariance, expanded, normal
+from dubito.tensors.covariances.covariance import Covariance, normal
 from dubito.tensors.covariances.diagonal import flat
 from dubito.tensors.covariances.propagation import Directions, Gradients, input_noise, propagate_independent, weight_gradients
 from dubito.tensors.covariances.propagation import flat as joined
@@ -25,7 +25,8 @@ class LowRank(Covariance):
     r""":math:`\Sigma = D^{1/2} (I + Q\, \mathrm{diag}(c)\, Q^T) D^{1/2}` with orthonormal columns Q and every :math:`c > -1`.
 
     One form for both kinds. `LowRank.of(diagonal, columns)` is a covariance diag + C C^T (SWAG; c > 0). `LowRank.precision(...)` has
-    the precision P0 + U diag(l) U^T (curvature in its main directions; c < 0).
+    the precision P0 + U diag(l) U^T (curvature in its main directions; c < 0), and with a `remainder` d that of the curvature
+    outside these directions, weight by weight: P0 + U diag(l) U^T + diag(d).
 
     >>> cov = LowRank.of({"w": torch.ones(2)}, {"w": torch.tensor([[1.0, 0.0]])})
     >>> cov.dense()
@@ -38,6 +39,8 @@ class LowRank(Covariance):
     logs: Tensor  # ln(1 + c), [k]: a curvature far above the prior has c so near to -1 that c itself would lose it
     scale: Tensor | None = None  # [1]; None: not a curvature and a prior
     temperature: float = 1.0
+    remainder: Params | None = None  # d at scale 1, leaves [*shape]
+    prior: Params | None = None  # P0, beside a remainder
 
     @staticmethod
     def of(diagonal: Params, columns: Params) -> LowRank:
@@ -49,15 +52,25 @@ class LowRank(Covariance):
 
     @staticmethod
     def precision(
-        directions: Params, values: Tensor, prior: Mapping[str, Tensor], *, scale: Tensor, temperature: float = 1.0
+        directions: Params,
+        values: Tensor,
+        prior: Mapping[str, Tensor],
+        *,
+        scale: Tensor,
+        temperature: float = 1.0,
+        remainder: Params | None = None,
     ) -> LowRank:
-        """The inverse of (s U diag(l) U^T + P0) / T, for directions U stacked [k, *shape] and their curvatures l [k]."""
-        diagonal = {name: (1 / prior[name].to(leaf)).expand(leaf.shape[1:]).clone() for name, leaf in directions.items()}
+        """The inverse of (s (U diag(l) U^T + diag(d)) + P0) / T, for directions U stacked [k, *shape], their curvatures l [k] and the
+        remainder d, leaves [*shape]."""
+        own = {name: prior[name].to(leaf).expand(leaf.shape[1:]) for name, leaf in directions.items()}
+        whole = own if remainder is None else {name: leaf + scale.to(leaf)[0] * remainder[name] for name, leaf in own.items()}
+        diagonal = {name: 1 / leaf for name, leaf in whole.items()}
         root = (scale.to(values)[0] * values.clamp_min(0)).sqrt().unsqueeze(1)
         whitened = flat({name: leaf * diagonal[name].sqrt() for name, leaf in directions.items()}, diagonal) * root
         inside, q = _orthonormal(whitened)
         scaled = {name: temperature * leaf for name, leaf in diagonal.items()}
-        return LowRank(scaled, tree.unflatten(q, scaled), -inside.log1p(), scale, temperature)
+        kept = None if remainder is None else {name: prior[name].to(leaf) for name, leaf in directions.items()}
+        return LowRank(scaled, tree.unflatten(q, scaled), -inside.log1p(), scale, temperature, remainder, kept)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,6 +120,8 @@ class LowRank(Covariance):
 
     def propagate(self, layers: Gradients, others: Params, like: Tensor, factors: Sequence[float]) -> Tensor:
         """The diagonal part, and the rows of the Jacobian projected on Q."""
+        if self.remainder is not None and tuple(factors) != (1.0,):
+            return torch.cat([self.times(factor).propagate(layers, others, like[:1], (1.0,)) for factor in factors])
         layers = [(layer, g.to(like.dtype)) for layer, g in layers]
         total = propagate_independent([self.diagonal], layers, others, torch.zeros_like(like[:1]))
         inner = self._projected(layers, others, like[0])  # [B, C, k]
@@ -155,26 +170,37 @@ class LowRank(Covariance):
         return values, tree.unflatten(q, diagonal)
 
     def log_precision(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """By the determinant of a k x k matrix."""
+        r"""By the determinant of a k x k matrix. With a remainder it is a bound from above,
+        :math:`\ln\det(P_0 + s U l U^T) + \sum_i \ln(1 + s d_i / p_i)`, so that the evidence is never above that of the whole curvature:
+        :math:`\det(A + R) \det P_0 \le \det A \det(P_0 + R)` for :math:`A \ge P_0` and R >= 0, and Hadamard's inequality."""
         values, directions = self._curvature
         shifts = [prior[name].double().expand(leaf.shape) for name, leaf in self.diagonal.items()]
         weighted = flat(directions, self.diagonal).double() / torch.cat([s.reshape(-1) for s in shifts]).sqrt()
         weighted = weighted * values.double().sqrt().unsqueeze(1)
         small = scale.double()[0] * (weighted @ weighted.mT)  # no root of the scale, which has no slope where a value is 0
         inner = torch.linalg.slogdet(small + torch.eye(len(values), dtype=small.dtype, device=small.device))[1]
-        return inner + expanded({n: p.double() for n, p in prior.items()}, self.shapes).log().sum()
+        whole = torch.cat([s.reshape(-1) for s in shifts])
+        if self.remainder is not None:
+            whole = whole + scale.double()[0] * torch.cat([leaf.double().reshape(-1) for leaf in self.remainder.values()])
+        return inner + whole.log().sum()
 
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> LowRank:
         """The same curvature under another prior, noise or temperature."""
         values, directions = self._curvature
         assert self.scale is not None
         scale, temperature = self.scale if scale is None else scale, self.temperature if temperature is None else temperature
-        return LowRank.precision(directions, values, prior, scale=scale, temperature=temperature)
+        return LowRank.precision(
+            directions, values, prior, scale=scale, temperature=temperature, remainder=self.remainder
+        )  # fmt: skip
 
     def times(self, factor: float) -> LowRank:
         """D / factor, and c by the curvature that it stands for."""
         if self.scale is None:
             raise ValueError(NO_PRIOR)
+        if factor == 1:
+            return self
+        if self.prior is not None:
+            return self.with_prior({name: leaf * factor for name, leaf in self.prior.items()})
         diagonal = {name: leaf / factor for name, leaf in self.diagonal.items()}
         return replace(self, diagonal=diagonal, logs=-((-self.logs).expm1() / factor).log1p())
 
@@ -192,9 +218,18 @@ class LowRank(Covariance):
         values = torch.cat([mine * self.scale[0], theirs.to(mine) * other.scale.to(mine)[0]])
         rows = flat(both, self.diagonal) * values.sqrt().unsqueeze(1)
         values, q = _orthonormal(rows)
-        prior = {name: other.temperature / leaf for name, leaf in other.diagonal.items()}
-        one = torch.ones_like(self.scale)
-        return LowRank.precision(tree.unflatten(q, self.diagonal), values, prior, scale=one, temperature=self.temperature)
+        prior = other.prior or {name: other.temperature / leaf for name, leaf in other.diagonal.items()}
+        one, left = torch.ones_like(self.scale), None
+        if self.remainder is not None or other.remainder is not None:
+            left = {name: self._left(name) + other._left(name).to(leaf) for name, leaf in self.diagonal.items()}
+        directions = tree.unflatten(q, self.diagonal)
+        return LowRank.precision(directions, values, prior, scale=one, temperature=self.temperature, remainder=left)
+
+    def _left(self, name: str) -> Tensor:
+        """The remainder of a leaf at the present scale."""
+        if self.remainder is None or self.scale is None:
+            return torch.zeros_like(self.diagonal[name])
+        return self.scale.to(self.diagonal[name])[0] * self.remainder[name]
 
 
 def _orthonormal(rows: Tensor) -> tuple[Tensor, Tensor]:
