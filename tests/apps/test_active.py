@@ -458,8 +458,8 @@ def test_inputs_with_names():
         (DataLoader(Items(torch.zeros(9, 1)), shuffle=True), "shuffle=False"),
         ({"a": torch.zeros(3), "b": torch.zeros(4)}, r"same number of rows; got \[3, 4\]"),
         (7, "got a int"),
-        ([[1.0, 2.0], [3.0, 4.0]], "taken for batches"),
-        (["one line", "another"], "taken for batches"),
+        ([[1.0, 2.0], [3.0, 4.0]], "must hold batches"),
+        (["one line", "another"], "must hold batches"),
     ],
 )
 def test_pools_that_are_none(data, message):

@@ -74,11 +74,8 @@ def action_value_model(model: Model) -> Model:
     (torch.Size([4, 1]), torch.Size([4, 3]))
     """
     likelihood = model.likelihood
-    require(
-        isinstance(likelihood, Gaussian) and not isinstance(likelihood.scale, tuple) and likelihood.outputs == 1,
-        "the likelihood of rewards must be dubito.Gaussian(scale=s), or Gaussian() to learn the noise, with one output; got "
-        f"{likelihood!r}",
-    )
+    single = isinstance(likelihood, Gaussian) and not isinstance(likelihood.scale, tuple) and likelihood.outputs == 1
+    require(single, f"the likelihood of rewards must be Gaussian(scale=s), or Gaussian() to learn the noise; got {likelihood!r}")
     # agents pass batches (x, action) of their own, so the user's `split` is not needed
     return replace(model, network=ActionValues(model.network, model.output), split=split_batch, output=pick_output)
 

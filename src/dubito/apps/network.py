@@ -52,8 +52,7 @@ class Network:
         Positions that the output does not have (those of a convolution, of the words of a text) are averaged over.
         """
         modules, seen = dict(self.model.network.named_modules(remove_duplicate=False)), []
-        if layer not in modules:
-            raise ValueError(f"the network has no layer {layer!r}; it has {[name for name in modules if name]}")
+        require(layer in modules, f"the network has no layer {layer!r}; it has {[name for name in modules if name]}")
         module = modules[layer]
         hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(_first(args, kwargs)), with_kwargs=True)
         try:
@@ -143,13 +142,10 @@ def networks(posterior: Posterior, *, draws: int = 10) -> tuple[Network, ...]:
 
 def only_network(posterior: Posterior, name: str) -> Network:
     """The one network of a posterior that has a centre."""
-    found = list(networks(posterior, draws=2))
-    if len(found) != 1:
-        raise ValueError(
-            f"{name} works on the features of one network, and this {type(posterior).__name__} posterior is several: give it one of "
-            "them, as posteriors.Point(model, params, buffers)"
-        )
-    return found[0]
+    several = networks(posterior, draws=2)
+    way_out = "give it one of them, as posteriors.Point(model, params, buffers)"
+    require(len(several) == 1, f"{name} needs one network, and a {type(posterior).__name__} posterior is several: {way_out}")
+    return several[0]
 
 
 def average_over(found: Sequence[Network], score: Callable[[Network, int], Tensor]) -> Tensor:

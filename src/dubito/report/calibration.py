@@ -13,6 +13,7 @@ from dubito.evaluation.judge import Counts, Decision
 from dubito.evaluation.metrics import QuantileCalibration, Reliability
 from dubito.report.canvas import BLUE, CYCLE, INK, LINE, SOFT, STYLES, VERMILION, Drawing, grid, picture
 from dubito.report.content import Picture
+from dubito.tensors.checks import require
 
 FEW = 5  # predictions in a bin
 LEAST = 0.05  # smallest coverage for which accuracy is shown: below it is mostly chance
@@ -35,27 +36,22 @@ def bins(probs: Tensor, y: Tensor, *, n: int = 15) -> Bins:
     >>> b.number.tolist(), b.accuracy.tolist()
     ([0.0, 4.0], [nan, 0.75])
     """
-    found = _found(probs, y, n)
-    return Bins(found.edges, found.count, found.confidence, found.accuracy)
+    bins = _reliability(probs, y, n)
+    return Bins(bins.edges, bins.count, bins.confidence, bins.accuracy)
 
 
 def reliability(label: str, probs: Tensor, y: Tensor, *, n: int = 15) -> Picture:
     """Accuracy in every bin of confidence, with its 90 % interval, over the number of predictions in the bin."""
-    return diagram(label, _found(probs, y, n))
+    return diagram(label, _reliability(probs, y, n))
 
 
 def diagram(label: str, found: Reliability) -> Picture:
     """A reliability diagram of given bins, from `metrics.reliability` or `judge`, of equal width or equal mass."""
     total, ece = int(found.count.sum()), float(found.ece)
-    found = Reliability(
-        *(t.cpu() for t in (found.edges, found.count, found.confidence, found.accuracy, found.lower, found.upper))
-    )
-    some = found.count > 0
-    if not total:
-        raise ValueError(f"no predictions for the reliability diagram of {label}")
-    left, widths = found.edges[:-1][some].numpy(), found.edges.diff()[some].numpy()
-    parts = (found.count, found.confidence, found.accuracy, found.lower, found.upper)
-    count, confidence, accuracy, low, high = (t[some].numpy() for t in parts)
+    require(total, f"no predictions for the reliability diagram of {label}")
+    some, edges = found.count > 0, found.edges
+    parts = (edges[:-1], edges.diff(), found.count, found.confidence, found.accuracy, found.lower, found.upper)
+    left, widths, count, confidence, accuracy, low, high = (t[some].cpu().numpy() for t in parts)
 
     def _draw(figure: Drawing) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
@@ -96,8 +92,7 @@ def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture
     def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, (share, accuracy)) in enumerate(shown.items()):
-            style = STYLES[i % 3]
-            axes.plot(share, accuracy, color=CYCLE[i % len(CYCLE)], linestyle=style, label=label)
+            axes.plot(share, accuracy, color=CYCLE[i % len(CYCLE)], linestyle=STYLES[i % 3], label=label)
         axes.set(xlim=(left, 1), ylim=(floor - 0.08 * (1 - floor) - 1e-3, 1 + 0.04 * (1 - floor) + 1e-3))
         axes.set(title=title, xlabel="coverage: share of inputs answered", ylabel="accuracy on these")
         grid(axes)
@@ -106,7 +101,7 @@ def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture
     return picture(_draw, (4.6, 3.3), alt=f"{title}: accuracy against coverage for {', '.join(curves)}.")
 
 
-def _found(probs: Tensor, y: Tensor, n: int) -> Reliability:
+def _reliability(probs: Tensor, y: Tensor, n: int) -> Reliability:
     confidence, top = probs.max(-1)
     return Reliability.of(confidence, top == y, bins=n)
 
@@ -116,8 +111,7 @@ LEGEND = ((BLUE, "successes"), (VERMILION, "errors"))
 
 def risk(title: str, found: Mapping[str, Decision], *, loss: str = "risk: share of errors among these") -> Picture:
     """Mean error on the most confident share of the inputs, by label, with the area under the curve."""
-    if not found:
-        raise ValueError(f"no curves for the figure {title!r}")
+    require(found, f"no curves for the figure {title!r}")
     shown = {label: (one.coverage[one.coverage >= LEAST], one.risk[one.coverage >= LEAST]) for label, one in found.items()}
     top = 1.06 * max(float(risk.max()) for _, risk in shown.values()) or 1.0
     areas = {label: float(one.values.get("aurc", one.risk.mean())) for label, one in found.items()}
@@ -125,8 +119,8 @@ def risk(title: str, found: Mapping[str, Decision], *, loss: str = "risk: share 
     def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, (share, risk)) in enumerate(shown.items()):
-            style = STYLES[i % 3]
-            axes.plot(share, risk, color=CYCLE[i % len(CYCLE)], linestyle=style, label=f"{label} · AURC {areas[label]:.3g}")
+            name = f"{label} · AURC {areas[label]:.3g}"
+            axes.plot(share, risk, color=CYCLE[i % len(CYCLE)], linestyle=STYLES[i % 3], label=name)
         axes.set(xlim=(0, 1), ylim=(0, top), title=title, xlabel="coverage: share of inputs answered", ylabel=loss)
         grid(axes)
         axes.legend(loc="upper left", handlelength=2.6)
@@ -160,8 +154,7 @@ def quantiles(title: str, found: Mapping[str, QuantileCalibration]) -> Picture:
     """Observed share of targets below each quantile against its nominal level, by label. Calibrated curves stay inside the band."""
     from scipy.stats import binom
 
-    if not found:
-        raise ValueError(f"no curves for the figure {title!r}")
+    require(found, f"no curves for the figure {title!r}")
     n = min(one.n for one in found.values())  # the widest band
     levels = next(iter(found.values())).levels.cpu().numpy()
     low, high = (binom.ppf(q, n, levels) / n for q in ((1 - BAND) / 2, (1 + BAND) / 2))
@@ -171,19 +164,15 @@ def quantiles(title: str, found: Mapping[str, QuantileCalibration]) -> Picture:
         axes.fill_between(levels, low, high, color=LINE, linewidth=0, label=f"calibrated, {BAND:.0%}")
         axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
         for i, (label, one) in enumerate(found.items()):
-            axes.plot(
-                one.levels.cpu(), one.observed.cpu(), color=CYCLE[i % len(CYCLE)], label=f"{label} · {float(one.error):.3f}"
-            )
+            name = f"{label} · {float(one.error):.3f}"
+            axes.plot(one.levels.cpu(), one.observed.cpu(), color=CYCLE[i % len(CYCLE)], label=name)
         axes.set(xlim=(0, 1), ylim=(0, 1), title=title, xlabel="nominal quantile level", ylabel="observed share of targets")
         grid(axes)
         axes.legend(loc="upper left", handlelength=1.8)
 
     errors = ", ".join(f"{label} {float(one.error):.3f}" for label, one in found.items())
-    return picture(
-        _draw,
-        (3.8, 3.5),
-        alt=f"{title}: observed share of targets below each quantile; average gap between nominal and observed levels: {errors}.",
-    )
+    alt = f"{title}: observed share of targets below each quantile; average gap between nominal and observed levels: {errors}."
+    return picture(_draw, (3.8, 3.5), alt=alt)
 
 
 def pit(title: str, counts: Tensor) -> Picture:
@@ -191,8 +180,7 @@ def pit(title: str, counts: Tensor) -> Picture:
     from scipy.stats import binom
 
     n, bins = int(counts.sum()), len(counts)
-    if not n:
-        raise ValueError(f"no PIT values for the figure {title!r}")
+    require(n, f"no PIT values for the figure {title!r}")
     density = (counts.double() * bins / n).cpu().numpy()
     low, high = (float(binom.ppf(q, n, 1 / bins)) * bins / n for q in ((1 - BAND) / 2, (1 + BAND) / 2))
     edges = [i / bins for i in range(bins + 1)]

@@ -63,9 +63,7 @@ def histograms(panels: Mapping[str, Mapping[str, Tensor]], *, xlabel: str, upper
         }
         for title, groups in panels.items()
     }
-    top = 1.05 * max(
-        float(share.max()) for groups in shares.values() for share in groups.values()
-    )  # the same scale for all panels
+    top = 1.05 * max(float(share.max()) for groups in shares.values() for share in groups.values())  # one scale for all panels
 
     def _panel(title: str) -> Picture:
         def _draw(figure: Drawing) -> None:

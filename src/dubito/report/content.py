@@ -41,14 +41,12 @@ class Table:
     errors: tuple[tuple[float | None, ...], ...] = field(default=(), kw_only=True)  # standard errors; None where there is none
     alike: frozenset[tuple[int, int]] = field(
         default=frozenset(), kw_only=True
-    )  # (row, column): not significantly different from the best
+    )  # (row, column): as good as the best, up to chance
     sortable: bool = field(default=False, kw_only=True)  # by a click on a header, with a box that filters the rows
 
     def __post_init__(self):
         widths = {len(row) for row in self.rows} - {len(self.columns)}
-        require(
-            not widths, f"table {self.title!r}: rows must have {len(self.columns)} values, one per column; got {sorted(widths)}"
-        )
+        require(not widths, f"table {self.title!r}: rows must have {len(self.columns)} values; got {sorted(widths)}")
         same = not self.errors or [len(row) for row in self.errors] == [len(row) for row in self.rows]
         require(same, f"table {self.title!r}: errors must have the shape of rows: give None where there is no standard error")
 

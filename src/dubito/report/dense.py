@@ -115,8 +115,7 @@ def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -
     >>> detection("A few pixels", {"total": one}).alt
     'A few pixels: average precision of errors by total 0.83, where chance has 0.50.'
     """
-    if not found:
-        raise ValueError(f"no curves for the figure {title!r}")
+    require(found, f"no curves for the figure {title!r}")
     pairs = {label: (one.precision_recall(), one.kept()) for label, one in found.items()}
     areas = {label: one.average_precision for label, one in found.items()}
     chance = float(next(iter(pairs.values()))[1][1][-1])
@@ -141,9 +140,8 @@ def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -
         left.legend(loc="upper right", handlelength=2.6, fontsize=8)
 
     words = ", ".join(f"{label} {area:.2f}" for label, area in areas.items())
-    return picture(
-        _draw, (7.6, 3.1), alt=f"{title}: average precision of errors by {words}, where chance has {chance:.2f}.", kind=kind
-    )
+    alt = f"{title}: average precision of errors by {words}, where chance has {chance:.2f}."
+    return picture(_draw, (7.6, 3.1), alt=alt, kind=kind)
 
 
 def _palette(colours: Sequence[tuple[int, int, int]] | None, classes: int) -> Tensor:
@@ -154,8 +152,7 @@ def _palette(colours: Sequence[tuple[int, int, int]] | None, classes: int) -> Te
         given = torch.tensor([colormaps["tab20"](c % 20)[:3] for c in range(classes)]).mul(255).round()
     else:
         given = torch.tensor(list(colours))[:classes]
-    if len(given) < classes:
-        raise ValueError(f"colours must be one per class; got {len(given)} for {classes} classes")
+    require(len(given) == classes, f"colours must be one per class; got {len(given)} for {classes} classes")
     return torch.cat([given.to(torch.uint8), torch.zeros(1, 3, dtype=torch.uint8)])
 
 

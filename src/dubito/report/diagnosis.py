@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -74,9 +73,8 @@ def rhats(values: Tensor, *, title: str, good: float) -> Picture:
         axes = figure.subplots()
         fine = 0.5 * (edges[1:] + edges[:-1]) <= good
         for part, colour in ((fine, BLUE), (~fine, VERMILION)):
-            axes.bar(
-                edges[:-1][part], count[part], np.diff(edges)[part], align="edge", color=colour, edgecolor="white", linewidth=0.4
-            )
+            look = {"align": "edge", "color": colour, "edgecolor": "white", "linewidth": 0.4}
+            axes.bar(edges[:-1][part], count[part], np.diff(edges)[part], **look)
         axes.axvline(good, color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
         if count.any():
             axes.set_yscale("log")
@@ -88,7 +86,7 @@ def rhats(values: Tensor, *, title: str, good: float) -> Picture:
         top = max(1, math.ceil(math.log10(max(1, count.max()) * 1.2)))
         ticks = [10**k for k in range(top + 1)]
         axes.set_yticks(ticks, [f"{t:,}" for t in ticks])
-        axes.yaxis.set_minor_locator(_no_ticks())
+        axes.set_yticks([], minor=True)
         axes.set(title=title, xlabel="R-hat", ylabel="number", ylim=(0.7, 10**top), xlim=(edges[0], edges[-1]))
         grid(axes, "y")
 
@@ -147,15 +145,8 @@ def running_scores(together: Tensor, each: Sequence[Tensor], *, label: str) -> P
             axes.minorticks_off()
         grid(axes)
 
-    return picture(
-        _draw, (4.6, 2.8), alt=f"Log score against the number of draws: {float(together[0]):.4g} to {float(together[-1]):.4g}."
-    )
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
+    alt = f"Log score against the number of draws: {float(together[0]):.4g} to {float(together[-1]):.4g}."
+    return picture(_draw, (4.6, 2.8), alt=alt)
 
 
 SHOWN = 2  # quantities of each kind: the one with the largest R-hat, and the one in the middle
@@ -200,19 +191,14 @@ def diagnosis(
 
 
 def _table(summary: Summary) -> Table:
-    rows = tuple(
-        (what.strip() if not what.startswith(" ") else f"– {what.strip()}", found, good) for what, found, good in summary.rows
-    )
+    rows = tuple((f"– {name.strip()}" if name.startswith(" ") else name.strip(), *values) for name, *values in summary.rows)
     return Table("", (Column("quantity"), Column("found"), Column("good")), rows)
 
 
 def _convergence(summary: Summary, predictions: bool) -> Section:
     spreads = {"predictions": summary.predictions, "weights": summary.weights}
-    pictures = tuple(
-        rhats(spread.rhat, title=f"{len(spread):,} {name}", good=RHAT_GOOD)
-        for name, spread in spreads.items()
-        if spread is not None
-    )
+    known = {name: spread for name, spread in spreads.items() if spread is not None}
+    pictures = tuple(rhats(spread.rhat, title=f"{len(spread):,} {name}", good=RHAT_GOOD) for name, spread in known.items())
     text = (
         "R-hat compares the spread between the chains with the spread inside them, for one quantity at a time. It is 1 where they "
         f"agree; values up to {RHAT_GOOD} are good, and values above {RHAT_BAD} are not chance. "
@@ -239,12 +225,11 @@ def _traces(posterior: Samples, summary: Summary, predictions: Tensor | None, na
             row, column = divmod(i, predictions.shape[-1])
             return f"row {row + 1}" + (f", {names[column]}" if len(names) == predictions.shape[-1] > 1 else "")
 
-        pictures = [
-            _one(flat[:, i], chains, f"{_named(i)}: R-hat {rhat:.3f}", label) for i, rhat in _picked(summary.predictions.rhat)
-        ]
-        figures.append(Figure("Predictions: the one with the largest R-hat, and the median one", tuple(pictures)))
-    pictures = [_weight_trace(posterior, i, rhat) for i, rhat in _picked(summary.weights.rhat)]
-    figures.append(Figure("Weights: the one with the largest R-hat, and the median one", tuple(pictures)))
+        picked = [(flat[:, i], f"{_named(i)}: R-hat {rhat:.3f}") for i, rhat in _picked(summary.predictions.rhat)]
+        pictures = tuple(trace(values.reshape(chains, -1), title=title, label=label) for values, title in picked)
+        figures.append(Figure("Predictions: the one with the largest R-hat, and the median one", pictures))
+    pictures = tuple(_weight_trace(posterior, i, rhat) for i, rhat in _picked(summary.weights.rhat))
+    figures.append(Figure("Weights: the one with the largest R-hat, and the median one", pictures))
     text = (
         "Draws in the order in which they were made, with histograms of their values. Chains that agree lie on top of each other and "
         "do not drift."
@@ -261,15 +246,12 @@ def _weight_trace(posterior: Samples, index: int, rhat: float) -> Picture:
         index -= leaf[0].numel()
         name, leaf = next(leaves)
     place = ", ".join(str(int(k)) for k in torch.unravel_index(torch.tensor(index), leaf.shape[1:])) if leaf.ndim > 1 else ""
-    return _one(leaf.reshape(len(leaf), -1)[:, index], posterior.chains, f"{name}[{place}]: R-hat {rhat:.3f}")
+    values = leaf.reshape(len(leaf), -1)[:, index].reshape(posterior.chains, -1)
+    return trace(values, title=f"{name}[{place}]: R-hat {rhat:.3f}")
 
 
 def _legend(chains: int) -> tuple[tuple[str, str], ...]:
     return tuple((colour, f"chain {i + 1}") for i, colour in enumerate(chain_colours(chains)) if 1 < chains <= MANY)
-
-
-def _one(values: Tensor, chains: int, title: str, label: str = "") -> Picture:
-    return trace(values.reshape(chains, -1), title=title, label=label)
 
 
 def _picked(rhat: Tensor) -> list[tuple[int, float]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.report.canvas import BLUE, CYCLE, INK, SOFT, Axes, Drawing, grid, picture, render
 from dubito.report.content import Picture
+from dubito.tensors.checks import require
 
 EPISTEMIC, ALEATORIC = "#5b9bd0", "#f5c776"  # lighter than the lines' blue and orange, as areas should be
 LEGEND = (
@@ -92,8 +93,8 @@ def functions(x: Tensor, p: LatentMixture, *, title: str, count: int = 8, ylim: 
     >>> functions(x, dubito.prior_predictive(model, x.unsqueeze(1)), title="lines").image[:4]
     '<svg'
     """
-    if p.means.ndim != 3 or p.means.shape[1] != len(x):
-        raise ValueError(f"p must be a predictive of the {len(x)} inputs x; its means have the shape {list(p.means.shape)}")
+    fits = p.means.ndim == 3 and p.means.shape[1] == len(x)
+    require(fits, f"p must be a predictive of the {len(x)} inputs x; its means have the shape {list(p.means.shape)}")
     drawn = p.means[..., 0].cpu()  # [S, G]
     mean, half = drawn.mean(0), 2 * drawn.std(0, correction=0)
 

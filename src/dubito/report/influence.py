@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, Axes, Drawing, picture, pixels
 from dubito.report.content import Picture
+from dubito.tensors.checks import at_least, require
 
 
 def influential(values: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:
@@ -19,8 +20,8 @@ def influential(values: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:
     >>> influential(torch.tensor([0.1, -0.5, 0.3, -0.2]), 2)
     (tensor([1, 3]), tensor([2, 0]))
     """
-    if values.ndim != 1 or count < 1:
-        raise ValueError(f"values must have the shape [N] and count must be positive; got {list(values.shape)} and {count}")
+    at_least(1, count=count)
+    require(values.ndim == 1, f"values must have the shape [N]; got {list(values.shape)}")
     order = values.argsort()
     helpful, harmful = order[:count], order.flip(0)[:count]
     return helpful[values[helpful] < 0], harmful[values[harmful] > 0]
@@ -42,10 +43,8 @@ def sheet(
     `images` [N, H, W] or [N, C, H, W] are all training images, in [0, 1], `labels` and `values` [N] theirs; `said` is the
     caption of the test image.
     """
-    if not len(images) == len(labels) == len(values):
-        raise ValueError(
-            f"images, labels and values must have the same length; got {len(images)}, {len(labels)} and {len(values)}"
-        )
+    lengths = len(images), len(labels), len(values)
+    require(len(set(lengths)) == 1, f"images, labels and values must have the same length; got {lengths}")
     chosen = influential(values, count)
     places = max(1, *(len(one) for one in chosen))
 
@@ -58,9 +57,8 @@ def sheet(
         axes.text(0.5, 0.62, said, ha="center", va="top", fontsize=8.5)
         for row, (which, name, colour) in enumerate(zip(chosen, ("helpful", "harmful"), (BLUE, VERMILION), strict=True)):
             bottom = 1.5 * (1 - row)
-            axes.text(
-                1.42, bottom + 0.5, name, rotation=90, ha="right", va="center", color=colour, fontsize=9.5, fontweight="bold"
-            )
+            style = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 9.5, "fontweight": "bold"}
+            axes.text(1.42, bottom + 0.5, name, color=colour, **style)
             for i, n in enumerate(which.tolist()):
                 left = 1.5 + 1.12 * i
                 _put(axes, images[n], left, bottom, colour)

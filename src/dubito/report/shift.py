@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from dubito.evaluation.shift import Sweep
 from dubito.report.canvas import CYCLE, SOFT, STYLES, Drawing, grid, picture
 from dubito.report.content import Column, Figure, Picture, Section, Table
+from dubito.tensors.checks import require
 
 
 class Reading(NamedTuple):
@@ -62,9 +63,8 @@ def lines(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
         axes = figure.subplots()
         for i, (label, one) in enumerate(sweeps.items()):
             colour, style = CYCLE[i % len(CYCLE)], STYLES[i // len(CYCLE) % 3]
-            axes.plot(
-                one.levels, [one.mean(metric, level) for level in one.levels], "o", linestyle=style, color=colour, label=label
-            )
+            means = [one.mean(metric, level) for level in one.levels]
+            axes.plot(one.levels, means, "o", linestyle=style, color=colour, label=label)
             if len(one.kinds) > 3:
                 ends = [statistics.quantiles(one.over_kinds(metric, level), n=4, method="inclusive") for level in one.levels]
                 axes.fill_between(one.levels, [e[0] for e in ends], [e[2] for e in ends], color=colour, alpha=0.15, linewidth=0)
@@ -109,24 +109,18 @@ def section(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Secti
     first = checked(sweeps)
     several = len(first.kinds) > 3
     pictures = tuple((boxes if several else lines)(sweeps, metric) for metric in first.metrics)
-    caption = (
-        f"Each box is over {len(first.kinds)} kinds of shift: quartiles, median, smallest and largest."
-        if several
-        else f"The mean over {', '.join(first.kinds)}."
-    )
+    boxed = f"Each box is over {len(first.kinds)} kinds of shift: quartiles, median, smallest and largest."
+    caption = boxed if several else f"The mean over {', '.join(first.kinds)}."
     return Section(title, tables=(table(sweeps, title=title),), figures=(Figure("By " + first.axis, pictures, caption=caption),))
 
 
 def checked(sweeps: Mapping[str, Sweep]) -> Sweep:
     """The first sweep, after a check that all are of the same shift."""
-    if not sweeps:
-        raise ValueError("sweeps is empty: give at least one, by the name of its method")
+    require(sweeps, "sweeps is empty: give at least one, by the name of its method")
     first = next(iter(sweeps.values()))
     for label, one in sweeps.items():
-        if (one.kinds, one.levels, one.metrics) != (first.kinds, first.levels, first.metrics):
-            raise ValueError(
-                f"the sweep of {label!r} has other kinds, levels or metrics than the first: sweep all with the same `shift`"
-            )
+        same = (one.kinds, one.levels, one.metrics) == (first.kinds, first.levels, first.metrics)
+        require(same, f"the sweep of {label!r} has other kinds, levels or metrics than the first: use the same `shift` for all")
     return first
 
 
@@ -137,10 +131,7 @@ def ticks(levels: tuple[float, ...], most: int = 8) -> list[float]:
 
 def _alt(sweeps: Mapping[str, Sweep], metric: str) -> str:
     name = READINGS.get(metric, Reading(metric)).name
-    found = ", ".join(
-        f"{label} {one.mean(metric, 0):.3g} to {one.mean(metric, one.levels[-1]):.3g}" for label, one in sweeps.items()
-    )
     first = checked(sweeps)
-    return (
-        f"{name} from clean inputs to {first.axis} {first.levels[-1]:g}, means over {len(first.kinds)} kinds of shift: {found}."
-    )
+    last = first.levels[-1]
+    means = ", ".join(f"{label} {one.mean(metric, 0):.3g} to {one.mean(metric, last):.3g}" for label, one in sweeps.items())
+    return f"{name} from clean inputs to {first.axis} {last:g}, means over {len(first.kinds)} kinds of shift: {means}."

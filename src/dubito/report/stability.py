@@ -10,6 +10,7 @@ import torch
 from dubito.apps.stability import Stability
 from dubito.report.canvas import CYCLE, SOFT, Drawing, grid, picture
 from dubito.report.content import Column, Figure, Picture, Section, Table
+from dubito.tensors.checks import one_of, require
 
 LINES = {
     "accuracy": "accuracy",
@@ -32,7 +33,7 @@ def table(found: Mapping[str, Stability], size: float | None = None, *, title: s
         Column("method"),
         Column("accuracy", better="higher"),
         Column(
-            "accuracy, attacked", better="higher", meaning=f"inputs moved by at most {at:g} in {first.norm}, against the model"
+            "accuracy, attacked", better="higher", meaning=f"inputs moved by at most {at:g} in {first.norm}, to mislead the model"
         ),
         Column("confidence, attacked", meaning="mean probability of the most probable class; it should fall as accuracy does"),
         Column("noticed", better="higher", meaning="AUROC of the uncertainty at separating attacked from clean inputs"),
@@ -47,17 +48,15 @@ def table(found: Mapping[str, Stability], size: float | None = None, *, title: s
         slopes = one.slopes.double()
         middle, high = (float(torch.quantile(slopes, q)) for q in (0.5, 0.99))
         bound = None if one.bound is None else one.bound.value
-        rows.append(
-            (label, clean.accuracy, level.accuracy, level.confidence, level.noticed, middle, high, bound, level.certified)
-        )
+        attacked = (level.accuracy, level.confidence, level.noticed)
+        rows.append((label, clean.accuracy, *attacked, middle, high, bound, level.certified))
     return Table(title, columns, tuple(rows), caption=f"Attacks by projected gradients, within {at:g} in the norm {first.norm}.")
 
 
 def lines(found: Mapping[str, Stability], what: str = "accuracy") -> Picture:
     """A quantity of `Level` over the size of the attack, a line per method; beside the accuracy, dashed, what is certified."""
     first = checked(found)
-    if what not in LINES:
-        raise ValueError(f"what must be one of {', '.join(LINES)}; got {what!r}")
+    one_of(LINES, what=what)
 
     def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
@@ -73,9 +72,8 @@ def lines(found: Mapping[str, Stability], what: str = "accuracy") -> Picture:
         if len(found) > 1:
             axes.legend()
 
-    told = ", ".join(
-        f"{label} {getattr(one.levels[0], what):.3g} to {getattr(one.levels[-1], what):.3g}" for label, one in found.items()
-    )
+    ends = {label: [getattr(one.levels[i], what) for i in (0, -1)] for label, one in found.items()}
+    told = ", ".join(f"{label} {low:.3g} to {high:.3g}" for label, (low, high) in ends.items())
     return picture(_draw, (4.2, 3.1), alt=f"{LINES[what]} from no attack to one of size {first.levels[-1].size:g}: {told}.")
 
 
@@ -89,9 +87,8 @@ def slopes(found: Mapping[str, Stability]) -> Picture:
             values = one.slopes.double().sort().values.cpu()
             share = 1 - torch.arange(len(values), dtype=torch.float64) / len(values)
             axes.step(values.clamp_min(1e-6), share, where="post", color=CYCLE[i % len(CYCLE)], label=label)
-        axes.set(
-            title="Local slopes", xlabel="norm of the Jacobian of the probabilities", ylabel="share that is steeper", xscale="log"
-        )
+        axes.set(title="Local slopes", xlabel="norm of the Jacobian of the probabilities", ylabel="share that is steeper")
+        axes.set_xscale("log")
         axes.axhline(0.5, color=SOFT, linewidth=0.5)
         grid(axes)
         axes.legend()
@@ -109,11 +106,10 @@ def section(found: Mapping[str, Stability], *, title: str = "Stability") -> Sect
 
 def checked(found: Mapping[str, Stability]) -> Stability:
     """The first, after a check that all have the same attacks."""
-    if not found:
-        raise ValueError("found is empty: give at least one stability report, by the name of its method")
+    require(found, "found is empty: give at least one stability report, by the name of its method")
     first = next(iter(found.values()))
     sizes = [level.size for level in first.levels]
     for label, one in found.items():
-        if one.norm != first.norm or [level.size for level in one.levels] != sizes:
-            raise ValueError(f"{label!r} was attacked otherwise than the first: use the same norm and sizes for all")
+        same = one.norm == first.norm and [level.size for level in one.levels] == sizes
+        require(same, f"{label!r} was attacked otherwise than the first: use the same norm and sizes for all")
     return first

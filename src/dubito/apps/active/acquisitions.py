@@ -150,9 +150,7 @@ class Randomized:
         one_of(("power", "softmax", "softrank"), how=self.how)
         at_least(0, coldness=self.coldness)
         if not hasattr(self.acquisition, "scores"):
-            raise TypeError(
-                f"Randomized needs an acquisition with scores of single inputs, such as Measured('bald'); got {self.acquisition!r}"
-            )
+            raise TypeError(f"Randomized needs scores of single inputs, such as Measured('bald'); got {self.acquisition!r}")
 
     def perturbed(self, scores: Tensor, generator: torch.Generator) -> Tensor:
         """Scores [..., N] after the noise."""

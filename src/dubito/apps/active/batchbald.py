@@ -202,10 +202,7 @@ class BatchBALD:
         for part in view.functions(least=self.least):
             kept.add(part)
         at, rows, singles = kept.all()
-        require(
-            at.values.shape[0] > 1,
-            "BatchBALD needs draws that disagree, but this posterior is one function: use 'entropy' or 'margin'",
-        )
+        require(len(at.values) > 1, "BatchBALD needs draws that disagree, and this posterior is one function: use 'entropy'")
         joint = self._joint(at, generator)
         if len(view.pending):
             for part in view.functions(view.pending.sort().values, least=self.least):

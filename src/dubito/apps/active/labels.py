@@ -168,10 +168,9 @@ def check_targets(
     observed = likelihood.observed(likelihood.target(y.to(f.device), f))
     if observed is not None:
         empty = (~observed.flatten(1).any(1) if observed.ndim > 1 else ~observed).nonzero().flatten().tolist()
+        named = [which[i] for i in empty[:5]]
         require(
-            not empty,
-            f"the labels of {[which[i] for i in empty][:5]} are empty (ignore_index, or NaN everywhere), but would count as labels: "
-            "use skip(indices) for what nobody can label",
+            not empty, f"the labels of {named} are empty (ignore_index or NaN everywhere): use skip(indices) to leave inputs out"
         )
     return y if before is None else y.to(before.dtype)
 
@@ -211,10 +210,8 @@ class Folder:
         file = self.path / FILE
         there = int(store.read(file)[1].get("writes", -1)) if file.exists() else 0
         if there != self.written:
-            raise FileExistsError(
-                f"{self.path} holds another session, or another process has continued this one: continue it with "
-                "ActiveLearning.load(folder, ...), or give another folder"
-            )
+            who = "holds another session, or another process has continued this one"
+            raise FileExistsError(f"{self.path} {who}: use ActiveLearning.load(folder, ...), or give another folder")
 
     def read_weights(self) -> tuple[Params, Params, str]:
         """What `write_weights` was given; empty if it was never called."""
@@ -233,9 +230,7 @@ def read(folder: str | os.PathLike) -> tuple[Folder, Labels, dict[str, Any]]:
     """A session as it was left."""
     path = Path(folder)
     if not (path / FILE).is_file():
-        raise FileNotFoundError(
-            f"{path} holds no session of active learning: begin one with ActiveLearning(..., folder={str(path)!r})"
-        )
+        raise FileNotFoundError(f"{path} holds no session of active learning: begin one with ActiveLearning(..., folder=...)")
     tensors, meta = store.read(path / FILE)
     if meta.get("kind") != "active":
         raise store.FileError(f"{path / FILE}: written by dubito, but not by a session of active learning")

@@ -91,9 +91,8 @@ class ActiveLearning:
         folder: str | os.PathLike | None = None,
         progress: bool | None = False,
     ):
-        require(
-            not isinstance(model.likelihood, MultiTask), "active learning is for one task at a time; got a MultiTask likelihood"
-        )
+        several = isinstance(model.likelihood, MultiTask)
+        require(not several, "active learning is for one task at a time; got a MultiTask likelihood")
         one_of(("network", "anew", "last"), start=start)
         anew = start == "last" and any(traits_of(step).starts_anew for step in chain(method, 1))
         require(not anew, "this method initializes its members anew and cannot continue from the last fit: use start='network'")
@@ -331,7 +330,7 @@ class ActiveLearning:
         """Ask for k labels, have the oracle give them, and tell them: one round of a simulation. The round is that of the asking."""
         if self.oracle is None:
             raise ValueError(
-                "step() needs an oracle: ActiveLearning(..., oracle=function of indices); or call ask and tell yourself"
+                "step() needs an oracle, a function of indices: ActiveLearning(..., oracle=...); or call ask and tell"
             )
         indices = self.pending if len(self.pending) else self.ask(k)  # what was asked before a crash is answered first
         self.tell(indices, self.oracle(indices))
@@ -362,14 +361,7 @@ class ActiveLearning:
             self._keep(self._labels)
 
     @classmethod
-    def load(
-        cls,
-        folder: str | os.PathLike,
-        model: Model,
-        method: Methods,
-        pool: Any,
-        **options: Any,
-    ) -> ActiveLearning:
+    def load(cls, folder: str | os.PathLike, model: Model, method: Methods, pool: Any, **options: Any) -> ActiveLearning:
         """Continue a session: the labels, what is pending, the history and the seed are in the folder; the rest is given again.
 
         `options` are those of `ActiveLearning`, but for `seed` and `folder`. What is pending can be shown at once. The model is fitted
@@ -410,7 +402,5 @@ def _weights(posterior: Posterior) -> Params:
     """The setting that a further fit can start from."""
     params, buffers = getattr(posterior, "params", None), getattr(posterior, "buffers", {})
     if not isinstance(params, dict):
-        raise ValueError(
-            f"start='last' needs a posterior with weights; got {type(posterior).__name__}. Use start='network' or start='anew'"
-        )
+        raise ValueError(f"start='last' needs a posterior with weights; got {type(posterior).__name__}. Use start='network'")
     return tree.clone(params if hasattr(posterior, "own_buffers") else {**buffers, **params})

@@ -132,9 +132,7 @@ class _Stream:
             before += _rows(x)
             if len(rows):
                 yield _rows_of(tree.tensors(x, _dtype(model)), rows)
-        require(
-            before == self.length, f"the pool must give the same inputs every time: there were {self.length}, and now {before}"
-        )
+        require(before == self.length, f"the pool must give the same inputs every time; it had {self.length}, and now {before}")
 
     def take(self, model: Model, which: Tensor) -> Any:
         """Those inputs, in that order."""
@@ -146,10 +144,7 @@ class _Stream:
 
 def _source(data: Data) -> _Arrays | _Items | _Stream:
     if isinstance(data, tuple):
-        raise TypeError(
-            "a pool holds inputs without labels, but a tuple means (x, y): pass x alone, and the labels to `tell` or as an oracle; "
-            "pass several inputs as a dict or a data set"
-        )
+        raise TypeError("a pool holds inputs without labels, but a tuple means (x, y): pass x alone; several inputs as a dict")
     if isinstance(data, Tensor | np.ndarray | dict):
         return _Arrays(data)
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
@@ -184,10 +179,8 @@ def _inputs_only(batch: Batch) -> Any:
 def _rows(x: Inputs) -> int:
     leaf = next(iter(tree.leaves(tree.tensors(x))), None)
     if leaf is None or not leaf.ndim:
-        raise TypeError(
-            f"a list is taken for batches of inputs, tensors [B, ...], but this one holds a {type(x).__name__} with no rows: pass all "
-            "inputs as one tensor or array, or a data set with `len` and `[i]`"
-        )
+        way_out = "pass all inputs as one tensor or array, or a data set with `len` and `[i]`"
+        raise TypeError(f"a list must hold batches of inputs, tensors [B, ...]; got a {type(x).__name__} without rows: {way_out}")
     return len(leaf)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.active.pool import Pool
-from dubito.model.likelihoods import Bernoulli, Classes, MultiTask, average
+from dubito.model.likelihoods import Bernoulli, MultiTask, average
 from dubito.network.examples import Inputs
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
@@ -118,14 +118,9 @@ class View:
         if isinstance(p.likelihood, Bernoulli) and values.shape[-1] == 1:  # yes or no: two classes
             points = p.points
             values = torch.cat([p.likelihood.off(points.means, points.aligned_params), values], -1)
-        elif discrete and not isinstance(p.likelihood, Classes):
-            raise ValueError(
-                f"joint entropies need one answer for each input; got {values.shape[-1]}, each yes or no: use 'bald', their sum"
-            )
-        require(
-            values.ndim == 3,
-            "joint entropies need one answer an input, but these outputs have positions: use 'bald', their mean",
-        )
+        elif discrete and not p.likelihood.indexed:
+            raise ValueError(f"joint entropies need one answer an input; got {values.shape[-1]}, each yes or no: use 'bald'")
+        require(values.ndim == 3, "joint entropies need one answer an input, but these outputs have positions: use 'bald'")
         if discrete:
             return Functions(values, p.draw_weights.to(values), None)
         return Functions(values, p.draw_weights.to(values), p.uncertainty.aleatoric, expected_log_noise(p))

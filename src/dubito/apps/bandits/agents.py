@@ -69,9 +69,7 @@ def check_reward(context: Tensor, action: int, reward: float, arms: int) -> tupl
     context, action, reward = torch.as_tensor(context).detach().cpu(), int(action), float(reward)
     require(0 <= action < arms, f"arms are 0 to {arms - 1}; got {action}")
     finite = torch.tensor(reward).isfinite() & context.isfinite().all()
-    require(
-        finite, f"contexts and rewards must be finite; got the reward {reward} and a context with NaN or infinity in one of them"
-    )
+    require(finite, f"contexts and rewards must be finite; got the reward {reward}, or a context with NaN or infinity")
     return context, action, reward
 
 
@@ -261,15 +259,10 @@ class Thompson:
         at_least(1, every=self.every, initial=self.initial, members=self.members)
         between(0, 1, epsilon=self.epsilon, include="both")
         sequence = chain(self.method, 1)
-        require(
-            self.members == 1 or not any(traits_of(step).starts_anew for step in sequence),
-            f"this method initializes its own members: leave out members={self.members}",
-        )
-        require(
-            not any(isinstance(step, NeuralLinearMethod) for step in sequence),
-            "the method NeuralLinear needs the rewards of all arms, and only one is known in each round: use the agent "
-            "bandits.NeuralLinear(model, MAP(), arms)",
-        )
+        anew = any(traits_of(step).starts_anew for step in sequence)
+        require(self.members == 1 or not anew, f"this method initializes its own members: leave out members={self.members}")
+        all_arms = any(isinstance(step, NeuralLinearMethod) for step in sequence)
+        require(not all_arms, "the method NeuralLinear needs the rewards of all arms: use the agent bandits.NeuralLinear")
         self.model = action_value_model(self.model)
         self.log, self.acts, self._waiting = Log(), 0, 0  # rewards, choices, and choices since the last reward
         self.posterior: Posterior | None = None

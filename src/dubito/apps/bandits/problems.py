@@ -39,15 +39,11 @@ class Bandit:
     def __post_init__(self):
         contexts, rewards, expected = self.contexts, self.rewards, self.rewards if self.expected is None else self.expected
         shape = list(rewards.shape)
-        require(
-            contexts.ndim >= 2 and len(shape) == 2 and len(contexts) == len(rewards),
-            f"contexts must be [T, ...] and rewards [T, K]; got {list(contexts.shape)} and {shape}",
-        )
+        fits = contexts.ndim >= 2 and len(shape) == 2 and len(contexts) == len(rewards)
+        require(fits, f"contexts must be [T, ...] and rewards [T, K]; got {list(contexts.shape)} and {shape}")
         require(shape[1] >= 2 and shape[0], f"a bandit needs at least one round and two arms; got rewards of shape {shape}")
-        require(
-            expected.shape == rewards.shape,
-            f"expected must have the shape of rewards, {shape}; got {list(expected.shape)}",
-        )
+        same = expected.shape == rewards.shape
+        require(same, f"expected must have the shape of rewards, {shape}; got {list(expected.shape)}")
         finite = all(bool(torch.isfinite(leaf).all()) for leaf in (contexts, rewards, expected))
         require(finite, "contexts and rewards must be finite: remove the rounds with NaN or infinity")
 
@@ -85,13 +81,8 @@ class Bandit:
         return store.checksum({"contexts": self.contexts, "rewards": self.rewards})
 
 
-SAFE, BAD, GOOD, REFUSE, HARM = (
-    5.0,
-    -35.0,
-    5.0,
-    0.0,
-    0.5,
-)  # rewards of eating (safe, harmful, lucky) and of not eating; probability that poison harms
+SAFE, BAD, GOOD, REFUSE = 5.0, -35.0, 5.0, 0.0  # rewards of eating (safe, harmful, lucky) and of not eating
+HARM = 0.5  # the probability that poison harms
 # number of values of each of the 22 attributes of the mushroom data: 117 columns, as published
 ATTRIBUTES = (6, 4, 10, 2, 9, 2, 2, 2, 12, 2, 5, 4, 4, 9, 9, 1, 4, 3, 5, 9, 6, 7)
 SPECIES = 23  # in the mushroom data

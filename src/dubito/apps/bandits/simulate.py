@@ -175,10 +175,8 @@ def compare(
     """
     standings = Standings({name: [] for name in agents})
     files = {name: re.sub(r"[^A-Za-z0-9_.-]+", "-", name) for name in agents}
-    if folder is not None and len(set(files.values())) < len(files):
-        raise ValueError(
-            f"agents need different file names, in which only A-Z a-z 0-9 _ . - are kept; got {', '.join(files.values())}"
-        )
+    distinct = folder is None or len(set(files.values())) == len(files)
+    require(distinct, f"agents need different file names, of letters, digits and _.-; got {', '.join(files.values())}")
     for seed in range(runs):
         problem = bandit(seed)
         for name, make in agents.items():

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from dubito.tensors.checks import require
 from dubito.tensors.tree import Params
 
 FINEST = 23  # bits below the leading one, those of a float32
@@ -44,9 +45,8 @@ def exponents(mean: Params, variance: Params, *, step: float = 1.0) -> dict[str,
     >>> exponents({"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.04, 0.04])})      # 2^-3 is the first below 0.2
     {'w': 3}
     """
-    if not step > 0:
-        raise ValueError(f"step is a positive number of posterior standard deviations; got {step}")
-    found = {}
+    require(step > 0, f"step must be a positive number of posterior standard deviations; got {step}")
+    steps = {}
     for name, leaf in variance.items():
         value, spread = mean[name].detach().double(), leaf.detach().double()
         largest = float(value.abs().max()) if value.numel() else 0.0
@@ -55,8 +55,8 @@ def exponents(mean: Params, variance: Params, *, step: float = 1.0) -> dict[str,
             continue
         width = step * float((1 / spread[counts]).mean()) ** -0.5
         finest = FINEST - math.floor(math.log2(largest)) if largest else 120
-        found[name] = min(math.ceil(-math.log2(width) - 1e-9), finest, 120)
-    return found
+        steps[name] = min(math.ceil(-math.log2(width) - 1e-9), finest, 120)
+    return steps
 
 
 def whole(value: Tensor, t: int) -> Tensor:
@@ -98,8 +98,7 @@ def encode(numbers: Sequence[np.ndarray]) -> bytes:
     [[0, 0, 0, 5, 0, -3000], [1, 1]]
     """
     arrays = [np.asarray(array, dtype=np.int64).reshape(-1) for array in numbers]
-    if any(len(array) and np.abs(array).max() >= 2**31 for array in arrays):
-        raise ValueError("numbers to code are below 2^31")
+    require(all(np.abs(array).max(initial=0) < 2**31 for array in arrays), "numbers to code must be below 2^31")
     if not arrays:
         return b""
     symbols, extra, counts = zip(*(_symbols(array) for array in arrays), strict=True)
@@ -183,8 +182,7 @@ def _numbers(bits: np.ndarray, count: np.ndarray | int) -> np.ndarray:
     """The inverse of `_bits`; bits that are left over are not read."""
     counts = np.full(len(bits) // count, count) if isinstance(count, int) else count
     total = int(counts.sum())
-    if total > len(bits):
-        raise ValueError("too few bits")
+    require(total <= len(bits), "too few bits")
     which = np.repeat(np.arange(len(counts)), counts)
     place = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(total)
     return np.bincount(which, bits[:total].astype(np.float64) * 2.0**place, minlength=len(counts)).astype(np.int64)
@@ -193,10 +191,10 @@ def _numbers(bits: np.ndarray, count: np.ndarray | int) -> np.ndarray:
 def _levels(symbols: np.ndarray) -> np.ndarray:
     """Frequencies on the scale of `LEVELS`, relative to the largest."""
     counts = np.bincount(symbols, minlength=1)
-    found = np.zeros(len(counts), dtype=np.int64)
+    levels = np.zeros(len(counts), dtype=np.int64)
     there = counts > 0
-    found[there] = np.clip(np.round(31 + 2 * np.log2(counts[there] / max(1, counts.max()))), 1, 31)
-    return found
+    levels[there] = np.clip(np.round(31 + 2 * np.log2(counts[there] / max(1, counts.max()))), 1, 31)
+    return levels
 
 
 def _places(levels: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

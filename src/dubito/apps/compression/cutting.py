@@ -78,8 +78,8 @@ def cut(
     own: Params = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     given = {name: leaf for name, leaf in {**(buffers or {}), **(params or {})}.items() if ":" not in name}
     for name, leaf in given.items():
-        if name not in own or own[name].shape != leaf.shape:
-            raise ValueError(f"the network has no parameter or buffer {name} of shape {list(leaf.shape)}")
+        fits = name in own and own[name].shape == leaf.shape
+        require(fits, f"the network has no parameter or buffer {name} of shape {list(leaf.shape)}")
     weights = {name: given.get(name, leaf).detach() for name, leaf in own.items()}
     weights |= drop(network, weights, outputs or {}, rows=True)
     weights |= drop(network, weights, inputs or {}, rows=False)
@@ -110,10 +110,8 @@ def drop(network: nn.Module, weights: Params, masks: Mapping[str, Tensor], *, ro
 
 def _check_mask(name: str, mask: Tensor, size: int, *, grouped: bool) -> None:
     require(not grouped, f"inputs of {name!r} cannot be dropped, since it has groups: drop outputs of the layer before it")
-    require(
-        mask.dtype == torch.bool and mask.shape == (size,),
-        f"the mask of {name!r} must be a bool tensor of shape [{size}], True for what is dropped; got {mask.dtype} {list(mask.shape)}",
-    )
+    fits = mask.dtype == torch.bool and mask.shape == (size,)
+    require(fits, f"the mask of {name!r} must be a bool tensor of shape [{size}]; got {mask.dtype} {list(mask.shape)}")
 
 
 def follow(network: nn.Module, weights: Params, x: Inputs, output: Callable[[Any], Tensor]) -> Flows:
@@ -122,11 +120,7 @@ def follow(network: nn.Module, weights: Params, x: Inputs, output: Callable[[Any
     names = [name for name, _ in network.named_parameters()]
     params = {name: weights[name] for name in names}
     made = trace(plain, params, x, {name: leaf for name, leaf in weights.items() if name not in params})
-    require(
-        made.dynamic,
-        "the network computes something else for another number of examples, so no smaller network holds for all. Remove what depends "
-        "on the batch size",
-    )
+    require(made.dynamic, "the network depends on the batch size: it computes something else for another number of examples")
     return Flows(made, weights, RULES, _shapes(made, weights, x))
 
 

@@ -75,9 +75,7 @@ def load(path: str | os.PathLike, network: nn.Module, *, output: Callable[[Any],
     if hashlib.blake2b(body, digest_size=8).digest() != digest or sum(lengths) > len(body):
         raise store.FileError(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
     if architecture(network) != network_digest:
-        raise store.FileError(
-            f"{path}: made of another network; its parameters or buffers have other names or shapes than those of this one"
-        )
+        raise store.FileError(f"{path}: made of another network, whose parameters or buffers have other names or shapes")
     parts = np.split(np.frombuffer(body, np.uint8), np.cumsum(lengths))
     about, masks, numbers, raw = (part.tobytes() for part in parts)
     return _unpacked(path, json.loads(zlib.decompress(about)), masks, numbers, raw, network, output)
@@ -146,10 +144,8 @@ def _unpacked(
     with torch.no_grad(), fork_rng():
         flows = follow(network, weights, x, output)
         if signature(flows) != about["trace"]:
-            raise store.FileError(
-                f"{path}: made of a network with these names and shapes that computes something else; or written by another version of "
-                "dubito or torch, which is then needed to read it"
-            )
+            why = "was made of a network that computes something else, or by another version of dubito or torch"
+            raise store.FileError(f"{path} {why}: give that network, or use that version")
         (kept,) = coding.decode(masks, [about["masks"]])
         module = write(network, flows, _plan(flows, kept > 0, like))
     state = module.stored

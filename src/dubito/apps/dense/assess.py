@@ -19,7 +19,7 @@ from dubito.evaluation.judge.means import Means, QuantileCounts
 from dubito.evaluation.judge.stream import check_names
 from dubito.evaluation.metrics import QuantileCalibration, Reliability
 from dubito.evaluation.metrics.decisions import Ranking
-from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
+from dubito.model.likelihoods import MultiTask
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
@@ -51,10 +51,8 @@ class Confusion:
             prediction, y = prediction[y != ignore_index], y[y != ignore_index]
         for name, values in (("predictions", prediction), ("labels", y)):
             if values.numel() and (int(values.min()) < 0 or int(values.max()) >= classes):
-                raise ValueError(
-                    f"the {name} go from {int(values.min())} to {int(values.max())}, but there are {classes} classes; a label to be "
-                    "skipped is given as ignore_index"
-                )
+                span = f"from 0 to {classes - 1}, or ignore_index; got {int(values.min())} to {int(values.max())}"
+                raise ValueError(f"{name} must be {span}")
         return Confusion(torch.bincount(classes * y.long() + prediction.long(), minlength=classes**2).reshape(classes, classes))
 
     def __add__(self, other: Confusion) -> Confusion:
@@ -173,9 +171,7 @@ class Detector:
     def _errors(self) -> Ranking:
         ranking = self.ranking
         require(_are_errors(ranking), "precision and recall are of errors that are 0 or 1: for other losses use kept() or aurc")
-        require(
-            float(ranking.losses.sum()), "no pixel is wrong, so there is no error to be found: precision and recall need some"
-        )
+        require(float(ranking.losses.sum()), "no pixel is wrong: precision and recall need some errors")
         return ranking
 
     def kept(self) -> tuple[Tensor, Tensor]:
@@ -300,7 +296,7 @@ class Tally:
         task = (likelihood.discrete, likelihood.width(p.f_mean))
         require(self._task in (None, task), "the batches are of different tasks: tally them apart")
         self._task = task
-        labels = target if isinstance(likelihood, Classes) or not likelihood.discrete else target.squeeze(-1).long()
+        labels = target if likelihood.indexed or not likelihood.discrete else target.squeeze(-1).long()
         keep = likelihood.observed(target)
         truth = labels.flatten(0, p.f_mean.ndim - 2) if keep is None else labels[keep]
         if not len(truth):
@@ -321,8 +317,7 @@ class Tally:
             return [piece.p.log_prob(truth)]
         true = piece.maps.mean.gather(-1, truth.unsqueeze(-1))
         if bool((true < 1e4 * torch.finfo(true.dtype).tiny).any()):  # only the logarithm of such a probability is a float
-            given = truth.unsqueeze(-1).to(true.dtype) if isinstance(piece.p.likelihood, Bernoulli) else truth
-            return [piece.p.log_prob(given)]
+            return [piece.p.log_prob(truth if piece.p.likelihood.indexed else truth.unsqueeze(-1).to(true.dtype))]
         return [true.log().squeeze(-1)]
 
     def _add(self, maps: Maps, truth: Tensor, p: Predictive, y: Tensor, keep: Tensor | None, log_probs: list[Tensor]) -> None:

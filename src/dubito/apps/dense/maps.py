@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +13,7 @@ from torch import Tensor
 from dubito.evaluation.judge.batches import Predictor, input_dtype, model_of, predictor
 from dubito.inference.progress import Progress
 from dubito.model import Model
-from dubito.model.likelihoods import (
-    Bernoulli,
-    Classes,
-    HeteroscedasticCategorical,
-    HeteroscedasticGaussian,
-    MultiTask,
-    average,
-    entropy,
-)
+from dubito.model.likelihoods import HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask, average, entropy
 from dubito.network.examples import batch_size
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
@@ -63,15 +55,18 @@ class Maps:
         require(self.discrete, "numbers have no confidence: use total, a variance")
         return self.mean.amax(-1)
 
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Maps:
+        """The maps after a function of each."""
+        noise = None if self.noise is None else function(self.noise)
+        return Maps(**{name: function(getattr(self, name)) for name in EVERYWHERE}, noise=noise, discrete=self.discrete)
+
     def to(self, device: torch.device | str) -> Maps:
         """The same maps on another device."""
-        noise = None if self.noise is None else self.noise.to(device)
-        return Maps(**{name: getattr(self, name).to(device) for name in EVERYWHERE}, noise=noise, discrete=self.discrete)
+        return self.apply(lambda values: values.to(device))
 
     def __getitem__(self, rows: slice | Tensor | list[int]) -> Maps:
         """The maps of some of the inputs."""
-        noise = None if self.noise is None else self.noise[rows]
-        return Maps(**{name: getattr(self, name)[rows] for name in EVERYWHERE}, noise=noise, discrete=self.discrete)
+        return self.apply(lambda values: values[rows])
 
     @staticmethod
     def joined(parts: list[Maps]) -> Maps:
@@ -124,10 +119,9 @@ def maps_of(p: Predictive, *, memory: float = 1.0) -> Maps:
     >>> maps_of(LatentMixture(dubito.Categorical(dim=1), f)).epistemic
     tensor([[[0.6931]]])
     """
-    found, shape = Maps.joined([piece.maps for piece, _ in pieces(p, memory)]), p.f_mean.shape[:-1]
-    whole = {name: (part := getattr(found, name)).reshape(*shape, *part.shape[1:]) for name in EVERYWHERE}
-    noise = None if found.noise is None else found.noise.reshape(shape)
-    return Maps(**whole, noise=noise, discrete=found.discrete)
+    shape = p.f_mean.shape[:-1]
+    flat = Maps.joined([piece.maps for piece, _ in pieces(p, memory)])
+    return flat.apply(lambda values: values.reshape(*shape, *values.shape[1:]))
 
 
 @dataclass
@@ -152,21 +146,17 @@ def predictives(predict: Predictor, model: Model | None, x: Any, portions: Porti
         rows = slice(done, done + portions.size)
         done += portions.size
         p = predict(tree.apply_leaves(lambda leaf, rows=rows: leaf[rows], x))
-        portions.each = portions.each or max(1, (p.means if isinstance(p, LatentMixture) else p.f_mean).nbytes)
+        portions.each = portions.each or max(1, p.means.nbytes)
         yield of_task(p, task)
 
 
 def of_task(p: Predictive, task: str | None) -> Predictive:
     """One task of several, or the only one."""
-    if isinstance(p.likelihood, MultiTask):
+    if isinstance(p, LatentMixture) and isinstance(p.likelihood, MultiTask):
         if task is None:
             raise ValueError(f"the likelihood has several tasks: name one, task= one of {list(p.likelihood.tasks)}")
-        assert isinstance(p, LatentMixture)
         return p.task(task)
-    if task is not None:
-        raise ValueError(
-            f"there are no tasks to choose from: {type(p.likelihood).__name__} is no MultiTask; leave out task={task!r}"
-        )
+    require(task is None, f"{type(p.likelihood).__name__} has no tasks to choose from: leave out task={task!r}")
     return p
 
 
@@ -183,8 +173,8 @@ def pieces(p: Predictive, memory: float, keep: Tensor | None = None) -> Iterator
     if not isinstance(p, LatentMixture):
         flat = [part.flatten(0, -2) if part.ndim == p.f_mean.ndim else part.flatten() for part in _read(p)]
         chosen = flat if keep is None else [part[keep.flatten()] for part in flat]
-        found = Maps(**dict(zip(EVERYWHERE, chosen, strict=True)), noise=None, discrete=p.likelihood.discrete)
-        yield Piece(p, found), slice(0, len(found.mean))
+        whole = Maps(**dict(zip(EVERYWHERE, chosen, strict=True)), noise=None, discrete=p.likelihood.discrete)
+        yield Piece(p, whole), slice(0, len(whole.mean))
         return
     axes = p.means.ndim - 1  # S, B, *D
 
@@ -197,12 +187,8 @@ def pieces(p: Predictive, memory: float, keep: Tensor | None = None) -> Iterator
     step = _step(p, means, memory)
     for start in range(0, means.shape[1], step):
         at = slice(start, min(start + step, means.shape[1]))
-        part = replace(
-            p,
-            means=means[:, at],
-            cov=None if cov is None else cov[:, at],
-            root=None if root is None else root[:, at],
-        )
+        some_cov, some_root = (None if part is None else part[:, at] for part in (cov, root))
+        part = replace(p, means=means[:, at], cov=some_cov, root=some_root)
         read = dict(zip(EVERYWHERE, _read(part), strict=True))
         yield Piece(part, Maps(**read, noise=_noise(part), discrete=p.likelihood.discrete)), at
 
@@ -222,14 +208,11 @@ def _read(p: Predictive) -> list[Tensor]:
     """Mean [..., C], and total, aleatoric, epistemic and spread [...]."""
     width = p.likelihood.width(p.f_mean)
     spread = p.f_var[..., :width].mean(-1)
-    if isinstance(p.likelihood, Bernoulli):
-        if width > 1:
-            raise ValueError(
-                f"pixels with {width} labels that are each on or off have no one class: look at them one by one, or use Categorical"
-            )
+    if p.likelihood.discrete and not p.likelihood.indexed:
+        require(width == 1, f"pixels must have one class, and these have {width} labels, each on or off: look at them one by one")
         split = p.uncertainty
         return [torch.cat([p.complement, p.mean], -1), split.total, split.aleatoric, split.epistemic, spread]
-    if isinstance(p, LatentMixture) and isinstance(p.likelihood, Classes) and (p.certain or p.link in ("nodes", "mc")):
+    if isinstance(p, LatentMixture) and p.likelihood.indexed and (p.certain or p.link in ("nodes", "mc")):
         # the same as its `uncertainty`, with the probabilities of all draws computed once
         mean, weights = p.mean, p.draw_weights
         total = entropy(mean)
@@ -256,20 +239,19 @@ def edges(labels: Tensor, *, width: int = 1, ignore_index: int = -100) -> Tensor
     >>> edges(torch.tensor([[[0, 0, 0, 2, 2]]]))
     tensor([[[0, 0, 1, 1, 0]]])
     """
-    if labels.ndim != 3 or labels.is_floating_point():
-        raise ValueError(f"label maps are whole numbers [B, H, W]; got {list(labels.shape)} of {labels.dtype}")
+    whole = labels.ndim == 3 and not labels.is_floating_point()
+    require(whole, f"label maps must be whole numbers [B, H, W]; got {list(labels.shape)} of {labels.dtype}")
     at_least(1, width=width)
     void = labels == ignore_index
     if not labels.numel() or bool(void.all()):
         return labels.clone()
     known = labels[~void]
-    if int(known.max()) >= 2**24 or int(known.min()) <= -(2**24):
-        raise ValueError("labels of edges are small whole numbers: these are too large to be told apart")
     low, high = int(known.min()) - 1, int(known.max()) + 1
-    whole = labels.long()  # bytes have no number below 0
-    largest = _largest(torch.where(void, low, whole), width)
-    least = -_largest(-torch.where(void, high, whole), width)
-    other = (largest != whole) | (least != whole)
+    require(low >= -(2**24) and high <= 2**24, f"labels must be below 2^24 in size; got {low + 1} to {high - 1}")
+    signed = labels.long()  # bytes have no number below 0
+    largest = _largest(torch.where(void, low, signed), width)
+    least = -_largest(-torch.where(void, high, signed), width)
+    other = (largest != signed) | (least != signed)
     return torch.where(void, labels, other.to(labels.dtype))
 
 

@@ -237,12 +237,9 @@ class QLearning:
         at_least(1, capacity=self.capacity, batch_size=self.batch_size, initial=self.initial, every=self.every, sync=self.sync)
         between(0, 1, discount=self.discount, include="both")
         name, traits = type(self.method).__name__, traits_of(self.method)
-        require(
-            self.method.data == "batches" and not traits.post_hoc and not traits.starts_anew,
-            f"{name} does not learn step by step from mini-batches with one set of weights: use MAP, MCDropout, Variational or IVON",
-        )
-        if traits.length_settings:
-            setting = traits.length_settings[0]
+        stepwise = self.method.data == "batches" and not traits.post_hoc and not traits.starts_anew
+        require(stepwise, f"{name} does not learn step by step from mini-batches: use MAP, MCDropout, Variational or IVON")
+        for setting in traits.length_settings[:1]:
             word = setting.partition("=")[0]
             raise ValueError(
                 f"{word} depends on the number of steps, which is not known here: give {setting}, as in {name}({setting})"
@@ -286,9 +283,7 @@ class QLearning:
         """Store a step of the environment, and learn where a learning step is due."""
         require(0 <= int(action) < self.actions, f"actions are 0 to {self.actions - 1}; got {action}")
         finite = math.isfinite(reward) and bool(torch.isfinite(next_observation).all())
-        require(
-            finite, f"rewards and observations must be finite; got the reward {reward}, or an observation with NaN or infinity"
-        )
+        require(finite, f"rewards and observations must be finite; got the reward {reward}, or an observation with NaN")
         self.replay.add(observation, action, reward, next_observation, terminated)
         self.total += 1
         if self.total >= self.initial and self.total % self.every == 0:
@@ -321,19 +316,17 @@ class QLearning:
         """Refuse Thompson sampling from a point, which would be greedy choice without anyone noticing."""
         if self.explore.needs_spread and isinstance(self.posterior, Point):
             self._state = self._posterior = None
+            way_out = "use MCDropout, Variational or IVON, or explore=EpsilonGreedy()"
             raise ValueError(
-                f"the posterior of {type(self.method).__name__} is a point here, and Thompson sampling from a point is "
-                "greedy choice: use MCDropout, Variational or IVON, or explore=EpsilonGreedy()"
+                f"Thompson sampling from a point, here that of {type(self.method).__name__}, is greedy choice: {way_out}"
             )
 
     def _freeze(self) -> None:
         """Copy the current network into the target network."""
         center = only_network(self.posterior, "Q-learning")
         if not all(bool(torch.isfinite(leaf).all()) for leaf in center.params.values()):
-            raise FloatingPointError(
-                f"the weights are not finite after {self.learned} learning steps: lower the learning rate, set clip, or give the "
-                "likelihood a larger noise"
-            )
+            way_out = "lower the learning rate, set clip, or give the likelihood a larger noise"
+            raise FloatingPointError(f"the weights are not finite after {self.learned} learning steps: {way_out}")
         self._frozen = Network(self.model, tree.clone(center.params), tree.clone(center.buffers))
 
     def _targets(self, batch: Transitions) -> Tensor:

@@ -24,7 +24,7 @@ from dubito.evaluation.metrics import aupr_error
 from dubito.evaluation.reservoir import Reservoir
 from dubito.inference.progress import Progress
 from dubito.model import Model
-from dubito.model.likelihoods import Classes, likelihood_params
+from dubito.model.likelihoods import likelihood_params
 from dubito.network.cuda_graphs import Steps
 from dubito.posteriors import Posterior
 from dubito.posteriors.predict.dropout import Dropout, Masks
@@ -98,8 +98,7 @@ class ConfidNet:
         """
         network = only_network(posterior_of(posterior), "ConfidNet")
         model = network.model
-        classes = isinstance(model.likelihood, Classes)
-        require(classes, f"ConfidNet is for classifiers; {type(model.likelihood).__name__} predicts no class")
+        require(model.likelihood.indexed, f"ConfidNet is for classifiers; {type(model.likelihood).__name__} predicts no class")
         if validation is None:
             data, validation = self._split(model, data, seed)
         with closing(examples(model, validation)) as batches:
@@ -118,9 +117,7 @@ class ConfidNet:
 
     def _split(self, model: Model, data: Any, seed: int) -> tuple[Any, Any]:
         pair = isinstance(data, tuple) and len(data) == 2
-        require(
-            pair, "a part of the data can be held out only of a tuple (x, y): give validation=..., of which nothing is learned"
-        )
+        require(pair, "only a tuple (x, y) can be split into training and validation data: give validation=...")
         x, y = tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
         n = len(y)
         kept = math.ceil(self.held_out * n)
@@ -284,9 +281,9 @@ class _Best:
 def _truth(network: Network, f: Tensor, y: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """What is to be learned, whether the network errs, and whether there is a label at all: [B, *D] each."""
     likelihood = network.model.likelihood
-    assert isinstance(likelihood, Classes)
     y = likelihood.target(y, f)
-    kept = y != likelihood.ignore_index
+    observed = likelihood.observed(y)
+    kept = torch.ones_like(y, dtype=torch.bool) if observed is None else observed
     probs = likelihood.mean(f.detach(), likelihood_params(network.params))
     true = probs.gather(-1, torch.where(kept, y, 0).unsqueeze(-1)).squeeze(-1)
     largest, top = probs.max(-1)

@@ -17,9 +17,8 @@ from dubito.apps.network import examples, posterior_of
 from dubito.evaluation import metrics
 from dubito.evaluation.judge import rank
 from dubito.evaluation.measures import MEASURES, one_minus_max, predictive_entropy
-from dubito.evaluation.metrics.reading import Array, tensor
+from dubito.evaluation.metrics.reading import Array, labelled, suits, targets, tensor
 from dubito.model import Model
-from dubito.model.likelihoods import Bernoulli, Classes, MultiTask
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import between, one_of, require
@@ -54,10 +53,8 @@ def one_minus_true(p: Predictive, y: Array) -> Tensor:
     tensor([0.1000, 0.6000])
     """
     probs, target, kept = read(p, y, "one_minus_true")
-    others = probs.scatter(
-        -1, torch.where(kept, target, 0).unsqueeze(-1), 0.0
-    )  # all but the true one: 1 - p without its rounding
-    return torch.where(kept, others.sum(-1), torch.nan)
+    true = torch.where(kept, target, 0).unsqueeze(-1)
+    return torch.where(kept, probs.scatter(-1, true, 0.0).sum(-1), torch.nan)  # the sum of all others: 1 - p without its rounding
 
 
 def errors(p: Predictive, y: Array) -> Tensor:
@@ -81,34 +78,19 @@ def wrong(probs: Tensor, target: Tensor, kept: Tensor) -> Tensor:
 
 def class_probs(p: Predictive, name: str) -> Tensor:
     """Probabilities of classes, [B, *D, K], for the function of that name; one label is two classes."""
-    likelihood = p.likelihood
-    if isinstance(likelihood, Classes):
+    suits(p, name, classes=True, advice=("", "dubito.judge ranks squared errors, and metrics.threshold takes any loss"))
+    if p.likelihood.indexed:
         return p.mean
-    if isinstance(likelihood, MultiTask):
-        raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(likelihood.tasks)}")
-    if not isinstance(likelihood, Bernoulli):
-        raise ValueError(
-            f"{name} is for classes, and {type(likelihood).__name__} predicts numbers: dubito.judge ranks their squared errors, "
-            "and metrics.risk_coverage and metrics.threshold take any loss"
-        )
-    if likelihood.width(p.f_mean) > 1:
-        raise ValueError(
-            f"{name} is for one class an input, and here are {likelihood.width(p.f_mean)} labels that are each on or off: look at them "
-            "one by one, or use dubito.judge, for which one wrong label is an error"
-        )
+    labels = p.likelihood.width(p.f_mean)
+    way_out = "look at them one by one, or use dubito.judge, for which one wrong label is an error"
+    require(labels == 1, f"{name} is for one class an input, and here are {labels} labels that are each on or off: {way_out}")
     return torch.cat([p.complement, p.mean], -1)
 
 
 def read(p: Predictive, y: Array, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities of classes, [B, *D, K], the true class, and whether there is one, [B, *D] each."""
-    probs = class_probs(p, name)
-    y = tensor(y).to(p.f_mean.device)
-    p.likelihood.check(p.f_mean, y)
-    target = p.likelihood.target(y, p.f_mean)
-    if isinstance(p.likelihood, Classes):
-        return probs, target, target != p.likelihood.ignore_index
-    target = target.squeeze(-1).long()
-    return probs, target, torch.ones_like(target, dtype=torch.bool)
+    probs, target = class_probs(p, name), targets(p, y, name, classes=True)
+    return probs, target if p.likelihood.indexed else target.squeeze(-1).long(), labelled(p, target)
 
 
 class Failure(NamedTuple):
@@ -150,14 +132,13 @@ def failures(
     1.0
     """
     probs, target, kept = read(p, y, "failures")
-    found = scores(p, names) | ({"tcp": one_minus_true(p, y)} if oracle else {})
+    every = scores(p, names) | ({"tcp": one_minus_true(p, y)} if oracle else {})
     for name, other in (others or {}).items():
         score = tensor(other)
-        if score.shape != kept.shape:
-            raise ValueError(f"the score {name!r} is {list(score.shape)} for predictions {list(kept.shape)}")
-        found[name] = score.to(kept.device)
+        require(score.shape == kept.shape, f"the score {name!r} is {list(score.shape)} for predictions {list(kept.shape)}")
+        every[name] = score.to(kept.device)
     is_error = wrong(probs, target, kept)[kept]
-    return {name: failure(score[kept], is_error) for name, score in found.items()}
+    return {name: failure(score[kept], is_error) for name, score in every.items()}
 
 
 Score = str | Callable[[Any], Array]
@@ -206,17 +187,16 @@ class Selective:
     def fit(self, posterior: Posterior | Model | nn.Module, data: Any) -> Selector:
         """A threshold from held-out data, which is neither what the model was trained on nor what it will be judged by."""
         posterior = posterior_of(posterior)
-        found, is_error = [], []
+        values, is_error = [], []
         with closing(examples(posterior.model, data)) as batches:
             for x, y in batches:
-                if y is None:
-                    raise ValueError("a risk is known where the answers are: give held-out batches of (x, y)")
+                require(y is not None, "the risk is estimated from known answers: give held-out batches of (x, y)")
                 p = posterior.predict(x)
                 probs, target, kept = read(p, y, "Selective")
-                found.append(_score(self.score, p, x)[kept].cpu())
+                values.append(_score(self.score, p, x)[kept].cpu())
                 is_error.append(wrong(probs, target, kept)[kept].cpu())
-        require(found, "there is no data: the loader gave no batch")
-        return self.choose(posterior, torch.cat(found), torch.cat(is_error))
+        require(values, "there is no data: the loader gave no batch")
+        return self.choose(posterior, torch.cat(values), torch.cat(is_error))
 
     def choose(self, posterior: Posterior, scores: Array, is_error: Array) -> Selector:
         """The same from scores and errors that are there already, [N] each."""
@@ -249,7 +229,6 @@ class Selector:
 def _score(score: Score, p: Any, x: Any) -> Tensor:
     if isinstance(score, str):
         return SCORES[score](p)
-    found, wanted = tensor(score(x)), p.mean.shape[:-1]
-    if found.shape != wanted:
-        raise ValueError(f"the score is {list(found.shape)} for predictions {list(wanted)}: it gives one number for each")
-    return found.to(p.mean.device)
+    values, wanted = tensor(score(x)), p.mean.shape[:-1]
+    require(values.shape == wanted, f"the score is {list(values.shape)} for predictions {list(wanted)}: give one number for each")
+    return values.to(p.mean.device)

@@ -55,8 +55,7 @@ class Ordered:
     def __post_init__(self):
         if isinstance(self.data, DataLoader) and _shuffles(self.data):
             raise ValueError(
-                "the loader shuffles, so it is unknown which example an influence belongs to: give a loader with shuffle=False, or the "
-                "data set itself"
+                "the loader shuffles, so positions do not name examples: give one with shuffle=False, or the data set"
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -175,11 +174,8 @@ class Gradients:
         live = {name: leaf.detach().requires_grad_() for name, leaf in self.like.items()}
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             value = function(Network(self.model, {**self.params, **live}, self.buffers))
-            if not isinstance(value, Tensor) or value.ndim > 1 or not value.requires_grad:
-                raise ValueError(
-                    "the function must call the network on inputs, network(x), and give a number or a vector of numbers with their "
-                    f"gradients; got {_described(value)}"
-                )
+            usable = isinstance(value, Tensor) and value.ndim < 2 and value.requires_grad
+            require(usable, f"the function must call network(x) and return [T] numbers with gradients; got {_described(value)}")
             rows = [
                 torch.autograd.grad(number, list(live.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
                 for number in value.reshape(-1)

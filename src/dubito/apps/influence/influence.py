@@ -179,9 +179,7 @@ def inspection(scores: Tensor, wrong: Tensor, shares: Sequence[float] = (0.05, 0
     fits = scores.shape == wrong.shape and scores.ndim == 1 and wrong.dtype == torch.bool
     got = f"{list(scores.shape)} and {list(wrong.shape)} {wrong.dtype}"
     require(fits, f"scores must be [N], and wrong [N] and bool; got {got}")
-    require(
-        bool(wrong.any()) and bool(scores.isfinite().all()), "at least one label must be wrong, and all scores must be finite"
-    )
+    require(wrong.any() and scores.isfinite().all(), "at least one label must be wrong, and all scores must be finite")
     values, wrong = scores.double(), wrong.to(scores.device)
     return {share: _found(values, wrong, share) for share in shares}
 
@@ -300,10 +298,8 @@ class Influence:
             covariance = given.covariance
             return Structured(covariance if given.temperature == 1 else covariance.with_temperature(1.0))
         if not isinstance(at.model.prior, Normal | MultivariateNormal):
-            raise ValueError(
-                f"solver={self.solver!r} needs a Normal prior, whose precision it adds to a structure; got "
-                f"{type(at.model.prior).__name__}. Then use solver='cg' or 'lissa', which take the prior's Hessian"
-            )
+            prior = type(at.model.prior).__name__
+            raise ValueError(f"solver={self.solver!r} needs a Normal prior; got {prior}: use solver='cg' or 'lissa'")
         method = Laplace(
             STRUCTURES[self.solver], self.curvature, optimize_evidence=False, corrected=self.solver == "ekfac",  # pyright: ignore[reportArgumentType]
             damping=self.damping, check=False,

@@ -18,6 +18,7 @@ from dubito.curvature.products import Product, batch_product, conjugate_gradient
 from dubito.model.priors import Normal, prior_params
 from dubito.network.examples import batch_size
 from dubito.tensors import tree
+from dubito.tensors.checks import require
 from dubito.tensors.covariances import Covariance
 from dubito.tensors.randomness import derive_seed
 from dubito.tensors.tree import Params
@@ -192,10 +193,7 @@ def leverages(fisher: Tensor, spread: Tensor, slopes: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(fisher)
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     largest = float(torch.linalg.eigvalsh(root.mT @ spread @ root).max())
-    if not largest < 1:
-        raise ValueError(
-            f"the leverage of an example must be below 1; got {largest:.3g}, so the curvature is too rough for leverage=True. Use "
-            "solver='dense', more damping, or leverage=False"
-        )
+    way_out = "use solver='dense', more damping, or leverage=False"
+    require(largest < 1, f"the leverage of an example must be below 1; got {largest:.3g}: {way_out}")
     eye = torch.eye(fisher.shape[-1], dtype=fisher.dtype, device=fisher.device)
     return torch.linalg.solve(eye - fisher @ spread, s.unsqueeze(-1)).squeeze(-1).to(slopes)

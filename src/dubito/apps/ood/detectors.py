@@ -218,9 +218,7 @@ class ODIN:
     def __post_init__(self):
         positive(temperature=self.temperature)
         sizes = self.epsilons if self.epsilon is None else (self.epsilon,)
-        require(
-            self.epsilons and all(size >= 0 for size in sizes), f"epsilon, the size of a step, must be at least 0; got {sizes}"
-        )
+        require(sizes and all(size >= 0 for size in sizes), f"epsilon, the size of a step, must be at least 0; got {sizes}")
         require(all(s > 0 for s in self.std), f"std must be positive standard deviations; got {self.std}")
 
     def fit(self, posterior: Given, data: Any = None) -> ODINScore:

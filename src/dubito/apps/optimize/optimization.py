@@ -46,13 +46,9 @@ def expected_improvement(p: Predictive, best: float, *, maximize: bool = True) -
     tensor([0.3989])
     """
     if not isinstance(p, LatentMixture):
-        raise TypeError(
-            f"expected improvement needs a mixture of Gaussians over f; got {type(p).__name__}: predict with how='sampled'"
-        )
-    if p.likelihood.discrete or p.means.ndim != 3 or p.means.shape[-1] != 1:
-        raise ValueError(
-            f"expected improvement needs a regression with a single output; got means of shape {list(p.means.shape)}"
-        )
+        raise TypeError(f"expected improvement needs Gaussians over f; got {type(p).__name__}: predict with how='sampled'")
+    single = not p.likelihood.discrete and p.means.ndim == 3 and p.means.shape[-1] == 1
+    require(single, f"expected improvement needs a regression with a single output; got means of shape {list(p.means.shape)}")
     mean, sign = p.means.squeeze(-1), 1.0 if maximize else -1.0  # [S, B]
     gain = sign * (mean - best)
     weights = mean.new_full((len(mean),), 1 / len(mean)) if p.weights is None else p.weights
@@ -108,9 +104,7 @@ def surrogate(posterior: Posterior, *, draws: int = 64, how: str | None = None, 
     except ImportError as error:
         raise ImportError("surrogate needs BoTorch: pip install dubito[botorch]") from error
     likelihood = posterior.model.likelihood
-    require(
-        not likelihood.discrete, f"a surrogate needs a regression; got {type(likelihood).__name__}: use a Gaussian likelihood"
-    )
+    require(not likelihood.discrete, f"a surrogate needs a regression, such as Gaussian(); got {type(likelihood).__name__}")
     drawn = draw_functions(posterior, how=how, draws=draws, seed=seed)
     like = next(posterior.model.network.parameters())
 
@@ -207,17 +201,12 @@ class Optimization:
         seed: int = 0,
     ):
         one_of(("ei", "thompson"), acquisition=acquisition)
-        require(
-            isinstance(model.likelihood, Gaussian),
-            f"the likelihood must be dubito.Gaussian(scale=s), or Gaussian() to learn the noise; got {model.likelihood!r}",
-        )
+        gaussian = isinstance(model.likelihood, Gaussian)
+        require(gaussian, f"the likelihood must be Gaussian(scale=s), or Gaussian() to learn the noise; got {model.likelihood!r}")
         self.bounds = torch.as_tensor(bounds, dtype=torch.float64).cpu()
-        shaped = self.bounds.ndim == 2 and self.bounds.shape[1] == 2
-        require(
-            shaped and bool((self.bounds[:, 0] < self.bounds[:, 1]).all()),
-            f"bounds must be pairs (low, high) with low < high, one for each dimension; got {bounds}",
-        )
-        require(bool(self.bounds.isfinite().all()), f"bounds must be finite; got {bounds}")
+        pairs = self.bounds.ndim == 2 and self.bounds.shape[1] == 2 and bool((self.bounds[:, 0] < self.bounds[:, 1]).all())
+        require(pairs, f"bounds must be pairs (low, high) with low < high, one for each dimension; got {bounds}")
+        require(self.bounds.isfinite().all(), f"bounds must be finite; got {bounds}")
         at_least(1, initial=initial, draws=draws, candidates=candidates)
         at_least(0, refine=refine)
         self.model = replace(model, split=split_batch)  # batches are pairs (x, y) made here
@@ -258,11 +247,8 @@ class Optimization:
             data = (self._scaled(self.x), ((self.y - shift) / scale).to(self._like.dtype).unsqueeze(1))
             options = FitOptions(seed=derive_seed(self.seed, "fit", len(self.y)), batch_size=self.batch_size, progress=False)
             posterior = fit_in_turn(self.model, self.method, data, options)
-            require(
-                not isinstance(posterior, Point),
-                "the posterior of this method is a point, without uncertainty to explore by: use an Ensemble, MCDropout, or "
-                "[MAP(), NeuralLinear()]",
-            )
+            way_out = "use an Ensemble, MCDropout, or [MAP(), NeuralLinear()]"
+            require(not isinstance(posterior, Point), f"the posterior is a point, without uncertainty to explore by: {way_out}")
             self._fitted = len(self.y), posterior
         return self._fitted[1]
 

@@ -232,9 +232,9 @@ class _Walk:
             return sum(self._added(step, place, slot) for place, slot in terms if slot is not None and slot in live)
         factor = 1.0 if _moves(step) else self._factor(step) if len(places) == 1 else None
         if factor is None:
+            place = step.where or "the network"
             raise ValueError(
-                f"{step.where or 'the network'} calls {step.name}, for which there is no bound: use local_slopes to see how steep it "
-                "is at given inputs"
+                f"{place} calls {step.name}, for which there is no bound: use local_slopes for slopes at given inputs"
             )
         if factor != 1.0:
             self.factors[f"{step.where or 'network'}: {step.name} ({len(self.factors)})"] = factor
@@ -350,14 +350,9 @@ def _layers(network: nn.Module, pattern: str) -> dict[str, nn.Module]:
     require(layers, f"the network has no linear or convolutional layer whose name matches at={pattern!r}")
     uses = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
     tied = [name for name, layer in layers.items() if uses[id(layer.weight)] > 1]
-    require(
-        not tied, f"the weights of {tied} are shared with other layers and would be scaled for one of them: exclude them by `at`"
-    )
+    require(not tied, f"the weights of {tied} are shared with other layers: exclude them by `at`")
     zero = [name for name, layer in layers.items() if not bool(layer.weight.detach().any())]
-    require(
-        not zero,
-        f"the weights of {zero} are all zero, and no factor gives them a norm: initialize them, or exclude them by `at`",
-    )
+    require(not zero, f"the weights of {zero} are all zero, so they have no norm: initialize them, or exclude them by `at`")
     return dict(layers)
 
 
