@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import singledispatch
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dubito.curvature import Setup
 from dubito.curvature.memory import Need, available, refusal, written
-from dubito.curvature.passes import Passes, SinglePass, Subnetwork, alternatives
+from dubito.curvature.passes import SinglePass, Subnetwork, alternatives
 from dubito.inference.method import Method, Start, with_budget
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.inference.methods.swag import batch_norms, statistic_names
@@ -122,38 +123,30 @@ def _plan(case: _Case) -> Plan:
     if isinstance(case.method, Ensemble):
         return _ensemble(case, case.method)
     method, start = case.method, case.start()
-    point, curvature = _bytes(start), _curvature(case, start)
-    wanted, end = None, 0
-    if curvature is not None:
-        setup = curvature.setup
-        wanted = curvature.passes.need(setup, setup.layout(case.x), by=curvature.groups)
-        end = point + wanted.least + (wanted.evidence if _fits_prior(case) else 0)
-    elif isinstance(method, SWAG):  # columns are scaled, whitened and made orthonormal while the state is there
-        end = _bytes(start.params) * (7 + 4 * method.rank)
+    costs = _costs(method, case, start)
     known = [size for size in (case.limit, case.free) if size is not None]
-    if wanted is not None and known and wanted.least > min(known):
-        measured = _Measured(end, point + wanted.sums)  # what cannot fit is not tried
+    if costs.need is not None and known and costs.need.least > min(known):
+        measured = _Measured(costs.end, _bytes(start) + costs.need.sums)  # what cannot fit is not tried
     else:
-        measured = _measure(case)
+        measured = _measure(case, costs)
     steps = method.steps(case.batches)
+    total = None if measured.step is None else steps * measured.step * (case.batches if method.data == "full" else 1)
     estimate = Plan(
         type(method).__name__, tree.size({name: leaf for name, leaf in start.params.items() if ":" not in name}),
-        _posterior(case, start, wanted, measured), max(measured.peak, end), measured.state, _prediction(case, curvature, start),
-        measured.step, steps, measured.total(method, case.batches, steps), case.limit,
+        measured.posterior if costs.posterior is None else costs.posterior, max(measured.peak, costs.end), measured.state,
+        _prediction(case, costs, start), measured.step, steps, total, case.limit,
     )  # fmt: skip
-    return estimate if estimate.fits else replace(estimate, advice=_advice(case, curvature, estimate, point))
+    return estimate if estimate.fits else replace(estimate, advice=_advice(case, costs, estimate, _bytes(start)))
 
 
-def _advice(case: _Case, curvature: _Curvature | None, estimate: Plan, point: int) -> str:
+def _advice(case: _Case, costs: _Costs, estimate: Plan, point: int) -> str:
     assert estimate.free is not None
-    if curvature is None:
-        way = "smaller batches, with accumulate=..., hold fewer activations"
-        way = "take a smaller rank, or smaller batches with accumulate=..." if isinstance(case.method, SWAG) else way
-        return refusal(f"{estimate.method} of {estimate.parameters:,} weights", estimate.peak, estimate.free, {}, otherwise=way)
-    over = sum(shape.numel() for shape in curvature.setup.shapes.values())
-    what = f"structure={curvature.structure!r} over {over:,} weights"
-    others = {name: point + size for name, size in alternatives(curvature.setup, case.x).items()}
-    return refusal(what, estimate.peak, estimate.free, others)
+    if costs.setup is None:
+        what = f"{estimate.method} of {estimate.parameters:,} weights"
+        return refusal(what, estimate.peak, estimate.free, {}, otherwise=costs.advice)
+    over = sum(shape.numel() for shape in costs.setup.shapes.values())
+    others = {name: point + size for name, size in alternatives(costs.setup, case.x).items()}
+    return refusal(f"structure={costs.structure!r} over {over:,} weights", estimate.peak, estimate.free, others)
 
 
 def _ensemble(case: _Case, method: Ensemble) -> Plan:
@@ -178,63 +171,93 @@ def _ensemble(case: _Case, method: Ensemble) -> Plan:
     return replace(estimate, advice=advice or refusal(estimate.method, peak, estimate.free, {}, otherwise="take fewer members"))
 
 
-# -- sizes
+# -- what is known of a method
 
 
-class _Curvature(NamedTuple):
-    """What a method gathers curvature over, and how."""
+class _Costs(NamedTuple):
+    """What is known of the costs of a method before a step is made; the rest is measured."""
 
-    setup: Setup
-    passes: Passes
-    groups: Literal["layer", "one", "parameter"]  # what shares a learned precision
-    structure: str
-
-
-def _curvature(case: _Case, start: Start) -> _Curvature | None:
-    """The curvature that a method gathers, if it does."""
-    target, method = Target(case.model, 1), case.method
-    if isinstance(method, Laplace):
-        setup = method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
-        return _Curvature(setup, method.passes, method.prior_groups, method.structure)
-    if isinstance(method, OnlineLaplace):
-        setup = method.setup(target, start.params, start.buffers)
-        return _Curvature(setup, SinglePass(), method.prior_groups, method.structure)
-    return None
+    end: int = 0  # bytes, the peak after the last step
+    posterior: int | None = None  # bytes; None: to be measured
+    draws: int = 1  # passes through the network for a prediction
+    advice: str = "smaller batches, with accumulate=..., hold fewer activations"
+    setup: Setup | None = None  # what curvature is gathered over, and in which structure
+    structure: str = ""
+    need: Need | None = None  # of the curvature
+    later: Callable[[Any], None] | None = None  # takes a state to where steps of another kind begin
+    share: float = 0.0  # of all steps that are of that kind
 
 
-def _fits_prior(case: _Case) -> bool:
-    """Whether the evidence is looked at in the end."""
-    prior, method = case.model.prior, case.method
-    if isinstance(method, Laplace):
-        return method.optimize_evidence and (method.optimize_noise or (isinstance(prior, Normal) and prior.scale is None))
-    return True
+@singledispatch
+def _costs(method: Any, case: _Case, start: Start) -> _Costs:
+    """The costs of a method; of most nothing is known beforehand."""
+    return _Costs()
 
 
-def _posterior(case: _Case, start: Start, wanted: Need | None, measured: _Measured) -> int | None:
-    """Bytes of the posterior."""
-    method, weights = case.method, _bytes(start.params)
-    if wanted is not None:
-        return _bytes(start) + wanted.covariance
-    if not isinstance(method, SWAG):
-        return measured.posterior
-    norms = batch_norms(case.model.network)
+@_costs.register
+def _(method: MCDropout, case: _Case, start: Start) -> _Costs:
+    return _Costs(draws=method.draws)
+
+
+@_costs.register
+def _(method: SWAG, case: _Case, start: Start) -> _Costs:
+    weights, norms = _bytes(start.params), batch_norms(case.model.network)
     if norms:  # draws, with statistics of their own
         own = sum(_bytes(start.buffers[name]) for prefix in norms for name in statistic_names(prefix))
-        return method.draws * (weights + own) + _bytes(start.buffers) - own
-    held = min(method.rank, method.passes_over_data - int(method.collect_after * method.passes_over_data))
-    return _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
+        posterior = method.draws * (weights + own) + _bytes(start.buffers) - own
+    else:
+        held = min(method.rank, method.passes_over_data - int(method.collect_after * method.passes_over_data))
+        posterior = _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
+    end = weights * (7 + 4 * method.rank)  # columns are scaled, whitened and made orthonormal while the state is there
+    return _Costs(end, posterior, method.draws, "take a smaller rank, or smaller batches with accumulate=...")
 
 
-def _prediction(case: _Case, curvature: _Curvature | None, start: Start) -> int:
+@_costs.register
+def _(method: Laplace, case: _Case, start: Start) -> _Costs:
+    target, prior = Target(case.model, 1), case.model.prior
+    setup = method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
+    need = method.passes.need(setup, setup.layout(case.x), by=method.prior_groups)
+    evidence = method.optimize_evidence and (method.optimize_noise or (isinstance(prior, Normal) and prior.scale is None))
+    costs = _curvature_costs(start, setup, method.structure, need, evidence=evidence)
+
+    def later(state: Any) -> None:
+        """The second pass of a subnetwork is the dense one."""
+        state.step = state.steps // 2
+
+    two = isinstance(method.passes, Subnetwork) and method.passes.count == 2
+    return costs._replace(later=later, share=0.5) if two else costs
+
+
+@_costs.register
+def _(method: OnlineLaplace, case: _Case, start: Start) -> _Costs:
+    setup = method.setup(Target(case.model, 1), start.params, start.buffers)
+    need = SinglePass().need(setup, setup.layout(case.x), by=method.prior_groups)
+
+    def later(state: Any) -> None:
+        """The first pass that gathers curvature."""
+        state.made = method.first * state.period
+
+    costs = _curvature_costs(start, setup, method.structure, need, evidence=True)
+    return costs._replace(later=later, share=1 - method.passes_over_data / method.passes)
+
+
+def _curvature_costs(start: Start, setup: Setup, structure: str, need: Need, *, evidence: bool) -> _Costs:
+    """The costs of a method that gathers curvature, and perhaps maximizes the evidence in the end."""
+    point = _bytes(start)
+    end = point + need.least + (need.evidence if evidence else 0)
+    return _Costs(end, point + need.covariance, setup=setup, structure=structure, need=need)
+
+
+def _prediction(case: _Case, costs: _Costs, start: Start) -> int:
     """Bytes for an input: linearized, a gradient of every output for each layer's outputs; else a pass for each draw."""
     peak = _peak(case.model.device)
     with peak, torch.no_grad():
         case.model.forward(start.params, case.x, tree.clone(start.buffers))
     forward = math.ceil(peak.peak / batch_size(case.model.split(case.batch)[1]))
-    if curvature is not None:
-        layout = curvature.setup.layout(case.x)
-        return forward + layout.taps * (layout.outputs + 2) * curvature.setup.dtype.itemsize
-    return forward * (case.method.draws if isinstance(case.method, SWAG | MCDropout) else 1)
+    if costs.setup is not None:
+        layout = costs.setup.layout(case.x)
+        return forward + layout.taps * (layout.outputs + 2) * costs.setup.dtype.itemsize
+    return forward * costs.draws
 
 
 def _bytes(value: Any) -> int:
@@ -261,20 +284,10 @@ class _Measured(NamedTuple):
     peak: int
     state: int  # bytes that stay between steps
     posterior: int | None = None
-    step: float | None = None
-    curvature: float | None = None  # seconds of a step that gathers curvature, of a method with both kinds
-
-    def total(self, method: Method, batches: int, steps: int) -> float | None:
-        """Seconds of all steps."""
-        if self.step is None:
-            return None
-        if isinstance(method, OnlineLaplace) and self.curvature is not None:
-            trained = method.passes_over_data
-            return batches * (trained * self.step + (method.passes - trained) * self.curvature)
-        return steps * self.step * (batches if method.data == "full" else 1)
+    step: float | None = None  # seconds, the mean over steps of all kinds
 
 
-def _measure(case: _Case) -> _Measured:
+def _measure(case: _Case, costs: _Costs) -> _Measured:
     """Make a step, and another one for the time, which the first one spends on warming up."""
     model, method = case.model, case.method
     target = Target(model, case.batches * batch_size(model.split(case.batch)[1]))
@@ -289,18 +302,15 @@ def _measure(case: _Case) -> _Measured:
     with peak:
         state = method.init(target, case.start(), case.batch, source, steps=method.steps(case.batches))
     state, seconds = step(state)
-    held, posterior, curvature = peak.now, None, None
-    if isinstance(method, OnlineLaplace):
-        state.made = method.first * state.period
-        state, curvature = step(state)
-    elif isinstance(method, Laplace) and isinstance(method.passes, Subnetwork) and method.passes.count == 2:
-        state.step = state.steps // 2  # the second pass is the dense one
-        state, second = step(state)
-        seconds = (seconds + second) / 2
-    elif not isinstance(method, Laplace | SWAG):
+    held, posterior = peak.now, None
+    if costs.later is not None:
+        costs.later(state)
+        state, other = step(state)
+        seconds += costs.share * (other - seconds)
+    if costs.posterior is None:
         with suppress(ValueError):  # of samplers, which have no draws yet
             posterior = _bytes(method.posterior(target, state, store.Draws()))
-    return _Measured(peak.peak, held, posterior, seconds, curvature)
+    return _Measured(peak.peak, held, posterior, seconds)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
