@@ -284,7 +284,7 @@ def test_refusals(kind):
     method = kind(MAP(), unlabelled={"inputs": x}, augment=lambda x, _: x)
     with pytest.raises(ValueError, match=r"\['input'\] and \['inputs'\]"):
         dubito.fit(Model(net(), Categorical()), method, [{"input": x, "labels": y}], n_data=20)
-    with pytest.raises(ValueError, match="it was given 20 and made 5"):
+    with pytest.raises(ValueError, match="it received 20 and returned 5"):
         dubito.fit(Model(net(), Categorical()), kind(MAP(), augment=lambda x, _: x[:5]), (x, y))
 
 

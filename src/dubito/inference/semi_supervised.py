@@ -33,7 +33,7 @@ from dubito.network.weights import in_mode
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.tensors import store, tree
-from dubito.tensors.checks import at_least, between
+from dubito.tensors.checks import at_least, between, require
 from dubito.tensors.randomness import derive_seed
 from dubito.tensors.tree import Buffers, Params
 
@@ -63,15 +63,12 @@ class Stream:
 
     def digest(self) -> str:
         """What tells these data from others: all that is held, or of a data set its first and last."""
-        if self.dataset is None:
-            shown = self.held
-        else:
-            shown = [self.dataset[0], self.dataset[self.n - 1]]
+        shown = self.held if self.dataset is None else [self.dataset[0], self.dataset[self.n - 1]]
         return store.checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(tree.tensors(shown)))}, str(self.n))
 
     def __call__(self, index: int, seed: int) -> tuple[Any, Tensor]:
         """The inputs of a batch, counted from the first pass on, and their rows."""
-        k = batch_count(self.n, self.size)
+        k = math.ceil(self.n / self.size)
         turn, i = divmod(index, k)
         if self.order is None or self.order[0] != (seed, turn):
             source = torch.Generator().manual_seed(derive_seed(seed, "unlabelled", turn))
@@ -101,20 +98,12 @@ def count(unlabelled: Unlabelled) -> int:
             raise TypeError(
                 f"a {type(unlabelled).__name__} does not tell how many unlabelled examples there are: give it a __len__"
             )
-        n = len(unlabelled)
+        sizes = {len(unlabelled)}
     else:
         sizes = {len(leaf) for leaf in tree.leaves(tree.tensors(unlabelled))}
-        if len(sizes) != 1:
-            raise ValueError(f"the unlabelled inputs have different numbers of rows: {sorted(sizes)}")
-        n = sizes.pop()
-    if n < 1:
-        raise ValueError("there are no unlabelled examples: leave out `unlabelled`, or give some")
-    return n
-
-
-def batch_count(n: int, size: int) -> int:
-    """The number of batches of at most `size` of n examples."""
-    return math.ceil(n / size)
+    require(len(sizes) == 1, f"the unlabelled inputs have different numbers of rows: {sorted(sizes)}")
+    require(sizes != {0}, "there are no unlabelled examples: leave out `unlabelled`, or give some")
+    return sizes.pop()
 
 
 def join_inputs(x: Any, more: Any) -> Any:
@@ -178,9 +167,7 @@ class Consistent(Target):
             made = self.augment(x, self.generator)
             sizes = [batch_size(one) for one in (x, made)]
             if sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"augment returns one input for each that it is given; it was given {sizes[0]} and made {sizes[1]}"
-                )
+                raise ValueError(f"augment must return one input for each; it received {sizes[0]} and returned {sizes[1]}")
             return made
 
         kind = self.model.device.type
@@ -280,7 +267,7 @@ class Consistency(ABC):
         """In an epoch."""
         if self.unlabelled is None:
             return n_batches
-        return max(n_batches, batch_count(count(self.unlabelled), self.unlabelled_size))
+        return max(n_batches, math.ceil(count(self.unlabelled) / self.unlabelled_size))
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> ConsistencyState:
         """The student's state, the unlabelled examples, and what the teacher needs."""

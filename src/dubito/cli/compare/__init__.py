@@ -1,6 +1,6 @@
 """Methods compared: a grid of methods and seeds on a problem, saved result by result, and a page that shows it.
 
-Read in this order: `spec` (a row as the user asks for it, with `published`, the settings of the UCI experiments), `result` (one method
+Read in this order: `spec` (a row as the user asks for it, and the published settings of the UCI experiments), `result` (one method
 with one seed, and its files), `grid` (makes what is missing, with `stacked` for many small fits at once, and `scoring`), `summary`
 (means and standard errors) and `page`.
 

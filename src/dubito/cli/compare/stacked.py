@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from dubito.cli.compare.published import LENGTH_SCALE
-from dubito.cli.compare.spec import Noise, Spec, unclipped
+from dubito.cli.compare.spec import LENGTH_SCALE, Noise, Spec
 from dubito.evaluation.problems import Part, Problem
 from dubito.inference.descent import Descent, advance, clip, share
 from dubito.inference.methods import MAP, Ensemble, MCDropout
@@ -112,7 +111,7 @@ def fit_splits(
     if len(points) > 1:
         weight = WEIGHT
         chosen = _choose(stack, points, parts, tell=lambda done: tell(weight * done))
-    members = spec.method.size if isinstance(spec.method, Ensemble) else 1
+    members = 1 if stack.ensemble is None else stack.ensemble.size
     final = [Wanted(seed, chosen[seed], parts[seed]) for seed in seeds]
     posteriors = stack.fit(final, members=members, tell=lambda done: tell(weight + (1 - weight) * done))
     seconds = (time.monotonic() - begin) / len(seeds)
@@ -127,7 +126,7 @@ def _choose(
     tried = [Wanted(seed, point, inner_part(part, seed)) for point in points for seed, part in parts.items()]
     scores: dict[int, list[float]] = {seed: [] for seed in parts}
     for (seed, _, inner), posterior in zip(tried, stack.fit(tried, members=1, tell=tell), strict=True):
-        p = posterior.predict(inner.x_test, draws=CHOOSING if isinstance(posterior, Stochastic) else None)
+        p = posterior.predict(inner.x_test, draws=None if stack.dropout is None else CHOOSING)
         value = float(-p.to("cpu").log_prob(inner.y_test).double().mean())
         scores[seed].append(value if math.isfinite(value) else math.inf)
     return {seed: points[values.index(min(values))] for seed, values in scores.items()}
@@ -158,6 +157,10 @@ class Stack:
         device: torch.device | str | None,
     ):
         self.spec, self.problem = spec, problem
+        self.ensemble = spec.method if isinstance(spec.method, Ensemble) else None
+        method = spec.method if self.ensemble is None else self.ensemble.method
+        assert isinstance(method, Descent)
+        self.method, self.dropout = method, method if isinstance(method, MCDropout) else None
         self.models: dict[Noise, Model] = {}
         for point in points:
             noise = self.noise(point)
@@ -196,15 +199,13 @@ class Stack:
 
     def _job(self, wanted: Wanted, members: int) -> Job:
         seed, point, part = wanted
-        noise, method = self.noise(point), self.spec.method
-        if isinstance(method, Ensemble):
-            method = unclipped(method) if noise == "heteroscedastic" else method
-            method = method.method  # pyright: ignore[reportAttributeAccessIssue]
-        assert isinstance(method, Descent)
+        noise, method = self.noise(point), self.method
+        if self.ensemble is not None and noise == "heteroscedastic":
+            method = replace(method, clip=None)  # where the predicted noise is small, gradients must be large
         scale = self.problem.training.prior_scale or 1.0
         task = Task(part.x_train, part.y_train, seed, prior=scale, biases=scale)
-        if isinstance(method, MCDropout):
-            method = replace(method, rate=point.get("rate", method.rate))
+        if self.dropout is not None:
+            method = replace(self.dropout, rate=point.get("rate", self.dropout.rate))
             task = _dropout_task(task, method, point, part)
         epochs = int(point.get("epochs", method.passes_over_data))
         return Job(noise, epochs, tuple(task._replace(seed=randomness.derive_seed(seed, k)) for k in range(members)), method)
@@ -214,7 +215,7 @@ class Stack:
         if isinstance(method, MCDropout):
             dropout = Dropout.find(model.network, method.at, method.rate)
             return Stochastic(model, tree.select(leaves, 0), {}, dropout, method.draws, method.consistent)
-        if isinstance(self.spec.method, Ensemble):
+        if self.ensemble is not None:
             return Samples(model, leaves, {})
         return Point(model, tree.select(leaves, 0), {})
 

@@ -116,10 +116,10 @@ def field(target: Target, batch: Batch, like: Params) -> Field | None:
     x, y = target.model.split(batch)
     f = x.new_empty(len(x), network.layers[-1].fan_out)
     y = network.likelihood.target(y, f)
-    if isinstance(network.likelihood, Categorical) and network.likelihood.observed(y) is not None:
+    if network.likelihood.indexed and network.likelihood.observed(y) is not None:
         return None
     simple = len(network.layers) == 2 and network.activations == ("relu",) and f.shape[1] == 1
-    return (Rectified if simple and isinstance(network.likelihood, Gaussian) else Dense)(network, x, y)
+    return (Rectified if simple and not network.likelihood.indexed else Dense)(network, x, y)
 
 
 class Field:
@@ -302,7 +302,7 @@ class Dense(Field):
     """Any number of layers and outputs."""
 
     def __init__(self, network: Network, x: Tensor, y: Tensor):
-        self.size, self.classes = network.size, isinstance(network.likelihood, Categorical)
+        self.size, self.classes = network.size, network.likelihood.indexed
         super().__init__(network, x, y)
 
     def block(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
