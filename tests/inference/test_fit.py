@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dubito
 from contract.methods import ULA
-from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+from dubito import MAP, Categorical, Ensemble, Gaussian, Laplace, MCDropout, Model
 from dubito.inference.method import Traits
 from dubito.posteriors import Samples, Stored
 from dubito.tensors import files, store
@@ -459,6 +459,47 @@ def test_early_stopping_keeps_the_best_state():
     best = len(seen) - 5
     again = dubito.fit(model, MAP(epochs=best, learning_rate=0.02, schedule="constant"), (x, noisy))
     assert same(stopped, again)
+
+
+@pytest.mark.parametrize("method", [MAP(epochs=4), Laplace(check=False)], ids=["MAP", "Laplace"])
+def test_a_run_does_not_go_on_from_another_start(method, tmp_path):
+    """It gave the posterior of the first start."""
+    model = Model(net(), Gaussian(scale=0.1))
+    first = model.parameters()
+    other = {name: leaf + 0.1 for name, leaf in first.items()}
+    done = dubito.fit(model, method, data(), start=first, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match=r"belongs to another run; different: start \('.*' in the file and '.*' here\)"):
+        dubito.fit(model, method, data(), start=other, checkpoint=tmp_path, resume=True)
+    again = dubito.fit(model, method, data(), start=first, checkpoint=tmp_path, resume=True)
+    assert same(done, again)
+
+
+def test_a_run_from_a_network_that_was_initialized_afresh_goes_on(tmp_path):
+    """But not that of a method that only looks at the weights."""
+
+    def fit(method, folder: str, **options):
+        network = net()
+        with torch.no_grad():
+            for leaf in network.parameters():
+                leaf.add_(torch.randn_like(leaf), alpha=0.1 * len(options))
+        return dubito.fit(Model(network, Gaussian(scale=0.1)), method, data(), checkpoint=tmp_path / folder, **options)
+
+    fit(MAP(epochs=4), "map", callbacks=[lambda event: event.step == 2])
+    fit(MAP(epochs=4), "map", resume=True, seed=0)
+    fit(Laplace(check=False), "laplace")
+    with pytest.raises(ValueError, match="belongs to another run; different: start"):
+        fit(Laplace(check=False), "laplace", resume=True)
+
+
+@pytest.mark.parametrize("patience", [None, 3])
+def test_nan_in_validation_is_told(patience):
+    """Training stopped early, without a word."""
+    x, y = data(20)
+    x[3, 1] = torch.nan
+    with pytest.raises(
+        ValueError, match="the scores of 1 of 20 held-out examples are NaN after epoch 1: remove examples with NaN"
+    ):
+        dubito.fit(Model(net(), Gaussian()), MAP(epochs=20), data(), validation=(x, y), patience=patience)
 
 
 def test_validation_does_not_change_the_training():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dubito.inference.batches import Arrays, Batches
-from dubito.inference.method import Method, departures, traits_of
+from dubito.inference.method import Method, Start, departures, traits_of
 from dubito.inference.options import FitOptions
 from dubito.model import Target
 from dubito.network.examples import Batch
@@ -123,13 +123,22 @@ class Checkpoint:
 
 
 def fingerprint(
-    target: Target, method: Method, options: FitOptions, source: Batches, held_out: Batches | None, first: Batch, steps: int
+    target: Target,
+    method: Method,
+    options: FitOptions,
+    source: Batches,
+    held_out: Batches | None,
+    first: Batch,
+    start: Start,
+    steps: int,
 ) -> dict[str, Any]:
     """What must be the same for a run to go on.
 
     Data in memory are known by all of them; others by their first batch, whose order the seed has fixed, and others to validate on by
-    their being there.
+    their being there. The weights to start from count where they are given, or where the method only looks at them; a network that
+    another process has initialized afresh does not keep a run from going on.
     """
+    given = start.given or traits_of(method).post_hoc
     return {
         "method": _described(method),
         "prior": store.describe(target.model.prior),
@@ -139,6 +148,7 @@ def fingerprint(
         "precision": str(target.precision),
         "batches": source.n_batches,
         "data": _checksum(first),
+        "start": _weights(start) if given else None,
         "all data": _held(source.source),
         "validation": None if held_out is None else _held(held_out.source),
         "seed": options.seed,
@@ -155,6 +165,12 @@ def about(target: Target, method: Method) -> dict[str, Any]:
     sampler = {"method": type(method).__name__, **{name: value for name, value in known.items() if value is not None}}
     departed = departures(target, method)
     return {**belonging(target.model), "sampler": sampler, **({"departures": list(departed)} if departed else {})}
+
+
+def _weights(start: Start) -> str:
+    """The checksum of a start, without what nobody has given."""
+    leaves = {**start.params, **start.buffers, **{f"draws/{name}": leaf for name, leaf in (start.draws or {}).items()}}
+    return store.checksum({name: leaf for name, leaf in leaves.items() if name not in start.unset})
 
 
 def _held(source: Any) -> str:

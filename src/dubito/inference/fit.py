@@ -112,7 +112,7 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
         run = Run(method.init(target, begin, first, generator, steps=steps), generator)
         checkpoint = Checkpoint(options)
         if checkpoint.folder is not None:
-            checkpoint.fingerprint = fingerprint(target, method, options, source, held_out, first, steps)
+            checkpoint.fingerprint = fingerprint(target, method, options, source, held_out, first, begin, steps)
         draws = store.Draws(
             checkpoint.folder,
             dtype=torch.bfloat16 if options.store_dtype else None,

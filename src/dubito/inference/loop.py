@@ -117,7 +117,14 @@ class Loop:
             posterior = self.method.posterior(self.target, run.state, self.draws)
             pairs = (self.target.model.split(batch) for batch in self.held_out)
             scores = [posterior.predict(x).log_prob(y) for x, y in pairs]
-        nll = float(-torch.cat(scores).double().mean())
+        score = torch.cat(scores).double()
+        lost = int(score.isnan().sum())
+        require(
+            not lost,
+            f"the scores of {lost} of {len(score)} held-out examples are NaN after epoch {run.epoch}: remove examples with NaN or "
+            "infinite values from `validation`",
+        )
+        nll = float(-score.mean())
         if nll < run.best:
             tensors: dict[str, Tensor] = {}
             description = store.pack(run.state, tensors)
