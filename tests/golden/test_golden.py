@@ -202,7 +202,8 @@ def test_a_fitted_folder_of_a_sampler_can_be_diagnosed(workplace, capsys):
 def test_interrupted_fits_of_the_command_line_resume(name, workplace):
     fit, _ = apps.INTERRUPTED[name]
     shutil.copytree(HERE / "interrupted" / stem(name), "fitted")
-    apps.command("fit", *apps.FITS[fit], "--out", "fitted", "--resume")
+    defaults = ["--learning-rate", "0.003"] if fit != "hmc" else []  # of version 0.1, where this run began
+    apps.command("fit", *apps.FITS[fit], *defaults, "--out", "fitted", "--resume")
     same_table(predicted(fit), EXPECTED["fitted"][f"interrupted/{name}"], 1e-3)
 
 

@@ -70,6 +70,8 @@ class Descent(ABC, Generic[Trained]):
 
     def __post_init__(self):
         at_least(0, epochs=self.epochs)
+        if self.epochs is not None and self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", RATE)
         positive(learning_rate=self.learning_rate)
         between(0, 1, momentum=self.momentum, warmup=self.warmup, include="low")
         one_of(("adam", "sgd"), optimizer=self.optimizer)

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from dubito.recalibrate.rank import conformal_quantile
+from dubito.recalibrate.conformal import conformal_quantile
 from scipy import stats
 
 from dubito import Bernoulli, Categorical, Gaussian

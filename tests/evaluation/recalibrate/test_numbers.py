@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dubito.recalibrate.marginals import below, cdf, log_density
+from dubito.recalibrate.predictives import below, cdf, log_density
 from scipy import stats
 from scipy.optimize import minimize_scalar
 

@@ -150,7 +150,7 @@ def test_pictures(sweeps):
 
 def test_pictures_of_what_cannot_be_compared(sweeps, problem):
     other = sweep(problem[0], problem[1][:9], problem[2][:9], shift=["fog"], metrics=["nll"])
-    with pytest.raises(ValueError, match="sweep all with the same `shift`"):
+    with pytest.raises(ValueError, match="use the same `shift` for all"):
         table({**sweeps, "other": other})
     with pytest.raises(ValueError, match="sweeps is empty: give at least one"):
         lines({}, "nll")

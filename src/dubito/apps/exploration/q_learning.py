@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dubito.apps.action_values import action_value_model, action_values, check_width
 from dubito.apps.network import Network, only_network
-from dubito.inference.method import Method, Start, traits_of
+from dubito.inference.method import Method, Start, traits_of, with_budget
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target
 from dubito.posteriors import Point, Posterior, Samples
@@ -425,7 +425,7 @@ class QLearning:
         settings = ("actions", "discount", "batch_size", "initial", "every", "sync", "double", "seed")
         return {
             "network": shapes, "likelihood": repr(self.model.likelihood), "prior": repr(self.model.prior), "only": self.model.only,
-            "method": repr(self.method), "explore": repr(self.explore), "capacity": self.replay.capacity, "n_data": self.target.n_data,
+            "method": repr(with_budget(self.method, FOREVER)), "explore": repr(self.explore), "capacity": self.replay.capacity, "n_data": self.target.n_data,
             **{name: getattr(self, name) for name in settings},
         }  # fmt: skip
 
