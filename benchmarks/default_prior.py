@@ -124,9 +124,9 @@ def main() -> None:
                 print(jobs[job], type(problem).__name__, str(problem)[:200], flush=True)
     except TimeoutError:
         print(f"{len(values)} of {len(jobs)} cases are done in time")
-    report(values, options, began)
-    for process in list((pool._processes or {}).values()):
+    for process in list((pool._processes or {}).values()):  # what is still running is not waited for
         process.kill()
+    report(values, options, began)
 
 
 def report(values: dict[tuple[str, str, str, str, int], float], options: argparse.Namespace, began: float) -> None:
