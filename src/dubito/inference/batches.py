@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from dubito.model import Model
-from dubito.network.examples import Batch, Data, Inputs, Targets, batch_size
+from dubito.network.examples import Batch, Data, Inputs, Targets, batch_size, split_batch
 from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import borrowed_generators, fork_rng, seed_global
@@ -77,7 +77,7 @@ def _rows(value: Any, rows: slice | Tensor) -> Any:
     return tuple(_rows(item, rows) for item in value)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batches:
     """Re-iterable batches on the model's device, with the number of examples and of batches in one pass."""
 
@@ -86,6 +86,14 @@ class Batches:
     n_batches: int
     device: torch.device
     counted: bool  # whether n_data is our own count, which a pass must then confirm
+    check: Callable[[Batch], None] | None = None  # of every batch, in the first pass over the data
+
+    def check_targets(self, check: Callable[[Batch], None]) -> None:
+        """Call `check` on all data: on arrays now, on other data batch by batch in the first pass, before they go to the device."""
+        if isinstance(self.source, Arrays):
+            check((self.source.x, self.source.y))
+        else:
+            self.check = check
 
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self.source, Arrays):  # on the device already
@@ -97,24 +105,66 @@ class Batches:
                 raise ValueError(
                     f"batch {i} of the data has no examples: leave out empty batches, also those that a collate_fn makes"
                 )
+            if self.check is not None:
+                self.check(batch)
             yield tree.move(batch, self.device)
+        self.check = None
 
 
 def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 128, shuffle: bool = True) -> Batches:
-    """Read `data`: a tuple (x, y) of tensors or arrays, a Dataset, a DataLoader, or any re-iterable of batches.
+    """Read `data`: a tuple (x, y) of tensors, arrays, lists of numbers or DataFrames, a dict of columns with labels (such as the
+    `BatchEncoding` of a tokenizer), a Dataset (of torch or Hugging Face), a DataLoader, or any re-iterable of batches.
 
     `n_data` is the number of examples that the posterior is conditioned on, where it cannot be counted; `size` that of a batch where
     the data are cut into batches here.
     """
+    data = _columns(model, data)
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray | dict):
         source = Arrays.of(data, model.dtype, size, shuffle=shuffle, device=model.device)
         return Batches(source, n_data or batch_size(source.y), len(source), model.device, n_data is None)
-    if isinstance(data, Dataset):
-        data = _loader(data, size, shuffle)
+    if isinstance(data, Dataset) or _of_hugging_face(data):
+        data = _loader(data.with_format("torch") if _of_hugging_face(data) else data, size, shuffle)
     _check_iterable(data)
     count = _count(model, data) if n_data is None else n_data
     require(count, "there is no data: the loader gives no example (with drop_last, not even one full batch)")
     return Batches(data, count, _length(model, data, count), model.device, n_data is None)
+
+
+def _columns(model: Model, data: Data) -> Data:
+    """DataFrames, lists of numbers and dicts of columns as a tuple (x, y) of arrays; other data as they are."""
+    if hasattr(data, "to_numpy"):
+        raise TypeError(f"the data are one {type(data).__name__}: give a tuple, such as (frame[inputs], frame[target])")
+    if isinstance(data, Mapping):
+        if model.split is not split_batch:
+            raise TypeError(
+                "a dict as data is read by the default split: give Model(split=...) a DataLoader or a list of batches"
+            )
+        data = split_batch(data)
+    return tuple(_array(part) for part in data) if isinstance(data, tuple) and len(data) == 2 else data
+
+
+def _array(value: Any) -> Any:
+    """A DataFrame, a Series or nested lists of numbers as an array; a dict of them likewise; anything else as it is."""
+    if hasattr(value, "to_numpy"):
+        return np.array(value.to_numpy())  # a copy: the frame's own memory may be read-only
+    if isinstance(value, dict):
+        return {key: _array(item) for key, item in value.items()}
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    if not isinstance(value, list) or not isinstance(first, int | float | np.generic):
+        return value
+    try:
+        return np.array(value)
+    except ValueError as error:
+        raise ValueError(
+            f"a list of numbers holds rows of different lengths ({error}): pad them, or give a list of batches"
+        ) from error
+
+
+def _of_hugging_face(data: Data) -> bool:
+    """Whether the data are a `datasets.Dataset`, by what it offers."""
+    return all(hasattr(data, name) for name in ("with_format", "column_names", "__len__", "__getitem__"))
 
 
 def _loader(data: Dataset, size: int, shuffle: bool) -> DataLoader:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import distributed, nn
 
 from dubito.inference.batches import Arrays, batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
@@ -18,7 +19,13 @@ from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.inference.start import make_start
 from dubito.model import Model, Target
-from dubito.model.inspect import warn_if_padding_is_random, warn_if_random, warn_if_targets_are_far
+from dubito.model.inspect import (
+    TargetCheck,
+    refuse_copied_labels,
+    warn_if_padding_is_random,
+    warn_if_random,
+    warn_if_targets_are_far,
+)
 from dubito.network.examples import Batch, Data
 from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
@@ -26,13 +33,15 @@ from dubito.tensors import randomness, store
 from dubito.tensors.checks import require
 from dubito.tensors.tree import Params
 
+PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # wrappers whose gradients would have to be averaged
+
 
 def fit(
     model: Model,
     method: Method,
     data: Data,
     *,
-    start: Params | Posterior | None = None,
+    start: Params | Posterior | nn.Module | None = None,
     n_data: int | None = None,
     temperature: float = 1.0,
     device: torch.device | str | None = None,
@@ -52,9 +61,10 @@ def fit(
 ) -> Posterior:
     """Give a model a posterior.
 
-    `data` is a tuple (x, y) of tensors or arrays (cut into batches of `batch_size`), a Dataset, a DataLoader or a list of batches.
-    `start` (weights, or an earlier posterior) defaults to the network's weights. `n_data` is needed only where examples cannot be
-    counted. `device` other than the network's own works on a copy of it. `precision="bfloat16"` runs the network in mixed precision.
+    `data` is a tuple (x, y) of tensors, arrays, lists or DataFrames (cut into batches of `batch_size`), a dict with labels, a
+    Dataset (of torch or Hugging Face), a DataLoader or a list of batches. `start` (weights, a network with the same layers, or an
+    earlier posterior) defaults to the network's weights. `n_data` is needed only where examples cannot be counted. `device` other
+    than the network's own works on a copy of it. `precision="bfloat16"` runs the network in mixed precision.
 
     `validation` data is scored after every epoch, and the state that scored best counts; with `patience` the fit stops after so
     many epochs without improvement. `checkpoint` is a folder written every `checkpoint_every` seconds and at the end; with
@@ -104,7 +114,8 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
         begin = make_start(model, options.start, model.split(first)[1], many=traits.many_starts)
-        _inspect(model, method, begin, first, rows=isinstance(source.source, Arrays))
+        output = _inspect(model, method, begin, first, rows=isinstance(source.source, Arrays))
+        source.check_targets(TargetCheck.of(model, output, first))
         groups = math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1
         method = with_budget(method, groups)
         steps = method.steps(groups)
@@ -142,8 +153,8 @@ def _on_device(model: Model, device: torch.device | str | None) -> Model:
     return dataclasses.replace(model, network=copy_network(model.network).to(device))
 
 
-def _inspect(model: Model, method: Method, begin: Start, batch: Batch, *, rows: bool) -> None:
-    """Raise for networks that cannot be fitted, and warn of what is probably a mistake."""
+def _inspect(model: Model, method: Method, begin: Start, batch: Batch, *, rows: bool) -> torch.Tensor:
+    """Raise for networks that cannot be fitted, and warn of what is probably a mistake; the network's output for the batch."""
     traits = traits_of(method)
     inspection = model.check(begin.params, batch, begin.buffers)
     if method.data == "batches" and not traits.keeps_dropout:
@@ -151,12 +162,20 @@ def _inspect(model: Model, method: Method, begin: Start, batch: Batch, *, rows: 
     if traits.draws_weights:
         warn_if_padding_is_random(model)
     warn_if_targets_are_far(model, begin.params, batch, inspection)
+    refuse_copied_labels(model, batch)
+    return inspection.output
 
 
 def _check_parts(model: Any, method: Any) -> None:
     """Raise for the usual mistakes: arguments in another order, a class instead of an object, a network without a model."""
     if not isinstance(model, Model):
         raise TypeError(f"the first argument must be a dubito.Model(network, likelihood); got {_kind(model)}")
+    parallel = any(type(module).__name__ in PARALLEL for module in model.network.modules())
+    if parallel or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        raise ValueError(
+            "fit runs in one process and never averages gradients over several: leave torch.distributed out, and give the model the "
+            "network itself (of DistributedDataParallel: network.module)"
+        )
     if isinstance(method, type) or not hasattr(method, "step") or not hasattr(method, "init"):
         raise TypeError(f"the second argument must be a method such as dubito.MAP(), and the third the data; got {_kind(method)}")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from dubito.inference.method import Event
 from dubito.network.examples import Data
@@ -26,7 +27,7 @@ class FitOptions:
     ValueError: accumulate must be at least 1; got 0
     """
 
-    start: Params | Posterior | None = None
+    start: Params | Posterior | nn.Module | None = None
     n_data: int | None = None
     temperature: float = 1.0
     device: torch.device | str | None = None
@@ -45,7 +46,10 @@ class FitOptions:
     callbacks: Sequence[Callable[[Event], object]] = ()
 
     def __post_init__(self):
-        at_least(1, accumulate=self.accumulate)
+        for name in ("batch_size", "accumulate"):
+            value = getattr(self, name)
+            require(hasattr(value, "__index__"), f"{name} must be a whole number; got {value!r}")
+            at_least(1, **{name: value})
         require(
             self.patience is None or self.validation is not None,
             f"patience={self.patience} needs validation data: give validation=...",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from dubito.inference.method import Start
 from dubito.model import Model
 from dubito.network.examples import Targets
@@ -11,7 +13,7 @@ from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
 
-def make_start(model: Model, start: Params | Posterior | None, y: Targets, *, many: bool = False) -> Start:
+def make_start(model: Model, start: Params | Posterior | nn.Module | None, y: Targets, *, many: bool = False) -> Start:
     """The start of a method, as copies on the model's device.
 
     Quantities that the likelihood or the prior learns, and that `start` does not hold, begin at the model's first guess from the
@@ -20,6 +22,8 @@ def make_start(model: Model, start: Params | Posterior | None, y: Targets, *, ma
     params, buffers = model.parameters(y), model.buffers()
     if start is None:
         return Start(params, buffers, tuple(name for name in params if ":" in name))
+    if isinstance(start, nn.Module):
+        start = {**dict(start.named_parameters()), **dict(start.named_buffers())}
     several = _several(start, params) if many else None
     if several is not None:
         return _many(model, start, *several, y)

@@ -1,8 +1,9 @@
-"""Warnings before a fit: of networks, embeddings and targets that can be fitted, but probably not as they were meant."""
+"""Looks at networks, embeddings and targets before a fit: warnings of what is probably not meant, and refusals of wrong targets."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,4 +78,48 @@ def warn_if_targets_are_far(model: Model, params: Params, batch: Any, inspection
             f"The targets are about {size:.2g} in size and the network's outputs about {reached:.2g}, too far apart for the usual "
             "steps and priors. Standardize the targets, fit (y - mean) / std, and go back by posterior.predict(x).rescaled(mean, std).",
             stacklevel=5,  # the call of fit
+        )
+
+
+@dataclass(frozen=True)
+class TargetCheck:
+    """Checks the targets of later batches as the likelihood checks those of the first, where they have its shape.
+
+    >>> import dubito
+    >>> model = Model(torch.nn.Linear(1, 3), dubito.Categorical())
+    >>> check = TargetCheck.of(model, torch.zeros(2, 3), (torch.zeros(2, 1), torch.tensor([0, 1])))
+    >>> check((torch.zeros(2, 1), torch.tensor([0, 3])))
+    Traceback (most recent call last):
+        ...
+    ValueError: the targets go from 0 to 3, but the network has 3 classes (0 to 2); an index to be skipped is given as ignore_index
+    """
+
+    model: Model
+    output: Tensor  # of one example, [1, *D, C]
+    shape: torch.Size | None  # of an example's targets; None: they are not one tensor
+
+    @staticmethod
+    def of(model: Model, output: Tensor, batch: Any) -> TargetCheck:
+        """From the network's output for a batch."""
+        y = model.split(batch)[1]
+        return TargetCheck(model, output[:1].clone(), y.shape[1:] if isinstance(y, Tensor) else None)
+
+    def __call__(self, batch: Any) -> None:
+        y = self.model.split(batch)[1]
+        if self.shape is not None and isinstance(y, Tensor) and y.shape[1:] == self.shape:
+            self.model.likelihood.check(self.output.to(y.device).expand(len(y), *self.output.shape[1:]), y)
+
+
+def refuse_copied_labels(model: Model, batch: Any) -> None:
+    """Raise where the labels of a language model are its own inputs, which a network learns to copy."""
+    x, y = model.split(batch)
+    ids = x.get("input_ids") if isinstance(x, dict) else None
+    config = getattr(model.network, "config", None)
+    if not isinstance(ids, Tensor) or not isinstance(y, Tensor) or ids.shape != y.shape or y.ndim < 2 or y.shape[1] < 2:
+        return
+    keep = y != getattr(model.likelihood, "ignore_index", -100)
+    if bool((ids == y)[keep].all()) and not getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            "the labels are the input_ids themselves, and a likelihood compares position with position, so the network would learn to "
+            "copy: shift them, labels[:, :-1] = input_ids[:, 1:] and labels[:, -1] = -100"
         )

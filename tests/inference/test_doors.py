@@ -1,0 +1,151 @@
+"""What `fit` makes of data, starts and settings as people give them: it works, or one sentence says what to do."""
+
+from __future__ import annotations
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dubito
+
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(12) % 3
+
+
+def model(**options) -> dubito.Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return dubito.Model(nn.Linear(3, 3), dubito.Categorical(), **options)
+
+
+def fit(data, network: dubito.Model | None = None, **options):
+    return dubito.fit(network or model(), dubito.MAP(epochs=3), data, progress=False, **options)
+
+
+class Frame:
+    """As much of a DataFrame or Series as is read."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+        self.values.flags.writeable = False
+
+    def to_numpy(self):
+        return self.values
+
+
+class HuggingFace:
+    """As much of a `datasets.Dataset` as is read."""
+
+    column_names = ("input", "label")
+
+    def __init__(self, kind: str = "python"):
+        self.kind = kind
+
+    def with_format(self, kind: str) -> HuggingFace:
+        return HuggingFace(kind)
+
+    def __len__(self) -> int:
+        return len(Y)
+
+    def __getitem__(self, i: int) -> dict:
+        row = {"input": X[i], "label": Y[i]}
+        return row if self.kind == "torch" else {key: value.tolist() for key, value in row.items()}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (Frame(X.double()), Frame(Y)),
+        (X.tolist(), Y.tolist()),
+        (X, Y.tolist()),
+        {"input": X, "labels": Y},
+        UserDict({"input": X.tolist(), "labels": Y.tolist()}),
+        HuggingFace(),
+    ],
+    ids=["frames", "lists", "tensor and list", "dict", "BatchEncoding", "datasets.Dataset"],
+)
+def test_data_as_people_hold_them_give_the_same_fit(data):
+    wanted = fit((X, Y)).params
+    for name, leaf in fit(data).params.items():
+        assert torch.allclose(leaf, wanted[name], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (Frame(X), "give a tuple, such as"),
+        ((Frame(np.array([["a"], ["b"]])), Frame([0, 1])), "text or objects"),
+        (([[1.0, 2.0], [3.0]], [0, 1]), "different lengths"),
+    ],
+)
+def test_data_that_cannot_be_read_are_told(data, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        fit(data)
+
+
+def test_a_dict_needs_the_default_split():
+    with pytest.raises(TypeError, match="default split"):
+        fit({"a": X, "b": Y}, model(split=lambda batch: (batch["a"], batch["b"])))
+
+
+@pytest.mark.parametrize("size", [0, 2.5])
+def test_a_batch_has_a_whole_number_of_examples(size):
+    with pytest.raises(ValueError, match=f"batch_size must be .*; got {size}"):
+        fit((X, Y), batch_size=size)
+
+
+@pytest.mark.parametrize("form", ["arrays", "loader"])
+def test_labels_out_of_range_in_a_later_batch_are_told(form):
+    y = torch.cat([Y[:-1], torch.tensor([7])])
+    data = (X, y) if form == "arrays" else DataLoader(TensorDataset(X, y), batch_size=4)
+    with pytest.raises(ValueError, match="from . to 7, but the network has 3 classes"):
+        fit(data, batch_size=4)
+
+
+def test_a_network_is_a_start():
+    other = nn.Linear(3, 3)
+    found = dubito.fit(model(), dubito.MAP(epochs=0), (X, Y), start=other, progress=False)
+    assert torch.equal(found.params["weight"], other.weight)
+    with pytest.raises(ValueError, match="other shapes"):
+        dubito.fit(model(), dubito.MAP(epochs=0), (X, Y), start=nn.Linear(3, 4), progress=False)
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+def test_labels_that_are_the_inputs_are_refused():
+    ids = torch.randint(10, (6, 5), generator=torch.Generator().manual_seed(0))
+    padded = ids.clone()
+    padded[:, -1] = -100
+    for labels in (ids, padded):
+        with pytest.raises(ValueError, match="learn to copy: shift them"):
+            fit([{"input_ids": ids, "labels": labels}], dubito.Model(Language(), dubito.Categorical()))
+    shifted = torch.cat([ids[:, 1:], torch.full((6, 1), -100)], 1)
+    fit([{"input_ids": ids, "labels": shifted}], dubito.Model(Language(), dubito.Categorical()))
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="runs in one process"):
+        fit((X, Y))
+
+
+def test_a_wrapper_that_averages_gradients_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        network = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=r"network\.module"):
+            fit((X, Y), dubito.Model(network, dubito.Categorical()))
+    finally:
+        torch.distributed.destroy_process_group()
