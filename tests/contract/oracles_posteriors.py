@@ -214,7 +214,7 @@ def flow() -> None:
 
 def binary() -> None:
     """Discrete weights: moments of draws, and the divergence by a sum over both values."""
-    family, prior = families.Binary((-1.0, 1.0)), dubito.priors.Bernoulli(0.3, values=(-1.0, 1.0))
+    family, prior = families.Binary((-1.0, 1.0), learn_scale=False), dubito.priors.Bernoulli(0.3, values=(-1.0, 1.0))
     leaves = leaves_of(family)
     p = torch.cat([torch.sigmoid(leaves[f"logit/{name}"]).reshape(-1) for name in SHAPES])
     rows = drawn_from(family, leaves, 2500)

@@ -76,7 +76,7 @@ class Accumulated:
         """What the evidence is made of, scaled from the examples seen to those there are."""
         factor = target.n_data / max(1, self.seen[0])
         earlier = target.model.prior if isinstance(target.model.prior, MultivariateNormal) else None
-        deviation = {n: params[n] if earlier is None else params[n] - earlier.mean[n].to(params[n]) for n in names}
+        deviation = _deviation(target, params, names)
         return Evidence(
             self.log_likelihood * factor, self.errors * factor, self.counts * factor,
             {name: leaf.double() for name, leaf in prior.items()}, deviation, earlier and earlier.covariance,
@@ -92,7 +92,8 @@ class Accumulated:
         if isinstance(model_prior, MultivariateNormal):
             pull = model_prior.gradient({name: params[name] for name in self.gradient})
         else:
-            pull = {name: -prior[name].to(params[name]) * params[name] for name in self.gradient}
+            apart = _deviation(target, params, self.gradient)
+            pull = {name: -prior[name].to(leaf) * leaf for name, leaf in apart.items()}
         slopes = {
             name: (leaf * (factor * stretch) + pull[name]).unsqueeze(0) / temperature for name, leaf in self.gradient.items()
         }
@@ -103,3 +104,9 @@ class Accumulated:
         held = sum(float((prior[n].to(v) * v).double().sum()) for n, v in covariance.variance().items()) / temperature
         effective = max(1.0, covariance.moving - held)
         return rise, effective, effective * max(0.0, factor - 1.0)
+
+
+def _deviation(target: Target, params: Params, names: Iterable[str]) -> Params:
+    """The weights less the prior's mean, which is zero where the prior names none."""
+    mean = getattr(target.model.prior, "mean", {})
+    return {name: params[name] - mean[name].to(params[name]) if name in mean else params[name] for name in names}

@@ -20,7 +20,8 @@ from dubito.tensors.files import FileError, checksum
 
 def describe(value: Any) -> str:
     """A value as text that is the same in every process: without the memory addresses that functions and plain objects print, and with
-    a checksum of every tensor. A dataclass that was renamed keeps its earlier name as the class attribute `stored_name`.
+    a checksum of every tensor. A dataclass that was renamed keeps its earlier name as the class attribute `stored_name`. A field that
+    is new says in `metadata={"before": value}` what held before there was one, and with that value it is left out.
 
     >>> describe(lambda: 0)
     '<function <lambda>>'
@@ -36,7 +37,9 @@ def describe(value: Any) -> str:
     if type(value) is tuple:
         return f"({', '.join(map(describe, value))}{',' if len(value) == 1 else ''})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (f"{f.name}={describe(getattr(value, f.name))}" for f in dataclasses.fields(value) if f.repr)
+        old = {f.name: f.metadata["before"] for f in dataclasses.fields(value) if "before" in f.metadata}
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
+        fields = (f"{name}={describe(item)}" for name, item in values.items() if name not in old or item != old[name])
         return f"{getattr(type(value), 'stored_name', type(value).__qualname__)}({', '.join(fields)})"
     return without_addresses(repr(value))
 

@@ -265,6 +265,27 @@ def test_a_prior_that_is_given_is_kept_and_one_that_is_not_is_learned():
     assert {float(p) for p in damped.prior_precision.values()} == {6.0}
 
 
+def test_a_prior_centered_on_known_weights():
+    """Exact for a linear model: the mean, the covariance and the evidence are those of ridge regression on y less the known map."""
+    torch.manual_seed(0)
+    network = nn.Linear(2, 1, bias=False).double()
+    known = {"weight": torch.tensor([[1.0, -2.0]], dtype=torch.float64)}
+    x = torch.randn(20, 2, dtype=torch.float64)
+    y = x @ torch.tensor([[1.5], [-2.5]], dtype=torch.float64) + 0.1 * torch.randn(20, 1, dtype=torch.float64)
+    model = Model(network, Gaussian(scale=0.1), dubito.priors.Centered(known, Normal(scale=0.3)))
+    precision = x.T @ x / 0.01 + torch.eye(2, dtype=torch.float64) / 0.09
+    mean = known["weight"] + torch.linalg.solve(precision, x.T @ (y - x @ known["weight"].T) / 0.01).T
+    posterior = dubito.fit(model, Laplace("dense"), (x, y), start={"weight": mean})
+    torch.testing.assert_close(posterior.covariance.dense(), precision.inverse())
+    marginal = torch.distributions.MultivariateNormal(
+        (x @ known["weight"].T).flatten(), 0.09 * x @ x.T + 0.01 * torch.eye(20, dtype=torch.float64)
+    )
+    torch.testing.assert_close(posterior.log_evidence(), marginal.log_prob(y.flatten()))
+    learned = Model(network, Gaussian(scale=0.1), dubito.priors.Centered(known))
+    found = dubito.fit(learned, Laplace("dense", check=False), (x, y), start={"weight": mean}).prior_precision
+    assert float(next(iter(found.values()))) ** -0.5 == pytest.approx(0.5, abs=0.02)  # how far the weights are from what is known
+
+
 def test_the_noise_is_learned_on_demand():
     line = Linear(n=40)
     start = {

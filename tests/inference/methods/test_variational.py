@@ -463,10 +463,23 @@ def test_binary_weights_are_learned():
         model, Variational(Binary((-1.0, 1.0), at="weight"), epochs=150, learning_rate=0.1), (x, y), batch_size=100
     )
     drawn = posterior.sample(20)
-    assert (drawn["weight"] == signs).double().mean() > 0.95
+    assert (drawn["weight"].sign() == signs).double().mean() > 0.95
+    assert drawn["weight"].abs().mean().item() == pytest.approx(1.0, abs=0.1)  # the scale is learned
     assert abs(float(drawn["bias"].mean()) - 0.5) < 0.1
     with pytest.raises(ValueError, match="no density"):
         dubito.fit(model, dubito.MAP(epochs=1), (x, y))
+
+
+def test_binary_weights_of_a_perceptron_leave_chance():
+    """Sums over 64 inputs of size one saturated the next layer; with a scale for each tensor it trains."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 64, generator=generator)
+    y = (x[:, :8].sum(1) > 0).long()
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    model = dubito.Model(network, dubito.Categorical(), Bernoulli(0.5, values=(-1.0, 1.0)))
+    posterior = dubito.fit(model, Variational(Binary((-1.0, 1.0)), epochs=40, learning_rate=0.02), (x, y), progress=False)
+    assert -posterior.predict(x).log_prob(y).mean() < 0.4
 
 
 def test_a_strong_prior_decides_on_the_noise():

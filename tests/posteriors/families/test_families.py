@@ -261,7 +261,7 @@ def test_a_matrix_that_is_too_large_is_refused():
 
 def test_binary_weights():
     """The moments of discrete draws; the divergence by summing over the states; draws while training are in between."""
-    family, prior = Binary((-1.0, 1.0)), Bernoulli(0.3, values=(-1.0, 1.0))
+    family, prior = Binary((-1.0, 1.0), learn_scale=False), Bernoulli(0.3, values=(-1.0, 1.0))
     leaves = leaves_of(family)
     generator, n = torch.Generator().manual_seed(0), 4000
     rows = tree.stack([family.sample(leaves, family.noise(leaves, generator)) for _ in range(n)])
@@ -278,6 +278,23 @@ def test_binary_weights():
         family.divergence(leaves, family.noise(leaves, generator), Normal(), {})
     with pytest.raises(ValueError, match="matches none"):
         Binary(at="head").leaves({"w": torch.zeros(1)}, {})
+
+
+def test_binary_weights_have_a_scale_for_each_tensor():
+    """It starts at 1 / sqrt(fan-in) for values of one and minus one, and multiplies draws and moments."""
+    start = {"0.weight": torch.randn(3, 16, dtype=torch.float64), "0.bias": torch.zeros(3, dtype=torch.float64)}
+    family = Binary((-1.0, 1.0))
+    leaves = family.leaves(start, {})
+    assert {name: leaf.exp().item() for name, leaf in leaves.items() if "log_size" in name} == {
+        "log_size/0.weight": pytest.approx(0.25),
+        "log_size/0.bias": pytest.approx(1.0),
+    }
+    noise = family.noise(leaves, torch.Generator().manual_seed(0))
+    without = {name: leaf for name, leaf in leaves.items() if "log_size" not in name}
+    for function in (family.sample, family.draw):
+        torch.testing.assert_close(function(leaves, noise)["0.weight"], 0.25 * function(without, noise)["0.weight"])
+    for mine, theirs, factor in zip(family.weight_moments(leaves), family.weight_moments(without), (0.25, 0.0625), strict=True):
+        torch.testing.assert_close(mine["0.weight"], factor * theirs["0.weight"])
 
 
 @pytest.mark.parametrize("family", ["mean_field", "low_rank", "layerwise", "full", "matrix_normal"])

@@ -17,7 +17,7 @@ from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwo
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import Gaussian as GaussianLikelihood
-from dubito.model.priors import MultivariateNormal, Normal
+from dubito.model.priors import Centered, MultivariateNormal, Normal, Prior
 from dubito.network.examples import Batch
 from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store
@@ -131,10 +131,11 @@ class Laplace:
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> LaplaceState:
         """Check the prior and the weights, and begin with empty sums."""
-        if not isinstance(target.model.prior, Normal | MultivariateNormal):
+        if not isinstance(_around(target), Normal | MultivariateNormal):
             raise ValueError(
-                f"Laplace adds the prior's precision to the curvature, so the prior is a Normal or an earlier posterior; got a "
-                f"{type(target.model.prior).__name__} (Normal(scale={{pattern: number}}) gives parameters their own scales)"
+                "Laplace adds the prior's precision to the curvature, so the prior is a Normal, alone or in a Centered, or an earlier "
+                f"posterior; got a {type(_around(target)).__name__} (Normal(scale={{pattern: number}}) gives parameters their "
+                "own scales)"
             )
         names = self.names(target, start, batch)
         if isinstance(target.model.prior, MultivariateNormal):
@@ -210,7 +211,7 @@ class Laplace:
     def _learns_prior(self, target: Target) -> bool:
         """Whether the evidence sets the prior's precisions. Damping is meant to stay, and less of a prior could make an indefinite
         Hessian of one that is not."""
-        prior = target.model.prior
+        prior = _around(target)
         free = isinstance(prior, Normal) and prior.scale is None
         return free and self.damping == 0 and (self.curvature != "hessian" or self.clip)
 
@@ -251,7 +252,7 @@ class Laplace:
 
     def _prior(self, target: Target, state: LaplaceState) -> Params:
         """The prior's precision, one number a leaf."""
-        prior, like = target.model.prior, next(iter(state.params.values()))
+        prior, like = _around(target), next(iter(state.params.values()))
         kind = torch.promote_types(like.dtype, torch.float32)
         # that of an earlier posterior is added as a whole; until then any will do
         values = {name: prior.scale_of(name) ** -2 if isinstance(prior, Normal) else 1.0 for name in state.names}
@@ -268,3 +269,9 @@ class Laplace:
                 "Train on with the same prior, or take the uncertainty with a grain of salt (Laplace(check=False) says nothing)",
                 stacklevel=2,
             )
+
+
+def _around(target: Target) -> Prior:
+    """The prior of the weights' differences from its mean: of a `Centered` one, the prior inside."""
+    prior = target.model.prior
+    return prior.prior if isinstance(prior, Centered) else prior

@@ -138,8 +138,8 @@ class ByName(Prior):
 class Centered(Prior):
     """What the weights differ from `mean` by has the given prior: `Centered(pretrained, Normal(scale=0.1))`.
 
-    `mean` is a network or its weights by name; leaves it does not have are centred on zero, so a new head needs no entry. For the
-    method `Laplace`, which adds precisions, take `MultivariateNormal(mean, Diagonal.of(variances))`.
+    `mean` is a network or its weights by name; leaves it does not have are centered on zero, so a new head needs no entry. The method
+    `Laplace` takes it around a `Normal`, whose scales it may learn.
 
     >>> prior = Centered({"w": torch.tensor([1.0, 2.0])}, Normal(scale=0.5))
     >>> prior.gradient({"w": torch.zeros(2)})

@@ -113,14 +113,18 @@ __getattr__ = renamed(__name__, {"Factorised": "Factorized"})
 class Binary(Family):
     r"""Independent weights with one of two `values`: the second with probability :math:`\sigma(l)`, otherwise the first.
 
-    Draws of the posterior have these values. In training they are relaxed so that they have a gradient (Maddison et al. 2017):
+    In training they are relaxed so that they have a gradient (Maddison et al. 2017):
     :math:`w = a + (b - a)\, \sigma((l + \ln u - \ln(1 - u)) / \lambda)` with u uniform in (0, 1) and the `temperature`
     :math:`\lambda`. The prior must be `priors.Bernoulli` with the same values; the divergence is the exact one of the discrete weights.
+
+    Each tensor of weights has a scale, which multiplies both values and is learned as a point. It starts where outputs are as large as
+    inputs, at :math:`1 / \sqrt{\text{fan-in}}` for values of ±1. `learn_scale=False` leaves the values as they are; sums over many
+    inputs are then so large that deep networks hardly train.
 
     `at` is a pattern of the names of binary weights; the others are independent Gaussians. The prior is then
     `priors.ByName({"weight": Bernoulli(0.5, values=(-1, 1)), "": Normal(scale=1.0)})`.
 
-    >>> q = Binary((-1.0, 1.0))
+    >>> q = Binary((-1.0, 1.0), learn_scale=False)
     >>> leaves = q.leaves({"w": torch.zeros(4)}, {"w": torch.ones(4)})
     >>> q.sample(leaves, q.noise(leaves, torch.Generator().manual_seed(0)))["w"].abs()
     tensor([1., 1., 1., 1.])
@@ -129,6 +133,7 @@ class Binary(Family):
     values: tuple[float, float] = (0.0, 1.0)
     temperature: float = field(default=0.5, kw_only=True)
     at: str = field(default="", kw_only=True)  # a pattern of names
+    learn_scale: bool = field(default=True, kw_only=True, metadata={"before": False})  # a learned factor of each tensor's values
 
     def __post_init__(self):
         low, high = self.values
@@ -137,13 +142,25 @@ class Binary(Family):
         object.__setattr__(self, "values", (low, high))  # a list if it comes from a file
 
     def leaves(self, start: Params, scale: Params) -> Params:
-        """Logits between -1 and 1 towards the nearer value, and means and rho of the other weights."""
+        """Logits between -1 and 1 towards the nearer value, logarithms of the scales, and means and rho of the other weights."""
         low, high = self.values
         binary = {name: leaf for name, leaf in start.items() if re.search(self.at, name)}
         require(binary, f"at={self.at!r} matches none of the weights, which are {list(start)[:8]}")
-        logits = {name: (2 * (leaf - (low + high) / 2) / (high - low)).clamp(-1, 1) for name, leaf in binary.items()}
+        size = ((low**2 + high**2) / 2) ** 0.5
+        first = {
+            n: size**-1 * leaf[0].numel() ** -0.5 if leaf.ndim > 1 else 1.0 for n, leaf in binary.items() if self.learn_scale
+        }
+        sizes = {name: torch.full_like(start[name].flatten()[0], math.log(value)) for name, value in first.items()}
+        middles = {name: (leaf / first.get(name, 1.0) - (low + high) / 2) / (high - low) for name, leaf in binary.items()}
+        logits = {name: (2 * leaf).clamp(-1, 1) for name, leaf in middles.items()}
         rest = {name: leaf for name, leaf in start.items() if name not in binary}
-        return {**label("logit", logits), **MeanField().leaves(rest, {name: scale[name] for name in rest})}
+        others = MeanField().leaves(rest, {name: scale[name] for name in rest})
+        return {**label("logit", logits), **label("log_size", sizes), **others}
+
+    def _size(self, leaves: Params, name: str) -> Tensor | float:
+        """What multiplies the values of a tensor: 1 without a learned scale, as in posteriors of version 0.1."""
+        size = leaves.get(f"log_size/{name}")
+        return 1.0 if size is None else size.exp()
 
     def noise(self, leaves: Params, generator: torch.Generator) -> Params:
         """A uniform number for every binary weight, and a standard normal one for the others."""
@@ -153,7 +170,8 @@ class Binary(Family):
         """Relaxed weights, between the two values, and Gaussian ones."""
         low, high = self.values
         relaxed = {
-            name: low + (high - low) * torch.sigmoid((leaf + torch.logit(noise[name])) / self.temperature)
+            name: (low + (high - low) * torch.sigmoid((leaf + torch.logit(noise[name])) / self.temperature))
+            * self._size(leaves, name)
             for name, leaf in pick(leaves, "logit").items()
         }
         return {**relaxed, **MeanField().draw(leaves, noise)}
@@ -162,8 +180,8 @@ class Binary(Family):
         """As `draw`, with relaxed weights rounded to the nearer value."""
         low, high = self.values
         drawn = self.draw(leaves, noise)
-        for name in pick(leaves, "logit"):
-            drawn[name] = torch.where(drawn[name] > (low + high) / 2, high, low).to(drawn[name])
+        for name, logit in pick(leaves, "logit").items():
+            drawn[name] = torch.where(logit + torch.logit(noise[name]) > 0, high, low).to(logit) * self._size(leaves, name)
         return drawn
 
     def divergence(self, leaves: Params, noise: Params, prior: Prior, hyper: Params) -> Tensor:
@@ -189,6 +207,6 @@ class Binary(Family):
         low, high = self.values
         mean, variance = MeanField().moments(leaves)
         for name, logit in pick(leaves, "logit").items():
-            p = torch.sigmoid(logit)
-            mean[name], variance[name] = low + (high - low) * p, (high - low) ** 2 * p * (1 - p)
+            p, size = torch.sigmoid(logit), self._size(leaves, name)
+            mean[name], variance[name] = size * (low + (high - low) * p), (size * (high - low)) ** 2 * p * (1 - p)
         return mean, variance
