@@ -88,6 +88,39 @@ def test_a_last_line_without_its_end_is_whole_if_it_can_be_read(tmp_path):
     assert Journal(path).standing == {1: 0, 2: 1, 3: 0}
 
 
+def test_input_0_and_class_0_are_read_again(tmp_path):
+    journal = Journal(tmp_path / "a.jsonl")
+    for answer in (Answer(0, 3, guess=0), Answer(4, 0), Answer(0, undone=True)):
+        journal.add(answer)
+    assert Journal(journal.path).answers == journal.answers
+
+
+def test_lines_of_version_0_1_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"label": 3, "time": "2026-01-01"}\n{"index": 4, "label": null, "guess": 2, "time": "2026-01-01"}\n')
+    assert Journal(path).answers == [Answer(0, 3, time="2026-01-01"), Answer(4, None, guess=2, time="2026-01-01")]
+
+
+@pytest.mark.parametrize("content", [b"\0" * 40, b"hello", b'{"index": 1, "label": 0}\x0b', b'{"index": 1, "label": 0}\n\0\0'])
+def test_a_damaged_file_stays_as_it_is(content, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(store.FileError, match="or damaged; put back a copy"):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_every_changed_bit_is_noticed(tmp_path):
+    journal = Journal(tmp_path / "a.jsonl")
+    for answer in (Answer(0, 3), Answer(12, 0, guess=1)):
+        journal.add(answer)
+    content = journal.path.read_bytes()
+    for bit in range(0, 8 * len(content), 7):
+        journal.path.write_bytes(content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :])
+        with pytest.raises(store.FileError, match="not an answer"):
+            Journal(journal.path)
+
+
 @pytest.mark.parametrize(
     "line", ["hello", "", "[1]", '{"index": "1"}', '{"index": 1, "label": 1.5}', '{"index": null}', "\udcff"]
 )

@@ -185,6 +185,33 @@ def test_it_goes_on_tomorrow_also_after_a_crash(tmp_path):
     assert len(rows(tmp_path)) == 7
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty", "shorter"])
+def test_answers_that_are_lost_are_told_and_their_copies_stay(damage, tmp_path):
+    with running(tmp_path) as one:
+        answer(one, 3)
+    path = tmp_path / "answers.jsonl"
+    content, copies = path.read_bytes(), rows(tmp_path)
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2 if damage == "shorter" else 0])
+    with pytest.raises(store.FileError, match=r"answers of \d inputs are lost, which labels.csv or model still have"):
+        opened(tmp_path)
+    assert rows(tmp_path) == copies
+    path.write_bytes(content)
+    opened(tmp_path).close()
+    assert rows(tmp_path) == copies
+
+
+def test_classes_that_look_like_formulas_are_escaped(tmp_path):
+    (tmp_path / "lines.txt").write_text("one\ntwo\nthree\n")
+    with running(tmp_path / "folder", given=task(str(tmp_path / "lines.txt"), classes=("=A1", "-1"))) as one:
+        for label in (0, 1):
+            until(lambda: one.queue)
+            one.answer(one.queue[0], label)
+    assert sorted(name for _, name in rows(tmp_path / "folder")) == ["'=A1", "-1"]
+
+
 def test_all_inputs_can_be_answered(tmp_path):
     with running(tmp_path, given=task("digits", pool=6, test=10)) as one:
         for _ in range(6):

@@ -30,6 +30,15 @@ def number(cell: str) -> float:
         return math.nan
 
 
+def spreadsheet_cell(text: str) -> str:
+    """The text as a cell of a CSV file that a person may open in a spreadsheet: an apostrophe keeps it from being taken for a formula.
+
+    >>> spreadsheet_cell("=A1+1"), spreadsheet_cell("-1.5"), spreadsheet_cell("cat")
+    ("'=A1+1", '-1.5', 'cat')
+    """
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) and math.isnan(number(text)) else text
+
+
 def usable(values: np.ndarray) -> np.ndarray:
     """Which are finite, and stay so as float32: what is larger is refused in every dtype, since its square is to be a number too."""
     with np.errstate(over="ignore", invalid="ignore"):

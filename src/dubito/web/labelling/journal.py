@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from dubito.tensors import store
 
@@ -29,8 +31,8 @@ class Answer:
 class Journal:
     """All decisions in their order, and the answers that stand.
 
-    Lines are only appended to the file. A crash loses at most the line that was being written, which was not yet acknowledged. Only one
-    process may use a journal at a time.
+    Lines are only appended to the file, each with a checksum. A crash loses at most the line that was being written, which was not yet
+    acknowledged. A file that is damaged otherwise is an error, and stays as it is. Only one process may use a journal at a time.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -50,14 +52,17 @@ class Journal:
             return
         content = self.path.read_bytes()
         *lines, rest = content.split(b"\n")
+        if not UNFINISHED.fullmatch(rest):
+            lines.append(rest)  # an editor has removed the last newline
         for number, line in enumerate(lines, 1):
             try:
                 self._take(_answer(line))
             except (ValueError, TypeError) as error:
-                raise store.FileError(f"{self.path}, line {number}: not an answer of a labelling session") from error
+                raise store.FileError(
+                    f"{self.path}, line {number}: not an answer of a labelling session, or damaged; put back a copy of the file, or "
+                    "remove the line to go on without its answer"
+                ) from error
         self._size = len(content) - len(rest)
-        with suppress(ValueError, TypeError):  # an unfinished line was never acknowledged
-            self._take(_answer(rest))  # but an editor may have removed the last newline
 
     def add(self, answer: Answer) -> None:
         """Write a decision, and then apply it; one that cannot be written is not applied."""
@@ -97,15 +102,28 @@ class Journal:
         return sum(a.label == a.guess for a in answers), len(answers)
 
 
+UNFINISHED = re.compile(rb"(\{[ -|]*)?")  # a line that was never acknowledged: text without its closing brace, or nothing
+
+
 def _line(answer: Answer) -> bytes:
-    known = {name: value for name, value in asdict(answer).items() if value not in (None, False) or name == "label"}
-    return json.dumps(known).encode() + b"\n"
+    fields = asdict(answer)
+    return json.dumps({**fields, "check": _checksum(fields)}).encode() + b"\n"
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return store.checksum({}, json.dumps(fields, sort_keys=True))[:16]
 
 
 def _answer(line: bytes) -> Answer:
-    """Parse a line of the journal."""
-    found = Answer(**json.loads(line))
-    for value in (found.index, *(number for number in (found.label, found.guess) if number is not None)):
+    """Parse a line of the journal. Lines of version 0.1 have no checksum, and no index if it is 0."""
+    fields = json.loads(line)
+    check = fields.pop("check", None) if isinstance(fields, dict) else None
+    if check is None and "time" in fields:
+        fields = {"index": 0, **fields}
+    elif check is not None and check != _checksum(fields):
+        raise ValueError("the line does not match its checksum")
+    answer = Answer(**fields)
+    for value in (answer.index, *(number for number in (answer.label, answer.guess) if number is not None)):
         if type(value) is not int:
             raise TypeError(f"inputs and classes must be whole numbers; got {value!r}")
-    return found
+    return answer

@@ -16,6 +16,7 @@ from torch import nn
 
 from dubito.apps.active import ActiveLearning
 from dubito.apps.active.labels import FILE
+from dubito.evaluation.data.cells import spreadsheet_cell
 from dubito.inference.methods import MCDropout
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical
@@ -129,6 +130,11 @@ class Session:
             i for i, label in said.items() if not 0 <= i < len(self.task.pool) or not _is_class(label, self.task.classes)
         ]:
             raise store.FileError(f"{self.journal.path}: input {wrong[0]} or its answer does not belong to this task")
+        if lost := self._saved() - {answer.index for answer in self.journal.answers}:
+            raise store.FileError(
+                f"{self.journal.path}: the answers of {len(lost)} inputs are lost, which {LABELS} or {MODEL} still have, such as that "
+                f"of input {min(lost)}: put back a copy of the file, or give another folder"
+            )
         self.queue: list[int] = [i for i in self.learning.pending.tolist() if i not in said]
         self.guesses: dict[int, list[float]] = {}  # class probabilities of the inputs that were asked
         self.scores: dict[int, float] = {}
@@ -350,12 +356,20 @@ class Session:
                 rows.writerow(["row", "class"])
                 for index, label in self.journal.standing.items():
                     if label is not None:
-                        rows.writerow([index if numbers is None else numbers[index], self.task.classes[label]])
+                        rows.writerow([index if numbers is None else numbers[index], spreadsheet_cell(self.task.classes[label])])
         except OSError as error:
             raise store.WriteError(
                 error.errno,
                 f"{path}: could not be written ({error.strerror or error}). All answers are in {ANSWERS}: free space, and start again",
             ) from error
+
+    def _saved(self) -> set[int]:
+        """The inputs whose answers are in `labels.csv` or in the model's folder, which are written after the journal."""
+        saved = {*self.learning.labelled.tolist(), *self.learning.skipped.tolist()}
+        numbers = {str(number): index for index, number in enumerate(self.task.rows or range(len(self.task.pool)))}
+        with suppress(FileNotFoundError), (self.folder / LABELS).open(newline="", encoding="utf-8", errors="replace") as file:
+            saved |= {numbers[row[0]] for row in csv.reader(file) if row and row[0] in numbers}
+        return saved
 
     def _history(self) -> list[dict[str, Any]]:
         return [{"labels": r.labels, "held_out": r.held_out, "pool": r.pool} for r in self.learning.history]
