@@ -186,6 +186,20 @@ def test_damaged_and_foreign_cells_are_made_again(tmp_path):
     assert Result.read(tmp_path, key) is None
 
 
+def test_a_changed_bit_of_a_cell_is_noticed(tmp_path):
+    key = Key("a", 0, {"x": 1})
+    shift = {"noise": {1: {"nll": 0.3}, 10: {"nll": 0.4}}}
+    Result(key, {"nll": 1.25}, 2.0, choice={"damping": 10.0}, shift=shift, arrays={"y": torch.arange(3)}).write(tmp_path)
+    assert Result.read(tmp_path, key) is not None
+    path = key.path(tmp_path)
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), 13):
+        path.write_bytes(content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :])
+        assert Result.read(tmp_path, key) is None, bit
+    path.write_text(json.dumps({name: value for name, value in json.loads(content).items() if name != "checksum"}))
+    assert Result.read(tmp_path, key) is not None, "files of version 0.1 have no checksum"
+
+
 def test_a_grid_that_makes_no_sense_is_refused(digits, tmp_path):
     with pytest.raises(ValueError, match="duplicate method MAP"):
         small(digits, tmp_path, "map", "map")

@@ -24,6 +24,9 @@ from dubito.tensors import store
 
 FORMAT = 1
 FOLDER = "cells"
+KEYS = {
+    "format", "cell", "method", "seed", "scores", "seconds", "error", "choice", "shift", "settings", "versions"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Result:
             "settings": self.key.settings,
             "versions": self.versions,
         }
+        content["checksum"] = _checksum(content)
         write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @staticmethod
@@ -89,6 +93,9 @@ class Result:
         path = key.path(folder)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            checksum = content.pop("checksum", None)  # files of version 0.1 have none
+            if content.keys() != KEYS or checksum not in (None, _checksum(content)):
+                return None
             arrays, meta = store.read(path.with_suffix(".safetensors"))
             if content["error"] is not None or {content["cell"], meta.get("cell")} != {key.digest}:
                 return None
@@ -98,6 +105,10 @@ class Result:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return Result(key, scores, seconds, arrays=arrays, **more)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return store.checksum({}, json.dumps(content))
 
 
 def versions() -> dict[str, str]:
