@@ -111,6 +111,14 @@ def column(predictions: list[dict[str, str]], name: str) -> np.ndarray:
     return np.array([float(row[name]) for row in predictions])
 
 
+def test_classes_that_look_like_formulas_are_escaped(ok, tmp_path):
+    data = write(tmp_path / "a.csv", [[0.0], [1.0]] * 4, ["=A1+1", "-1"] * 4, ["x"], "y")
+    ok("fit", "map", data, "--target", "y", "--out", tmp_path / "out", "--epochs", 30, *QUICK)
+    predictions = rows(ok("predict", tmp_path / "out", data))
+    assert {row["class"] for row in predictions} == {"'=A1+1", "-1"}
+    assert {"p_=A1+1", "p_-1"} < set(predictions[0])
+
+
 @pytest.mark.parametrize("module", ["dubito", "dubito.cli"])
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_run_as_a_module(module, monkeypatch, capsys):

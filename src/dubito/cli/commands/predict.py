@@ -18,6 +18,7 @@ from dubito.cli.commands.errors import UsageError, check_not_overwritten
 from dubito.cli.commands.fitted import POSTERIOR, Reading
 from dubito.cli.commands.flags import parse
 from dubito.cli.commands.recipe import NAME, Recipe, open_atomically
+from dubito.evaluation.data.cells import spreadsheet_cell
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import require
 
@@ -56,7 +57,7 @@ def predict(args: Sequence[str]) -> None:
     found = fitted.read(options.data, targets=False)
     with nullcontext(sys.stdout) if options.out is None else open_atomically(options.out) as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header(fitted.recipe))
+        writer.writerow(map(spreadsheet_cell, header(fitted.recipe)))
         for p in fitted.predictives(found.x):
             writer.writerows(lines(fitted.recipe, p, options.level))
     if options.out is not None:
@@ -79,7 +80,9 @@ def lines(recipe: Recipe, p: Predictive, level: float) -> list[list[str]]:
     if recipe.kind == "classification":
         names = [recipe.outputs[i] for i in p.mean.argmax(-1).tolist()]
         values = torch.cat([p.mean, torch.stack([u.total, u.aleatoric, u.epistemic], -1)], -1)  # [B, C + 3]
-        return [[name, *(f"{value:.7g}" for value in row)] for name, row in zip(names, values.tolist(), strict=True)]
+        return [
+            [spreadsheet_cell(name), *(f"{value:.7g}" for value in row)] for name, row in zip(names, values.tolist(), strict=True)
+        ]
     values = torch.stack([p.mean, *p.interval(level), u.total, u.aleatoric, u.epistemic], -1)  # [B, C, 6]
     return [[text for output in row for text in _text(*output)] for row in values.tolist()]
 
