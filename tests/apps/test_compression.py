@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import dataclass
 
@@ -312,6 +313,27 @@ def test_trained_further(tmp_path):
         assert torch.equal(load(tmp_path / "small", network)(x), small(x))
 
 
+def flipped(data: bytes, bit: int) -> bytes:
+    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"), [("x", ["float32", 2, 10**10], "asks for inputs"), ("masks", 10**10, "10000000000 masks")]
+)
+def test_a_file_cannot_ask_for_any_amount_of_memory(name, value, words, tmp_path, monkeypatch):
+    """Also where its digest fits, as in a file that was made to do harm."""
+    network, x = build("mlp")
+    dumps = json.dumps
+    monkeypatch.setattr(
+        json, "dumps", lambda about, **options: dumps({**about, name: value} if "masks" in about else about, **options)
+    )
+    small = cut(network, x)
+    save(small, tmp_path / "small")
+    monkeypatch.undo()
+    with pytest.raises(FileError, match=words):
+        load(tmp_path / "small", network)
+
+
 def test_files_that_cannot_be_read(tmp_path):
     network, x = build("mlp")
     path = tmp_path / "small"
@@ -331,6 +353,10 @@ def test_files_that_cannot_be_read(tmp_path):
     ):
         path.write_bytes(broken)
         with pytest.raises(FileError, match=words):
+            load(path, network)
+    for bit in range(8 * 27, 8 * 39):  # the lengths in the header
+        path.write_bytes(flipped(data, bit))
+        with pytest.raises(FileError, match="checksum"):
             load(path, network)
     path.write_bytes(data[:10] + bytes([9]) + data[11:])
     with pytest.raises(FileError, match="upgrade"):

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from dubito.network.examples import pick_output
 from dubito.tensors import store, tree
 from dubito.tensors.randomness import fork_rng
 
-MAGIC, FORMAT = b"dubito-cut", 1
+MAGIC, FORMAT = b"dubito-cut", 2
 HEAD = struct.Struct("<B8s8sIII")  # format, digests of the network and of what follows, lengths
 SMALL = 256  # fewer numbers share the frequencies of others
+LARGEST = 2**28  # numbers in the inputs of a file: they are few examples, and a damaged file could ask for any number
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
@@ -72,7 +73,7 @@ def load(path: str | os.PathLike, network: nn.Module, *, output: Callable[[Any],
     if written > FORMAT:
         raise store.FileError(f"{path}: written by a newer dubito (file format {written}); upgrade dubito to read it")
     body = data[len(MAGIC) + HEAD.size :]
-    if hashlib.blake2b(body, digest_size=8).digest() != digest or sum(lengths) > len(body):
+    if _digest(written, network_digest, lengths, body) != digest or sum(lengths) > len(body):
         raise store.FileError(f"{path}: the contents do not match their checksum; the file was changed or damaged after writing")
     if architecture(network) != network_digest:
         raise store.FileError(f"{path}: made of another network, whose parameters or buffers have other names or shapes")
@@ -105,8 +106,14 @@ def packed(module: Compressed) -> bytes:
     header = zlib.compress(json.dumps(about, separators=(",", ":")).encode(), 9)
     body = b"".join([header, masks, numbers, *raw])
     lengths = len(header), len(masks), len(numbers)
-    digest = hashlib.blake2b(body, digest_size=8).digest()
+    digest = _digest(FORMAT, module.meta["architecture"], lengths, body)
     return MAGIC + HEAD.pack(FORMAT, module.meta["architecture"], digest, *lengths) + body
+
+
+def _digest(written: int, network_digest: bytes, lengths: Sequence[int], body: bytes) -> bytes:
+    """A digest of everything in the file; of the body alone in format 1."""
+    head = HEAD.pack(written, network_digest, b"", *lengths) if written > 1 else b""
+    return hashlib.blake2b(head + body, digest_size=8).digest()
 
 
 def _context(k: int, leaf: Tensor) -> int:
@@ -138,6 +145,9 @@ def _unpacked(
     output: Callable[[Any], Tensor],
 ) -> Compressed:
     like = _like(about["x"])
+    size = sum(leaf.numel() for leaf in tree.leaves(like))
+    if size > LARGEST:
+        raise store.FileError(f"{path}: damaged: it asks for inputs with {size} numbers")
     device = next(network.parameters()).device
     x = tree.apply_leaves(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device), like)
     weights = {name: leaf.detach() for name, leaf in [*network.named_parameters(), *network.named_buffers()]}
@@ -146,6 +156,9 @@ def _unpacked(
         if signature(flows) != about["trace"]:
             why = "was made of a network that computes something else, or by another version of dubito or torch"
             raise store.FileError(f"{path} {why}: give that network, or use that version")
+        units, columns = choices(flows, np.zeros(len(flows.units.parent), dtype=bool))
+        if about["masks"] > len(units) + sum(map(len, columns)) + len(columns):
+            raise store.FileError(f"{path}: damaged: it has {about['masks']} masks, more than the network has units and inputs")
         (kept,) = coding.decode(masks, [about["masks"]])
         module = write(network, flows, _plan(flows, kept > 0, like))
     state = module.stored
