@@ -125,6 +125,38 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(path, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+KILLED = """
+import os, signal, sys
+from dubito.tensors import files
+files.save_file = lambda tensors, scratch, meta: (scratch.write_bytes(b"half"), os.kill(os.getpid(), signal.SIGKILL))
+files.write(sys.argv[1], {}, {})
+"""
+
+
+def test_what_a_killed_save_leaves_is_removed_by_the_next(path):
+    process = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert process.returncode < 0
+    assert len(list(path.parent.iterdir())) == 2, "the file from before, and what was being written"
+    write(path, {"w": torch.zeros(1)}, {})
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_what_is_being_written_stays(path):
+    with store.atomic_write(path) as scratch:
+        scratch.write_text("first")
+        write(path.with_name("other"), {"w": torch.zeros(1)}, {})
+        assert scratch.read_text() == "first"
+    assert path.read_text() == "first"
+
+
+def test_a_link_stays_a_link(path, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(path.name)
+    write(link, {"w": torch.ones(3)}, {})
+    assert link.is_symlink()
+    assert torch.equal(read(path)[0]["w"], torch.ones(3))
+
+
 @dataclass
 class Inner:
     w: torch.Tensor
@@ -337,6 +369,21 @@ def test_without_its_index_a_folder_is_known_by_its_shards(tmp_path, damage):
     draws.keep(10)
     assert same(draws.stacked(), {name: leaf[:10] for name, leaf in whole.items()})
     assert len(json.loads(index.read_text())["index"]["shards"]) == len(shards(tmp_path)), "and the index is there again"
+
+
+@pytest.mark.parametrize("name", ["../other", "draws-00000001.txt", "/tmp/draws-00000001.safetensors"])
+def test_an_index_names_no_other_files(name, tmp_path):
+    folder, other = tmp_path / "draws", tmp_path / "other"
+    filled(folder, 3, flush_every=3)
+    index = json.loads((folder / "draws.json").read_text())["index"]
+    other.write_bytes((folder / index["shards"][0][0]).read_bytes())
+    index["shards"][0][0] = name
+    (folder / "draws.json").write_text(json.dumps({"index": index, "checksum": store.checksum({}, json.dumps(index))}))
+    with pytest.raises(FileError, match="no file of draws: delete the index"):
+        Draws(folder).keep(3)
+    (folder / "draws.json").unlink()
+    assert len(Archive.open(folder)) == 3
+    assert other.exists()
 
 
 def test_a_damaged_shard_is_an_error_in_words_and_can_be_left_out(tmp_path):

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -89,7 +90,12 @@ class Archive:
             return None
         if written > FORMAT:
             raise FileError(f"{folder / INDEX}: written by a newer dubito (file format {written}); upgrade dubito to read it")
-        return Archive(folder, read_leaves(index["leaves"]), tuple(Shard(*entry) for entry in index["shards"]))
+        shards = tuple(Shard(*entry) for entry in index["shards"])
+        if foreign := [shard.file for shard in shards if not fnmatchcase(shard.file, SHARDS)]:
+            raise FileError(
+                f"{folder / INDEX} names {foreign[0]!r}, which is no file of draws: delete the index to read the draws without it"
+            )
+        return Archive(folder, read_leaves(index["leaves"]), shards)
 
     @staticmethod
     def _found(folder: Path) -> Archive:

@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,7 +24,14 @@ from torch import Tensor
 
 from dubito.tensors import tree
 
+try:
+    import fcntl
+except ImportError:  # pragma: no cover (Windows: two processes on one folder go unnoticed there)
+    fcntl = None
+
 FORMAT = 1
+SCRATCH = ".dubito-writing-"  # prefix of the folders in which files are written
+OLD_SCRATCH = (".*.safetensors.*", ".draws.json.*", ".tmp??????")  # of version 0.1; the last are safetensors' own
 
 
 class FileError(ValueError):
@@ -50,33 +58,72 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
-    """A scratch file to write, which takes the place of `path` once it is whole: after a crash there is the old file or the new."""
-    path = Path(path)
+    """A scratch file to write, which takes the place of `path` once it is whole: after a crash there is the old file or the new.
+
+    A symbolic link stays one: the file that it names is replaced. What a killed process has left in the folder is removed.
+    """
+    path = Path(os.path.realpath(path) if os.path.islink(path) else path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:  # which names a file that nobody asked for
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    os.close(handle)
-    scratch = Path(name)
-    try:
+    with _scratch_folder(path) as folder:
+        scratch = folder / path.name
         yield scratch
         mask = os.umask(0)
         os.umask(mask)
-        scratch.chmod(0o666 & ~mask)  # mkstemp's files are for the owner only, whatever the user wants
+        scratch.chmod(0o666 & ~mask)  # whatever the rights of files in a scratch folder are
         with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
     # The rename itself must survive a power cut; some file systems and platforms cannot sync a folder, which is no error.
     with suppress(OSError):
-        folder = os.open(path.parent, os.O_RDONLY)
+        handle = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(handle)
         finally:
-            os.close(folder)
+            os.close(handle)
+
+
+@contextmanager
+def _scratch_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`, locked while it is in use."""
+    remove_scratch(path.parent)
+    for last in (False, False, True):  # another process may remove a folder before it is locked; the last one does without a lock
+        try:
+            folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=SCRATCH))
+        except OSError as error:  # which names a folder that nobody asked for
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        handle = _lock_scratch(folder)
+        if last or (handle is not None and folder.exists()):
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the scratch folders that killed processes have left there."""
+    for scratch in folder.glob(f"{SCRATCH}????????"):
+        if (handle := _lock_scratch(scratch)) is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+            os.close(handle)
+
+
+def _lock_scratch(folder: Path) -> int | None:
+    """The handle of a folder, whose lock ends with the process; None if it is in use, or the system has no such locks."""
+    if fcntl is None:
+        return None
+    with ExitStack() as stack, suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stack.pop_all()
+        return handle
+    return None
 
 
 def write(path: str | os.PathLike, tensors: dict[str, Tensor], meta: dict) -> None:
@@ -146,14 +193,6 @@ def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
         raise FileError(f"{path}: written by a newer dubito (file format {written}); upgrade dubito to read it")
 
 
-try:
-    import fcntl
-except ImportError:  # pragma: no cover (Windows: two processes on one folder go unnoticed there)
-    fcntl = None
-
-SCRATCH = (".*.safetensors.*", ".draws.json.*", ".tmp??????")  # what a killed run may leave; the last are safetensors' own
-
-
 class WriteError(OSError):
     """A run that could not be written, because the disk is full or for another reason, with what to do about it."""
 
@@ -195,7 +234,8 @@ def lock_folder(folder: str | os.PathLike | None) -> Iterator[None]:
     path, handle = folder / "lock.json", None
     try:
         handle = _lock(path)
-        for pattern in SCRATCH:
+        remove_scratch(folder)
+        for pattern in OLD_SCRATCH:
             for scratch in folder.glob(pattern):
                 scratch.unlink(missing_ok=True)
         yield
