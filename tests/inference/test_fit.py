@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,75 @@ def kill_and_resume(method: str, tmp_path: Path, delays: tuple[float, ...]) -> N
     a, b = (dubito.tensors.store.read(f / "posterior.safetensors")[0] for f in (whole, killed))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_writes_a_last_checkpoint(number, tmp_path):
+    def end(*received: object) -> None:
+        raise SystemExit(received[0])
+
+    before = signal.signal(signal.SIGTERM, end), signal.getsignal(signal.SIGINT)
+    options = {"seed": 3, "batch_size": 16, "checkpoint_every": 1e6, "progress": False}
+    model, method = Model(net(), Gaussian()), MCDropout(epochs=3)
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            dubito.fit(model, method, data(), checkpoint=tmp_path, callbacks=[raising(number, 3)], **options)
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (end, before[1]), "handlers are put back"
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+    assert step_of(tmp_path) == 4, "the step that was going on is made to its end"
+    resumed = dubito.fit(model, method, data(), checkpoint=tmp_path, resume=True, **options)
+    assert same(resumed, dubito.fit(model, method, data(), **options))
+
+
+def raising(number: int, step: int, times: int = 1):
+    def callback(event) -> None:
+        for _ in range(times if event.step == step else 0):
+            signal.raise_signal(number)
+
+    return callback
+
+
+def step_of(folder: Path) -> int:
+    return store.read(folder / "checkpoint.safetensors")[1]["run"]["fields"]["step"]["value"]
+
+
+def test_a_second_signal_does_not_wait(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        dubito.fit(
+            Model(net(), Gaussian()), MAP(epochs=3), data(), checkpoint=tmp_path, callbacks=[raising(signal.SIGINT, 2, times=2)]
+        )
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_a_signal_of_the_user_who_goes_on_only_writes(tmp_path):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *number: received.append(step_of(tmp_path)))
+    try:
+        model, callbacks = Model(net(), Gaussian()), [raising(signal.SIGTERM, 2), raising(signal.SIGTERM, 3)]
+        posterior = dubito.fit(model, MAP(epochs=6), data(), checkpoint=tmp_path, callbacks=callbacks)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [3, 4]
+    assert same(posterior, dubito.fit(model, MAP(epochs=6), data()))
+
+
+def test_signals_are_left_alone_without_a_folder_and_in_other_threads(tmp_path):
+    handlers, error = [], []
+
+    def fit(folder) -> None:
+        callback = [lambda event: handlers.append(signal.getsignal(signal.SIGINT)) or None]
+        try:
+            dubito.fit(Model(net(), Gaussian()), MAP(epochs=1), data(), checkpoint=folder, callbacks=callback)
+        except Exception as raised:
+            error.append(raised)
+
+    fit(None)
+    thread = threading.Thread(target=fit, args=(tmp_path,))
+    thread.start()
+    thread.join()
+    assert not error
+    assert set(handlers) == {signal.getsignal(signal.SIGINT)}
 
 
 # A sampler is started and killed again and again, by one process that forks: importing torch every time would take longer than

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,7 @@ class Checkpoint:
         self.folder = None if options.checkpoint is None else Path(options.checkpoint)
         self.every, self.fingerprint = options.checkpoint_every, {}
         self.due = time.monotonic() + self.every
+        self.signals = Signals(() if self.folder is None else (signal.SIGINT, signal.SIGTERM))
 
     @property
     def path(self) -> Path:
@@ -97,9 +101,11 @@ class Checkpoint:
         require(made <= steps, f"{self.folder} holds {made} steps of this run already, more than the {steps} that are asked for")
 
     def write_if_due(self, run: Run, draws: store.Draws) -> None:
-        """Write when it is due, and at the first draw, so that there are no draws without a state from which to go on."""
-        if self.folder is not None and (time.monotonic() > self.due or (len(draws) and not run.draws)):
+        """Write when it is due, at a signal, and at the first draw, so that there are no draws without a state from which to go on."""
+        first = len(draws) and not run.draws
+        if self.folder is not None and (time.monotonic() > self.due or self.signals.pending or first):
             self.write(run, draws)
+            self.signals.deliver()
 
     def write(self, run: Run, draws: store.Draws) -> None:
         """Write the draws made so far, and then the checkpoint that counts them."""
@@ -120,6 +126,47 @@ class Checkpoint:
                 tensors |= {f"best:{name}": tensor for name, tensor in best["tensors"].items()}
             store.write(self.path, tensors, meta)
             self.due = time.monotonic() + self.every
+
+
+class Signals:
+    """In a `with` block, SIGINT (Ctrl-C) and SIGTERM wait until `deliver` is called, so that a checkpoint can be written before.
+
+    A second signal does not wait. Outside the main thread, which alone receives signals, nothing happens. The handlers from before are
+    put back and decide what a signal does: as a rule, raise KeyboardInterrupt or end the process.
+    """
+
+    def __init__(self, numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)):
+        self.pending: int | None = None
+        self._numbers, self._process = numbers, os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler that Python cannot put back
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            signal.raise_signal(pending)
+
+    def deliver(self) -> None:
+        """Do what a pending signal would have done; if the program goes on after that, so does the block."""
+        if self.pending is not None:
+            self.__exit__()
+            self.__enter__()
+
+    def _receive(self, number: int, frame: object) -> None:
+        worker = os.getpid() != self._process  # of a DataLoader: it has these handlers from its parent, which ends it
+        if worker and number == signal.SIGINT:
+            return
+        at_once, self.pending = worker or self.pending is not None, number
+        if at_once:
+            self.deliver()
 
 
 def fingerprint(

@@ -68,8 +68,8 @@ def fit(
 
     `validation` data is scored after every epoch, and the state that scored best counts; with `patience` the fit stops after so
     many epochs without improvement. `checkpoint` is a folder written every `checkpoint_every` seconds and at the end; with
-    `resume=True` a run that was killed goes on from there, to the same result bit for bit. A callback that returns True stops
-    the run.
+    `resume=True` a run that was killed goes on from there, to the same result bit for bit. Ctrl-C and SIGTERM write it at the
+    end of the step. A callback that returns True stops the run.
 
     Draws go to that folder as they are made, the weights in `store_dtype` if one is given. If all of them would take more than
     `memory` gigabytes they stay there, and the posterior, `posteriors.Stored`, reads them as it needs them.

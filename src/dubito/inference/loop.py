@@ -38,6 +38,10 @@ class Loop:
     steps: int
 
     def __call__(self, run: Run, bar: Progress) -> Run:
+        with self.checkpoint.signals:
+            return self._run(run, bar)
+
+    def _run(self, run: Run, bar: Progress) -> Run:
         before, halted, info = (
             run.step,
             False,
