@@ -175,6 +175,17 @@ def test_any_prior_by_its_hessian():
         Influence().fit(heavy, train)
 
 
+def test_the_default_is_exact_where_that_is_free(monkeypatch):
+    model, train, test = problem("mlp")
+    for curvature in ("ggn", "hessian"):
+        expected = Influence("dense", 20.0, curvature).fit(model, train).of(test)
+        torch.testing.assert_close(Influence(None, 20.0, curvature).fit(model, train).of(test), expected)
+    monkeypatch.setattr("dubito.apps.influence.influence.SMALL", 42)  # of 43 weights
+    torch.testing.assert_close(Influence().fit(model, train).of(test), Influence("ekfac").fit(model, train).of(test))
+    with pytest.raises(ValueError, match="no such structure as 'ekfac'"):
+        Influence(curvature="hessian").fit(model, train)
+
+
 # -- against retraining
 
 

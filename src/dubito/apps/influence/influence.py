@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -195,6 +195,7 @@ def _found(values: Tensor, wrong: Tensor, share: float) -> float:
 
 
 STRUCTURES = {"ekfac": "kronecker", "kfac": "kronecker", "diagonal": "diagonal", "dense": "dense"}
+SMALL = 1000  # weights up to which a dense matrix is the default
 SOLVERS = (*STRUCTURES, "cg", "lissa", "posterior")
 
 
@@ -220,6 +221,7 @@ class Influence:
     | "cg" | conjugate gradients to `tolerance`, at most `steps`: exact for any size; up to `steps` passes for everything asked |
     | "lissa" | a random series of `depth` batches, averaged over `repeats`; the `scale` is found, if it is not given |
     | "posterior" | the covariance of a Gaussian posterior as it is, with its prior |
+    | None | "dense" up to 1,000 weights, where it costs next to nothing, otherwise "ekfac" |
 
     >>> import dubito, torch
     >>> x = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
@@ -234,7 +236,7 @@ class Influence:
     (tensor(2.2841), tensor(-1.2861))
     """
 
-    solver: Literal["ekfac", "kfac", "diagonal", "dense", "cg", "lissa", "posterior"] = "ekfac"
+    solver: Literal["ekfac", "kfac", "diagonal", "dense", "cg", "lissa", "posterior"] | None = None
     damping: float = 0.0  # a precision on top of the prior's
     curvature: Literal["ggn", "hessian"] = "ggn"
     steps: int = field(default=100, kw_only=True)  # of conjugate gradients, at most
@@ -247,7 +249,7 @@ class Influence:
     def __post_init__(self):
         one_of(SOLVERS, solver=self.solver)
         one_of(("ggn", "hessian"), curvature=self.curvature)
-        fits = self.curvature == "ggn" or self.solver in ("dense", "cg", "lissa")
+        fits = self.curvature == "ggn" or self.solver in (None, "dense", "cg", "lissa")
         require(fits, f"a Hessian has no such structure as {self.solver!r}: use 'dense', 'cg' or 'lissa', or the GGN")
         at_least(0, damping=self.damping)
         damped = self.solver == "posterior" and self.damping
@@ -280,6 +282,9 @@ class Influence:
             noisy = any(":" in name for name in names)
             require(not noisy, "this posterior is also over a learned noise: use another solver than 'posterior'")
         at, rows = Gradients(model, network.params, network.buffers, names), Ordered(model, data, batch_size)
+        if self.solver is None:
+            chosen = replace(self, solver="dense" if tree.size(at.like) <= SMALL else "ekfac")
+            return chosen.fit(posterior, data, n_data=n_data, batch_size=batch_size, seed=seed, progress=progress)
         count = rows.count() if n_data is None else n_data
         first = next(iter(rows), None)
         require(first is not None, "the data are empty: the loader gave no batch")
@@ -301,7 +306,7 @@ class Influence:
             prior = type(at.model.prior).__name__
             raise ValueError(f"solver={self.solver!r} needs a Normal prior; got {prior}: use solver='cg' or 'lissa'")
         method = Laplace(
-            STRUCTURES[self.solver], self.curvature, optimize_evidence=False, corrected=self.solver == "ekfac",  # pyright: ignore[reportArgumentType]
+            STRUCTURES[self.solver or "ekfac"], self.curvature, optimize_evidence=False, corrected=self.solver == "ekfac",  # pyright: ignore[reportArgumentType]
             damping=self.damping, check=False,
         )  # fmt: skip
         start = Point(at.model, at.params, at.buffers)
