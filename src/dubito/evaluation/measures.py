@@ -185,7 +185,7 @@ def _variances(p: Predictive, name: str) -> tuple[Tensor, Tensor]:
         return p.uncertainty.aleatoric.sum(-1), p.uncertainty.epistemic.sum(-1)
     mixture = _drawn(p, name)
     probs, weights = mixture.probs, mixture.draw_weights  # [S, B, *D, C], [S]
-    points, likelihood = mixture.points, p.likelihood
+    points, likelihood = mixture.marginal_points, p.likelihood
     rest = 1 - probs if likelihood.indexed else likelihood.off(points.means, points.aligned_params)
     noise = (probs * rest).clamp_min(0)  # a probability may round to more than 1
     return average(noise.sum(-1), weights), average(((probs - mixture.mean) ** 2).sum(-1), weights)

@@ -17,6 +17,7 @@ from dubito.model.likelihoods import HeteroscedasticCategorical, Heteroscedastic
 from dubito.network.examples import batch_size
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive.latent_mixture import NODES
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, require
 
@@ -199,7 +200,7 @@ def _step(p: LatentMixture, means: Tensor, memory: float) -> int:
     if isinstance(p.likelihood, HeteroscedasticCategorical):
         width *= p.likelihood.samples
     if not p.certain:
-        width *= p.quadrature
+        width *= p.quadrature or NODES
     most = PIECE if means.device.type == "cpu" else memory * GIGABYTE / 4 / WORK
     return max(1, int(min(most, memory * GIGABYTE / 4 / WORK) // width))
 
@@ -212,7 +213,7 @@ def _read(p: Predictive) -> list[Tensor]:
         require(width == 1, f"pixels must have one class, and these have {width} labels, each on or off: look at them one by one")
         split = p.uncertainty
         return [torch.cat([p.complement, p.mean], -1), split.total, split.aleatoric, split.epistemic, spread]
-    if isinstance(p, LatentMixture) and p.likelihood.indexed and (p.certain or p.link in ("nodes", "mc")):
+    if isinstance(p, LatentMixture) and p.likelihood.indexed and (p.certain or p.link == "mc"):
         # the same as its `uncertainty`, with the probabilities of all draws computed once
         mean, weights = p.mean, p.draw_weights
         total = entropy(mean)

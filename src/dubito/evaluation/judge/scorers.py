@@ -20,8 +20,9 @@ from dubito.evaluation.metrics import DECISIONS, METRICS, Reliability
 from dubito.evaluation.metrics.calibration import Binning, ClassBins
 from dubito.evaluation.metrics.reading import labelled, precise
 from dubito.evaluation.metrics.regression import crps_of, interval_penalty, pit_of
-from dubito.model.likelihoods import Categorical, Classes, align, entropy
+from dubito.model.likelihoods import Classes, entropy
 from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive.classes import class_terms
 from dubito.tensors.checks import require
 
 
@@ -117,9 +118,6 @@ class Scorer(ABC):
         return {name: values[name] for name in names if name in values and self.wants(name)}
 
 
-CACHE = 2**16  # numbers that the softmax of all draws works on at a time, so that they stay in the cache
-
-
 class ClassScorer(Scorer):
     """Classes, and labels that are each on or off. Kept for every choice: its confidence and whether it was right."""
 
@@ -129,9 +127,8 @@ class ClassScorer(Scorer):
     def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
         """Take in a batch: y as it was given, and `target` [B, *D] or [B, *D, L]."""
         keep = labelled(p, target)
-        whole = bool(keep.all())
-        truth = (target.flatten(0, keep.ndim - 1) if whole else target[keep]).long()
-        terms = class_terms(p, y, truth, keep, whole=whole)
+        truth = target[keep].long()
+        terms = _terms(p, y, truth, keep)
         choice = _classes(terms.probs, truth) if p.likelihood.indexed else _labels(p, terms.probs, truth, keep)
         self.n += len(truth)
         correct = torch.where(choice.confidence.isnan(), math.nan, choice.correct.double())  # as the other metrics are NaN
@@ -214,52 +211,15 @@ class Terms:
     aleatoric: Tensor  # [n]
 
 
-def class_terms(p: Predictive, y: Tensor, truth: Tensor, keep: Tensor, *, whole: bool) -> Terms:
-    """The terms of all positions of `keep` [B, *D], in one pass over the draws where these are at hand; `whole`: all of them count."""
+def _terms(p: Predictive, y: Tensor, truth: Tensor, keep: Tensor) -> Terms:
+    """The terms of all positions of `keep` [B, *D], in one pass over the draws where these are at hand."""
     if not isinstance(p, LatentMixture) or not isinstance(p.likelihood, Classes) or p.linked_points is not None:
         split = p.uncertainty
         return Terms(precise(p.mean[keep]), p.log_prob(y), split.total[keep], split.aleatoric[keep])
-    points = p.points
-    f = points.means.flatten(1, -2) if whole else points.means[:, keep]  # [S, n, C]
-    draws, n, width = f.shape
-    weights = points.component_weights.to(torch.promote_types(f.dtype, torch.float32))
-    shapes = ((n, p.likelihood.width(f)), (n,), (n,))
-    probs, aleatoric, log_prob = (f.new_empty(*shape, dtype=weights.dtype) for shape in shapes)
-    rows = max(1, (CACHE if f.device.type == "cpu" else 2**8 * CACHE) // (draws * width))
-    for i in range(0, n, rows):
-        block = slice(i, i + rows)
-        mixed = _mixed(p.likelihood, f[:, block], points, truth[block], weights)
-        probs[block], aleatoric[block], log_prob[block] = mixed
-    total = entropy(probs.clamp_(0, 1))  # a mean of probabilities may round to more than 1
-    return Terms(probs, row_sums(log_prob.double(), keep), total, torch.minimum(aleatoric, total))
-
-
-def _mixed(
-    likelihood: Classes, f: Tensor, points: LatentMixture, truth: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of draws f [S, n, C]: mean probabilities [n, C], mean entropies [n], and the log of the mean probability of the truth [n].
-
-    Classes come first, so that all is done for many inputs at once: over a last axis of ten torch's softmax takes eight times as long.
-    """
-    params = align(points.params or {}, f)
-    if isinstance(likelihood, Categorical):
-        x = likelihood._logits(f, params).to(weights.dtype).permute(2, 0, 1).contiguous()  # [C, S, n]
-        x -= x.amax(0)
-    else:
-        x = likelihood.log_probs(f, params).to(weights.dtype).permute(2, 0, 1).contiguous()
-    e = x.exp()
-    z = e.sum(0)
-    log_z = z.log()
-    mean = (e * (weights.unsqueeze(-1) / z)).sum(1)  # [C, n]
-    true = mean.gather(0, truth.unsqueeze(0)).squeeze(0)
-    tiny = true < 1e4 * torch.finfo(x.dtype).tiny  # where only the logarithm of the truth's probability is a float
-    log_true = true.log()
-    if bool(tiny.any()):
-        each = x[:, :, tiny].gather(0, truth[tiny].expand(1, len(z), -1)).squeeze(0) - log_z[:, tiny]
-        log_true[tiny] = (each + weights.log().unsqueeze(-1)).logsumexp(0)
-    x.clamp_(min=torch.finfo(x.dtype).min)  # 0 times the log of 0 is 0
-    noise = weights @ (log_z - x.mul_(e).sum(0) / z)
-    return mean.mT, noise, log_true
+    terms = class_terms(p, keep, truth)
+    probs = terms.probs.clamp_(0, 1)  # a mean of probabilities may round to more than 1
+    total = entropy(probs)
+    return Terms(probs, row_sums(terms.log_probs.double(), keep), total, torch.minimum(terms.entropy, total))
 
 
 ROOTS = {"rmse": "squares", "sharpness": "variance"}  # metrics that are the root of a mean

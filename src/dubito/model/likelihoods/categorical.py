@@ -47,6 +47,10 @@ class Classes(Likelihood):
     def log_probs(self, f: Tensor, params: Params) -> Tensor:
         """Log class probabilities [..., C]."""
 
+    def logits(self, f: Tensor, params: Params) -> Tensor:
+        """Numbers whose softmax are the class probabilities, [..., C]."""
+        return self.log_probs(f, params)
+
     def __call__(self, f: Tensor, params: Params) -> Distribution:
         return CategoricalDistribution(logits=self.log_probs(f, params), validate_args=False)
 
@@ -119,7 +123,8 @@ class Categorical(Classes):
     def __post_init__(self):
         positive(self.scale)
 
-    def _logits(self, f: Tensor, params: Params) -> Tensor:
+    def logits(self, f: Tensor, params: Params) -> Tensor:
+        """f / scale^2."""
         return tempered(f, self.scale, params)
 
     def parameters(self, y: Tensor | None = None) -> Params:
@@ -128,12 +133,12 @@ class Categorical(Classes):
 
     def log_probs(self, f: Tensor, params: Params) -> Tensor:
         """log softmax(f / scale^2)."""
-        return F.log_softmax(self._logits(f, params), -1)
+        return F.log_softmax(self.logits(f, params), -1)
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         """(diag(p) - p p^T) / scale^4."""
         probs = self.mean(f, params)
-        slope = self._logits(torch.ones_like(f), params)
+        slope = self.logits(torch.ones_like(f), params)
         outer = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
         return outer * slope.unsqueeze(-1) * slope.unsqueeze(-2)
 
@@ -145,17 +150,17 @@ class Categorical(Classes):
             flat = flat.to(generator.device)
         drawn = torch.multinomial(flat, 1, generator=generator).reshape(*f.shape[:-1], 1).to(f.device)
         slope = (-probs).scatter_add(-1, drawn, torch.ones_like(probs[..., :1]))
-        return slope if self.scale == 1.0 else slope * self._logits(torch.ones_like(f), params)
+        return slope if self.scale == 1.0 else slope * self.logits(torch.ones_like(f), params)
 
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
         """p (1 - p) / scale^4."""
         probs = self.mean(f, params)
-        return probs * (1 - probs) * self._logits(torch.ones_like(f), params) ** 2
+        return probs * (1 - probs) * self.logits(torch.ones_like(f), params) ** 2
 
     def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
         """sum_n diag(p_n) - p_n p_n^T, over scale^4."""
         probs = self.mean(f, params).reshape(-1, f.shape[-1])
-        slope = self._logits(torch.ones_like(probs[:1]), params)
+        slope = self.logits(torch.ones_like(probs[:1]), params)
         return (torch.diag(probs.sum(0)) - probs.mT @ probs) * slope * slope.mT
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
@@ -170,15 +175,15 @@ class Categorical(Classes):
         size = (probs[..., :-1] * later / here.clamp_min(torch.finfo(f.dtype).tiny)).sqrt()  # [..., K]
         share = (probs.unsqueeze(-2) / later.unsqueeze(-1)).triu(1)  # [..., K, C]
         columns = size.unsqueeze(-1) * (torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)[:-1] - share)
-        return (columns * self._logits(torch.ones_like(f), params).unsqueeze(-2)).movedim(-2, 0)
+        return (columns * self.logits(torch.ones_like(f), params).unsqueeze(-2)).movedim(-2, 0)
 
     def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
         r"""Three closed forms. Probit: :math:`\mathrm{softmax}(m_c / \sqrt{1 + \pi V_{cc} / 8})`. Pairwise (Lu et al. 2020):
         :math:`p_c \propto 1 / \sum_d \exp((m_d - m_c) / \sqrt{1 + \pi \mathrm{Var}(f_c - f_d) / 8})`. Bridge (Hobbhahn et al.
         2022): the mean of the Dirichlet with :math:`\alpha_c = \frac{1}{V_{cc}} (1 - \frac{2}{C} + \frac{e^{m_c}}{C^2} \sum_d
         e^{-m_d})`, after the logits are made to sum to zero."""
-        mean, classes = self._logits(f_mean, params), f_mean.shape[-1]
-        slope = self._logits(torch.ones_like(f_mean), params)
+        mean, classes = self.logits(f_mean, params), f_mean.shape[-1]
+        slope = self.logits(torch.ones_like(f_mean), params)
         cov = (f_cov if f_cov.ndim > f_mean.ndim else torch.diag_embed(f_cov)) * slope.unsqueeze(-1) * slope.unsqueeze(-2)
         variance = cov.diagonal(dim1=-2, dim2=-1)
         if link == "probit":
@@ -263,10 +268,16 @@ class Bernoulli(Likelihood):
         """True: uncertainty is an entropy."""
         return True
 
+    @property
+    def separate(self) -> bool:
+        """True."""
+        return True
+
     def __post_init__(self):
         positive(self.scale)
 
-    def _logits(self, f: Tensor, params: Params) -> Tensor:
+    def logits(self, f: Tensor, params: Params) -> Tensor:
+        """f / scale^2."""
         return tempered(f, self.scale, params)
 
     def parameters(self, y: Tensor | None = None) -> Params:
@@ -274,7 +285,7 @@ class Bernoulli(Likelihood):
         return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}
 
     def __call__(self, f: Tensor, params: Params) -> Distribution:
-        return Independent(BernoulliDistribution(logits=self._logits(f, params), validate_args=False), 1)
+        return Independent(BernoulliDistribution(logits=self.logits(f, params), validate_args=False), 1)
 
     def check(self, f: Tensor, y: Tensor) -> None:
         """Targets must be 0 or 1."""
@@ -284,17 +295,21 @@ class Bernoulli(Likelihood):
 
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
         """sum_c y_c log sigmoid(f_c) + (1 - y_c) log sigmoid(-f_c)."""
-        logits = self._logits(f, params)
-        return -F.binary_cross_entropy_with_logits(logits, y.expand_as(logits), reduction="none").sum(-1)
+        return self.label_scores(f, y, params).sum(-1)
+
+    def label_scores(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The log probability of each label on its own, [..., C]."""
+        logits = self.logits(f, params)
+        return -F.binary_cross_entropy_with_logits(logits, y.expand_as(logits), reduction="none")
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
         """P(y = 1 | f) = sigmoid(f)."""
-        return torch.sigmoid(self._logits(f, params))
+        return torch.sigmoid(self.logits(f, params))
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         """diag(p (1 - p))."""
         probs = self.mean(f, params)
-        return torch.diag_embed(probs * (1 - probs) * self._logits(torch.ones_like(f), params) ** 2)
+        return torch.diag_embed(probs * (1 - probs) * self.logits(torch.ones_like(f), params) ** 2)
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
         """The root of a diagonal matrix."""
@@ -304,9 +319,9 @@ class Bernoulli(Likelihood):
         """Probit: f / sqrt(1 + pi Var(f) / 8)."""
         if link != "probit":
             return super().linked(f_mean, f_cov, params, link)
-        slope = self._logits(torch.ones_like(f_mean), params)
+        slope = self.logits(torch.ones_like(f_mean), params)
         variance = slope**2 * (f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1))
-        return self._logits(f_mean, params) / (1 + math.pi / 8 * variance).sqrt()
+        return self.logits(f_mean, params) / (1 + math.pi / 8 * variance).sqrt()
 
     @property
     def plain(self) -> Likelihood:
@@ -319,7 +334,7 @@ class Bernoulli(Likelihood):
 
     def log_forecasts(self, f: Tensor, weights: Tensor, params: Params) -> Tensor:
         """The log odds of the mean probabilities."""
-        logits = self._logits(f, params).double()
+        logits = self.logits(f, params).double()
         return log_average(F.logsigmoid(logits), weights) - log_average(F.logsigmoid(-logits), weights)
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:

@@ -153,6 +153,11 @@ class Likelihood(ABC):
         """Whether a target is the index of a class, without an axis for outputs."""
         return False
 
+    @property
+    def separate(self) -> bool:
+        """Whether each entry of a target depends on its own output alone, independently of the others, as labels do."""
+        return False
+
     def mean_noise(self, f: Tensor, params: Params) -> Tensor | None:
         """The variance of the noise of the targets given f, [..., n], where the first n outputs are their means; else None."""
         return None
@@ -220,6 +225,10 @@ class Likelihood(ABC):
     def off(self, f: Tensor, params: Params) -> Tensor:
         """P(y = 0 | f) of labels, [..., C]: 1 - `mean`, which a likelihood of labels gives with more digits."""
         return 1 - self.mean(f, params)
+
+    def label_scores(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The log probability of each label on its own, [..., C], of a likelihood that is `separate`."""
+        raise ValueError(f"{type(self).__name__} has no labels that are independent of each other")
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         r"""Expected Hessian of -log p(y | f) in f, :math:`E_y[\nabla \log p \, \nabla \log p^T]`, [..., C, C].

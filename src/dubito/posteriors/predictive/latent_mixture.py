@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
-from dubito.model.likelihoods import Bernoulli, Likelihood, MultiTask, Uncertainty, align, average, quadrature
+from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
+from dubito.posteriors.predictive.classes import ClassTerms, class_terms, follows_spread
 from dubito.posteriors.predictive.predictive import Predictive, Units, as_units, normal_mixture_quantile, within_support
 from dubito.tensors import tree
 from dubito.tensors.checks import between, one_of
 from dubito.tensors.randomness import fork_rng, fresh_generator, generator
 from dubito.tensors.tree import Params
 
+NODES = 128
 LINKS = ("nodes", "mc", "pairwise", "probit", "bridge")
 
 
@@ -41,7 +43,7 @@ class LatentMixture(Predictive):
     cov: Tensor | None = None  # [S, B, *D, C] or [S, B, *D, C, C]
     weights: Tensor | None = None  # [S], sums to 1
     params: Params | None = None  # what the likelihood learned, leaves [K] or [S, K]
-    quadrature: int = 128  # nodes for each Gaussian where there is no closed form
+    quadrature: int | None = None  # nodes for each Gaussian where there is no closed form; None: 128, or as its spread asks for
     root: Tensor | None = None  # [S, B, *D, C, R], a root of the covariances, given in the place of `cov` where C is large
     link: str = "nodes"  # class probabilities of a Gaussian over logits: nodes, mc (random nodes), pairwise, probit or bridge
     how: str = ""  # the way in which it was found, where there was a choice
@@ -107,7 +109,7 @@ class LatentMixture(Predictive):
         """The same predictive without covariances: every Gaussian as nodes with its mean and covariance."""
         if self.certain:
             return self
-        n, width = self.quadrature, (self.means if self.root is None else self.root).shape[-1]
+        n, width = self.quadrature or NODES, (self.means if self.root is None else self.root).shape[-1]
         if self.link == "mc":
             unit, weights = torch.randn(n, width, generator=generator("cpu", "link"), dtype=torch.float64).to(self.means), None
         else:
@@ -125,7 +127,7 @@ class LatentMixture(Predictive):
             return self
         if self.likelihood.discrete:
             return self.points
-        finer = self.likelihood.resolve(self.means, self.covariances, self.quadrature)
+        finer = self.likelihood.resolve(self.means, self.covariances, self.quadrature or NODES)
         return self.points if finer is None else self._finer(*finer)
 
     def _finer(self, means: Tensor, cov: Tensor | None, shares: Tensor | None = None) -> LatentMixture:
@@ -147,14 +149,30 @@ class LatentMixture(Predictive):
         return self.likelihood.convolve(self.means, self.covariances, self.aligned_params)
 
     @cached_property
+    def marginal_points(self) -> LatentMixture:
+        """Points with the right distribution of every output on its own, as labels need them: exact nodes of one dimension, which all
+        outputs share. For other likelihoods they are `points`."""
+        width = self.means.shape[-1]
+        if self.certain or self.link == "mc" or width == 1 or not self.likelihood.separate:
+            return self.points
+        unit, weights = quadrature(self.quadrature or NODES, self.means[..., :1])
+        spread = self._variances.clamp_min(0).sqrt().unsqueeze(1) * unit.reshape(1, -1, *[1] * (self.means.ndim - 1))
+        return self._finer(self.means.unsqueeze(1) + spread, None, weights)
+
+    @cached_property
     def probs(self) -> Tensor:
         """E[y | f] of every draw or node, [S, B, *D, C]: for classes their probabilities."""
-        return self.likelihood.mean(self.points.means, self.points.aligned_params)
+        return self.likelihood.mean(self.marginal_points.means, self.marginal_points.aligned_params)
 
     @property
     def draw_weights(self) -> Tensor:
         """The weights that belong to `probs`, [S]."""
-        return self.points.component_weights
+        return self.marginal_points.component_weights
+
+    @cached_property
+    def _class_terms(self) -> ClassTerms | None:
+        """Means over the nodes of Gaussian logits, as many as each position asks for; None where there is a shorter way."""
+        return class_terms(self) if follows_spread(self) else None
 
     @cached_property
     def linked_points(self) -> LatentMixture | None:
@@ -169,17 +187,19 @@ class LatentMixture(Predictive):
         """E[y | x, D]: class probabilities, or the regression mean."""
         if self.linked_points is not None:
             return self.linked_points.mean
+        if self._class_terms is not None:
+            return self._class_terms.probs.clamp(0, 1).reshape(self.means.shape[1:])
         mean = average(self.probs, self.draw_weights)
         return mean.clamp(0, 1) if self.likelihood.discrete else mean  # a mean of probabilities may round to more than 1
 
     @cached_property
     def complement(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """P(y = 0 | x, D) of labels, with all digits."""
-        if not isinstance(self.likelihood, Bernoulli):
+        if not self.likelihood.separate:
             return super().complement
         if self.linked_points is not None:
             return self.linked_points.complement
-        points = self.points
+        points = self.marginal_points
         return average(self.likelihood.off(points.means, points.aligned_params), points.component_weights).clamp(0, 1)
 
     @property
@@ -187,7 +207,9 @@ class LatentMixture(Predictive):
         """Log probabilities of classes, or the log odds of labels, averaged over draws: they are formed in logarithms."""
         if self.linked_points is not None:
             return self.linked_points.log_forecasts
-        points = self.points
+        if self._class_terms is not None:
+            return self._class_terms.log_probs.double().reshape(self.means.shape[1:])
+        points = self.marginal_points
         return self.likelihood.log_forecasts(points.means, points.component_weights, points.aligned_params)
 
     @cached_property
@@ -199,7 +221,9 @@ class LatentMixture(Predictive):
         if noise is not None:  # exactly: the mean of the noise, and the variance of the outputs that are means
             aleatoric, epistemic = average(noise, self.component_weights), self.f_var[..., : noise.shape[-1]]
             return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
-        points = self.points
+        if self._class_terms is not None:
+            return Uncertainty.of(entropy(self.mean), self._class_terms.entropy.reshape(self.means.shape[1:-1]))
+        points = self.marginal_points
         split = self.likelihood.uncertainty(points.means, points.component_weights, points.aligned_params)
         return split if self.linked_points is None else Uncertainty.of(self.linked_points.uncertainty.total, split.aleatoric)
 
@@ -226,9 +250,14 @@ class LatentMixture(Predictive):
         """log p(y | x, D) for every input, [B]."""
         if self.linked_points is not None:
             return self.linked_points.log_prob(y)
-        closed = self._resolved
         y = self.likelihood.target(tree.tensors(y), self.means[0])
-        if closed.certain:
+        if follows_spread(self):
+            return self._class_scores(y)
+        alone = self.likelihood.separate and self.cov is not None and self.cov.ndim == self.means.ndim
+        closed = self if alone else self._resolved
+        if alone:
+            score = self._label_scores(y)
+        elif closed.certain:
             score = self.likelihood.log_prob(closed.means, y, closed.aligned_params)  # [S, B, *D]
         else:
             assert closed._exact is not None
@@ -243,6 +272,21 @@ class LatentMixture(Predictive):
         log_weights = closed.component_weights.log().reshape(-1, *[1] * (score.ndim - 1))
         score = (score + log_weights).logsumexp(0)  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score
+
+    def _class_scores(self, y: Tensor) -> Tensor:
+        """Log scores [B] of classes, by nodes that follow the spread."""
+        seen = self.likelihood.observed(y)
+        keep = torch.ones_like(y, dtype=torch.bool) if seen is None else seen
+        scores = torch.zeros(y.shape, dtype=torch.promote_types(self.means.dtype, torch.float32), device=y.device)
+        scores[keep] = class_terms(self, keep, y[keep]).log_probs
+        return scores.flatten(1).sum(1) if scores.ndim > 1 else scores
+
+    def _label_scores(self, y: Tensor) -> Tensor:
+        """Log scores [S, B, *D] of labels that are independent within each component: products of one-dimensional integrals."""
+        points, n = self.marginal_points, len(self.marginal_points.means) // len(self.means)
+        each = self.likelihood.label_scores(points.means, y, points.aligned_params).unflatten(0, (-1, n))  # [S, n, B, *D, C]
+        shares = (points.component_weights.unflatten(0, (-1, n)) / self.component_weights.unsqueeze(1)).log().to(each)
+        return (each + shares.reshape(-1, n, *[1] * (each.ndim - 2))).logsumexp(1).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y for every input."""
