@@ -20,7 +20,7 @@ LABELS, PICTURE = 60, Path(__file__).with_name("label.png")
 
 
 def main() -> None:
-    truth = problem("digits").part(0).y_train.tolist()
+    truth = problem("digits").split(0).y_train.tolist()
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         session = Session(task("digits"), folder, batch=10)
         server = Server(session)

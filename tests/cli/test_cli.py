@@ -691,7 +691,7 @@ def test_bad_data(refused, tables, tmp_path):
         (tmp_path / "bad.csv").write_text(text)
         return refused("fit", "map", tmp_path / "bad.csv", "--target", "y", "--out", tmp_path / "out", *more)
 
-    assert "bad.csv: no column is called 'y'; there are a, b" in line("a,b\n1,2\n3,4\n")
+    assert "bad.csv: no column is called 'y'; choose from a, b" in line("a,b\n1,2\n3,4\n")
     assert "column 'y', row 1 (line 2): the class is missing" in line("a,y\n1,\n3,yes\n4,no\n")
     assert "column 'y': the cell is empty" in line("a,y\n1,\n3,0.5\n4,1.5\n")
     assert "every row is of the one class 'yes'" in line("a,y\n1,yes\n2,yes\n")

@@ -15,9 +15,9 @@ import dubito
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical
 from dubito.apps import dense
 from dubito.cli.compare.scoring import evaluate
-from dubito.cli.demo import digits
+from dubito.cli.compare.summary import describe
 from dubito.evaluation.judge import Judge, judge, score
-from dubito.evaluation.problems import DIGITS, Part, Problem, perceptron
+from dubito.evaluation.problems import DIGITS, Problem, Split, perceptron
 from dubito.evaluation.shift import sweep
 from dubito.posteriors import Samples
 from dubito.posteriors.predictive import LatentMixture, StudentT
@@ -89,23 +89,26 @@ def of_evaluate():
 def of_compare():
     found = {}
     posterior, x, y = images()
-    part = Part(x[:40], y[:40], x, y, None, None, {"dark": 0.1 * x[:30]})
-    given = Problem("images", "classification", lambda seed: part, DIGITS, perceptron((4,)), tuple("abcd"))
+    split = Split(x[:40], y[:40], x, y, None, None, {"dark": 0.1 * x[:30]})
+    given = Problem("images", "classification", lambda seed: split, DIGITS, perceptron((4,)), tuple("abcd"))
     asked = {"corruptions": ("contrast", "fog"), "severities": (1, 3), "detectors": ("msp", "energy"), "confidence": ("entropy",)}
-    one = evaluate(posterior, given, part, seed=0, **asked)
+    one = evaluate(posterior, given, split, seed=0, **asked)
     found["images"] = {"scores": dict(one.scores), "shift": dict(one.shift)}
     posterior, x, y = numbers()
     shift, scale = torch.tensor([1.0, -1.0]), torch.tensor([2.0, 3.0])
-    part = Part(x[:40], y[:40], x, shift + scale * y, shift, scale, {"far": 5 * x[:30]})
-    given = Problem("table", "regression", lambda seed: part, DIGITS, perceptron((4,)), ("a", "b"))
-    found["table"] = {"scores": dict(evaluate(posterior, given, part, seed=0).scores)}
+    split = Split(x[:40], y[:40], x, shift + scale * y, shift, scale, {"far": 5 * x[:30]})
+    given = Problem("table", "regression", lambda seed: split, DIGITS, perceptron((4,)), ("a", "b"))
+    found["table"] = {"scores": dict(evaluate(posterior, given, split, seed=0).scores)}
     return found
 
 
 def of_demo():
     posterior, x, y = images()
-    outcome = digits.Outcome("one", posterior.predict(x), posterior.predict(0.1 * x[:30]), 1.5)
-    return digits.scores(outcome, y)
+    split = Split(x[:40], y[:40], x, y, None, None, {"unfamiliar": 0.1 * x[:30]})
+    given = Problem("images", "classification", lambda seed: split, DIGITS, perceptron((4,)), tuple("abcd"))
+    keys = ("accuracy", "nll", "ece", "errors auroc", "unfamiliar auroc total")
+    scores = evaluate(posterior, given, split, seed=0).scores
+    return {describe(key).name: scores[key] for key in keys} | {"seconds": 1.5}
 
 
 def of_sweep():

@@ -20,7 +20,10 @@ import dubito
 from dubito import Categorical, Model, recalibrate
 from dubito.apps import bandits, compression
 from dubito.apps.failure import Confidence
+from dubito.evaluation import problems
+from dubito.inference import presets
 from dubito.labelling import Session, task
+from dubito.methods import Laplace
 from golden import applications as apps
 from golden import cases
 
@@ -207,8 +210,12 @@ def test_interrupted_fits_of_the_command_line_resume(name, workplace):
     same_table(predicted(fit), EXPECTED["fitted"][f"interrupted/{name}"], 1e-3)
 
 
-def test_compared_cells_are_taken_as_they_are(workplace):
-    """Where the data are standardized to other last bits, on another machine, a cell is made again; nothing else may differ."""
+def test_compared_cells_are_taken_as_they_are(workplace, monkeypatch):
+    """With the settings that version 0.1.0 had for tables. Where the data are standardized to other last bits, on another machine, a
+    cell is made again; nothing else may differ."""
+    monkeypatch.setattr(problems, "table_training", lambda rows, **_: problems.TABLES)
+    damped = presets.Preset("Laplace", lambda t: Laplace(damping=100.0, check=False), after_map=True)
+    monkeypatch.setitem(presets.PRESETS, "laplace", damped)
     shutil.copytree(HERE / "compared" / "cells", "compared/cells")
     before = {path.name: json.loads(path.read_text()) for path in Path("compared/cells").glob("*.json")}
     assert {name: {"scores": cell["scores"], "error": cell["error"]} for name, cell in before.items()} == EXPECTED["compared"]

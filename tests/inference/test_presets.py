@@ -5,13 +5,12 @@ from torch import nn
 
 import dubito
 from dubito.cli.commands.options import parse_options
+from dubito.cli.compare import grid as grid_module
+from dubito.cli.compare.grid import Fits
 from dubito.cli.compare.spec import parse_spec, training_of
-from dubito.cli.demo import fits as demo_fits
-from dubito.cli.demo.fits import Fits
 from dubito.evaluation.problems import problem
 from dubito.inference.presets import PRESETS, chain, configure, dropout_places, label, preset, suiting, table_training
 from dubito.inference.registry import METHODS
-from dubito.model import Model
 
 WORDS = ("data.csv", "--target", "y", "--out", "out")
 
@@ -36,13 +35,12 @@ def test_fit_compare_and_demo_agree(name, digits, monkeypatch):
         compared = parse_spec(name, digits)
         assert (compared.method, compared.start, compared.learns_prior) == tuple(expected)
 
-    calls = []
-    monkeypatch.setattr(demo_fits, "fit", lambda model, method, data, **more: calls.append((model.prior, method)))
-    part = digits.part(0)
-    model = Model(digits.build((1, 8, 8), 10), dubito.Categorical(), training.prior)
-    Fits(model, (part.x_train, part.y_train), digits.training, seed=0, effort=1.0)(name)
-    assert [method for _, method in calls] == [*([expected.start] if expected.start else []), expected.method]
-    assert calls[-1][0] == (dubito.priors.Normal() if expected.learns_prior else training.prior)
+        calls, start = [], dubito.posteriors.Point(compared.model(digits, (1, 8, 8)), {}, {})
+        monkeypatch.setattr(grid_module, "fit", lambda model, method, *_, **__: calls.append((model.prior, method)) or start)
+        Fits(digits, 0)(compared, digits.split(0))
+        assert [method for _, method in calls] == [*([expected.start] if expected.start else []), expected.method]
+        assert calls[-1][0] == (dubito.priors.Normal() if expected.learns_prior else training.prior)
+        assert expected.start is None or calls[0][0] == training.prior
 
 
 def test_fit_takes_its_training_from_the_table():

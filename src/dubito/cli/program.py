@@ -5,7 +5,6 @@ Input that cannot be used gives one line on standard error and exit code 2. A tr
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import sys
@@ -28,6 +27,7 @@ from dubito.cli.commands.flags import headline
 from dubito.cli.commands.label import label
 from dubito.cli.commands.predict import predict
 from dubito.inference.registry import METHODS
+from dubito.tensors.checks import suggestion
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
@@ -94,7 +94,7 @@ def _dispatch(args: list[str]) -> None:
     elif args[0] == "--version":
         print(f"dubito {dubito.__version__}")
     elif args[0] not in COMMANDS:
-        raise UsageError(_unknown("command", args[0], list(COMMANDS)))
+        raise UsageError(f"no command is called {args[0]!r}; {suggestion(args[0], COMMANDS)}")
     elif args[0] == "fit":
         _fit(args[1:])
     else:
@@ -110,13 +110,8 @@ def _fit(args: list[str]) -> None:
         if args[0].startswith("-") or os.path.exists(args[0]):
             raise UsageError(f"the method comes first, as in `dubito fit map DATA ...`; choose from {', '.join(METHODS)}")
         if part not in METHODS:
-            raise UsageError(_unknown("method", part, list(METHODS)))
+            raise UsageError(f"no method is called {part!r}; {suggestion(part, METHODS)}")
     fit(name, args[1:])
-
-
-def _unknown(what: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"no {what} is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}choose from {', '.join(known)}"
 
 
 def _overview(usage: str, about: str, title: str, parts: Mapping[str, Callable[..., object]], examples: str) -> None:

@@ -13,21 +13,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dubito._moved import renamed, renamed_fields
 from dubito.evaluation import data
 from dubito.evaluation.data.cifar10 import CLASSES
-from dubito.evaluation.data.examples import Examples, Split
+from dubito.evaluation.data.examples import Examples
 from dubito.evaluation.data.root import locate
 from dubito.evaluation.data.uci import FOLDERS
-from dubito.inference.presets import Training
+from dubito.inference.presets import Training, table_training
 from dubito.tensors import randomness, store
 from dubito.tensors.checks import require
 
 # Not tuned on test images: four-fold cross-validation on the training images (seed 0) is flat around these, but for `walk`, which
-# is best here and too fast at twice this.
-DIGITS = Training(epochs=60, learning_rate=3e-3, batch_size=64, prior_scale=3.0, dropout=0.2, damping=1000.0, walk=0.4)
+# is best here and too fast at twice this. A few hundred images for tens of thousands of weights: Laplace covers the last layer.
+DIGITS = Training(
+    epochs=60,
+    learning_rate=3e-3,
+    batch_size=64,
+    prior_scale=3.0,
+    dropout=0.2,
+    walk=0.4,
+    laplace_subset="last_layer",
+    sghmc_rate=None,
+)
 # The training of images and of tables has the defaults that networks of this size are usually given; they were chosen on no test data.
-IMAGES = Training(epochs=20, learning_rate=1e-3, batch_size=128, prior_scale=1.0, dropout=0.2, damping=100.0, walk=0.05)
-TABLES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=1.0, dropout=0.05, damping=0.0, walk=3e-3, clip=1.0)
+IMAGES = DIGITS._replace(epochs=20, learning_rate=1e-3, batch_size=128, prior_scale=1.0, walk=0.05)
+TABLES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=1.0, dropout=0.05, walk=3e-3, clip=1.0)
 UCI_STEPS = 3000  # of a fit on a UCI set, whatever its size
 IMAGE_SETS: dict[str, Callable[..., Examples]] = {
     "mnist": data.mnist,
@@ -42,8 +52,8 @@ KNOWN = ("digits", *TRAINABLE, *(f"uci:{name}" for name in FOLDERS))
 Build = Callable[[tuple[int, ...], int], nn.Module]  # (shape of an input, outputs) -> a network, from the global generator
 
 
-class Part(NamedTuple):
-    """What a method is given with one seed. A regression is trained on standardized targets and judged in their own units."""
+class Split(NamedTuple):
+    """The training and test rows of one seed. A regression is trained on standardized targets and judged in their own units."""
 
     x_train: Tensor
     y_train: Tensor
@@ -60,13 +70,14 @@ class Part(NamedTuple):
         return store.checksum({**tensors, **{f"unfamiliar {name}": x for name, x in self.unfamiliar.items()}})
 
 
+@renamed_fields(part="split")
 @dataclass(frozen=True)
 class Problem:
-    """A data set as methods are compared on it. `part(seed)` is the same for the same seed."""
+    """A data set as methods are compared on it. `split(seed)` is the same for the same seed."""
 
     name: str
     kind: Literal["classification", "regression"]
-    part: Callable[[int], Part] = field(repr=False)
+    split: Callable[[int], Split] = field(repr=False)
     training: Training
     build: Build = field(repr=False)
     outputs: tuple[str, ...]  # classes, or targets
@@ -86,9 +97,9 @@ class Problem:
         if train is None and test is None:
             return self
 
-        def part(seed: int) -> Part:
+        def split(seed: int) -> Split:
             """The split of a seed, with fewer rows."""
-            whole = self.part(seed)
+            whole = self.split(seed)
             learn, rows = some(len(whole.x_train), train, seed), some(len(whole.x_test), test)
             return whole._replace(
                 x_train=whole.x_train[learn],
@@ -98,7 +109,7 @@ class Problem:
                 unfamiliar={name: x[some(len(x), test)] for name, x in whole.unfamiliar.items()},
             )
 
-        return replace(self, part=part, people=None if self.people is None else self.people[some(len(self.people), test)])
+        return replace(self, split=split, people=None if self.people is None else self.people[some(len(self.people), test)])
 
 
 def some(n: int, most: int | None, seed: int = 0) -> Tensor | slice:
@@ -118,7 +129,7 @@ def problem(name: str, *, unfamiliar: tuple[str, ...] = ()) -> Problem:
     `unfamiliar` names image sets to be told from it; they are resized to its images.
 
     >>> given = problem("digits")
-    >>> given.kind, given.part(0).x_train.shape, len(given.outputs)
+    >>> given.kind, given.split(0).x_train.shape, len(given.outputs)
     ('classification', torch.Size([899, 1, 8, 8]), 10)
     """
     if name.startswith("uci:"):
@@ -135,14 +146,14 @@ def problem(name: str, *, unfamiliar: tuple[str, ...] = ()) -> Problem:
 
 def _digits(unfamiliar: tuple[str, ...]) -> Problem:
     @lru_cache(maxsize=8)
-    def part(seed: int) -> Part:
+    def split(seed: int) -> Split:
         """Half of the images to train on, by the seed."""
-        split = data.digits(seed=seed, test=0.5)  # half, so that there are errors to look at
-        return Part(*split, None, None, others(unfamiliar, tuple(split.x_train.shape[1:])))
+        whole = data.digits(seed=seed, test=0.5)  # half, so that there are errors to look at
+        return Split(*whole, None, None, others(unfamiliar, tuple(whole.x_train.shape[1:])))
 
     source = "Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, 1998), CC BY 4.0, from scikit-learn"
     names = tuple(str(c) for c in range(10))
-    return Problem("digits", "classification", part, DIGITS, perceptron((128, 128)), names, source=source, hidden=(128, 128))
+    return Problem("digits", "classification", split, DIGITS, perceptron((128, 128)), names, source=source, hidden=(128, 128))
 
 
 def _images(name: str, unfamiliar: tuple[str, ...]) -> Problem:
@@ -150,7 +161,7 @@ def _images(name: str, unfamiliar: tuple[str, ...]) -> Problem:
     train, test = read("train"), read("test")
     strange = others(unfamiliar, tuple(train.x.shape[1:]))
     # one and the same split for all seeds, which then differ in the start and the course of the training
-    whole = Part(*train, *test, None, None, strange)
+    whole = Split(*train, *test, None, None, strange)
     human = data.label_entropy(data.cifar10h()) if name == "cifar10" and _has_people() else None
     names = CLASSES if name == "cifar10" else tuple(str(c) for c in range(10))
     return Problem(name, "classification", lambda seed: whole, IMAGES, lenet, names, source=f"the published {name}", people=human)
@@ -210,68 +221,60 @@ def _uci(name: str) -> Problem:
     )
 
 
-def standardized(split: Split, unfamiliar: Mapping[str, Tensor] | None = None, *, classes: bool = False) -> Part:
-    """A split of a table, shifted and scaled by its training part: inputs, and the targets of a regression.
+def standardized(
+    split: data.Split, unfamiliar: Mapping[str, Tensor] | None = None, *, classes: bool = False, inputs: bool = True
+) -> Split:
+    """A split shifted and scaled by its training rows: its inputs, unless `inputs` is False, and the targets of a regression.
 
     What the network sees is float32; the test targets and the way to their units keep their digits.
     """
+    mean, deviation = data.moments(split.x_train) if inputs else (0.0, 1.0)
+    x_train, x_test, *strange = (
+        ((x - mean) / deviation).float() for x in (split.x_train, split.x_test, *(unfamiliar or {}).values())
+    )
+    far = dict(zip(unfamiliar or (), strange, strict=True))
     if classes:
-        inputs = data.standardize(Split(split.x_train, split.x_train[:, :1], split.x_test, split.x_test[:, :1]))
-        targets = (split.y_train, split.y_test, None, None)
-    else:
-        inputs = data.standardize(split)
-        targets = (inputs.y_train.float(), split.y_test, inputs.y_mean, inputs.y_scale)
-    y_train, y_test, shift, scale = targets
-    strange = {}
-    for name, x in (unfamiliar or {}).items():
-        moved = data.standardize(Split(split.x_train, split.x_train[:, :1], x, x[:, :1]))
-        strange[name] = moved.x_test.float()
-    return Part(inputs.x_train.float(), y_train, inputs.x_test.float(), y_test, shift, scale, strange)
+        return Split(x_train, split.y_train, x_test, split.y_test, None, None, far)
+    shift, scale = data.moments(split.y_train)
+    return Split(x_train, ((split.y_train - shift) / scale).float(), x_test, split.y_test, shift, scale, far)
 
 
-def of_table(name: str, found: data.Table, *, held_out: float = 0.2, unfamiliar: Mapping[str, Tensor] | None = None) -> Problem:
-    """A user's own table. Which rows are held out for testing differs with the seed.
+def of_table(
+    name: str,
+    table: data.Table,
+    *,
+    held_out: float = 0.2,
+    unfamiliar: Mapping[str, Tensor] | None = None,
+    batch_size: int = 32,
+) -> Problem:
+    """A user's own table, with the training of `dubito fit`. Which rows are held out for testing differs with the seed.
 
     >>> table = data.Table(torch.randn(10, 2), torch.arange(10) % 2, ("a", "b"), ("y",), ("no", "yes"))
-    >>> of_table("mine.csv", table).part(0).x_test.shape
+    >>> of_table("mine.csv", table).split(0).x_test.shape
     torch.Size([2, 2])
     """
-    y, classes, strange = found.y, bool(found.classes), unfamiliar or {}
+    x, y, classes = table.x, table.y, bool(table.classes)
     if y is None:
         raise ValueError("a table to compare methods on has targets: name the column to predict")
     held = round(held_out * len(y))
     both = f"a share of {len(y)} rows that leaves some on both sides is to be held out, such as 0.2; got {held_out:g}"
     require(0 < held < len(y), both)
 
-    def part(seed: int) -> Part:
-        """The split of a seed, standardized where x is a table."""
+    def split(seed: int) -> Split:
+        """The split of a seed; the inputs are standardized where x is a table."""
         order = torch.randperm(len(y), generator=randomness.generator("cpu", seed, "held out"))
-        learn, test = order[held:].sort().values, order[:held].sort().values
-        split = Split(found.x[learn], y[learn], found.x[test], y[test])
-        if found.x.ndim == 2:
-            return standardized(split, strange, classes=classes)
-        return _as_it_is(split, strange, classes=classes)
+        train, test = order[held:].sort().values, order[:held].sort().values
+        return standardized(data.Split(x[train], y[train], x[test], y[test]), unfamiliar, classes=classes, inputs=x.ndim == 2)
 
-    large = found.x.ndim == 4 and found.x.shape[1] in (1, 3) and min(found.x.shape[2:]) >= 16
+    large = x.ndim == 4 and x.shape[1] in (1, 3) and min(x.shape[2:]) >= 16
     build, hidden = (lenet, None) if large else (perceptron((64, 64)), (64, 64))
-    training = IMAGES if large else TABLES._replace(damping=100.0 if classes else 0.0)
+    training = IMAGES if large else table_training(len(y) - held, batch_size=batch_size)
+    width = 1 if classes else y.shape[1]
+    outputs = table.classes or (
+        table.targets if len(table.targets) == width else tuple(f"{table.targets[0]}{i}" for i in range(width))
+    )
     kind = "classification" if classes else "regression"
-    outputs = found.classes or _output_names(found.targets[0], y.shape[1])
-    return Problem(name, kind, part, training, build, outputs, source=f"{name}, {len(y)} rows", hidden=hidden)
-
-
-def _as_it_is(split: Split, unfamiliar: Mapping[str, Tensor], *, classes: bool) -> Part:
-    """A split of images and the like, which are not standardized; the targets of a regression are."""
-    far = {name: x.float() for name, x in unfamiliar.items()}
-    x_train, y_train, x_test, y_test = split.x_train.float(), split.y_train, split.x_test.float(), split.y_test
-    if classes:
-        return Part(x_train, y_train, x_test, y_test, None, None, far)
-    flat = data.standardize(Split(y_train, y_train, y_test, y_test))
-    return Part(x_train, flat.y_train.float(), x_test, y_test, flat.y_mean, flat.y_scale, far)
-
-
-def _output_names(target: str, width: int) -> tuple[str, ...]:
-    return (target,) if width == 1 else tuple(f"{target}{i}" for i in range(width))
+    return Problem(name, kind, split, training, build, outputs, source=f"{name}, {len(y)} rows", hidden=hidden)
 
 
 def perceptron(hidden: tuple[int, ...]) -> Build:
@@ -306,3 +309,6 @@ def lenet(shape: tuple[int, ...], outputs: int) -> nn.Module:
             output=nn.Linear(128, outputs),
         )
     )
+
+
+__getattr__ = renamed(__name__, {"Part": "Split"})

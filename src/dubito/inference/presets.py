@@ -65,10 +65,11 @@ class Training(NamedTuple):
     batch_size: int
     prior_scale: float | None  # standard deviation of the Normal prior; None: learned by the methods that can, else 1
     dropout: float
-    damping: float | None  # Laplace: precision added to the prior's; None: none, and the prior's scale maximizes the evidence
     walk: float  # SWAG: constant learning rate while weights are collected
     clip: float | None = None
     members: int = 5  # of an ensemble
+    laplace_subset: str = "all"  # weights that Laplace covers; "last_layer" where there are few examples for many weights
+    sghmc_rate: float | None = 1e-4  # SGHMC: learning rate with RMSprop's metric; None: plain, at its own default
     dropout_at: str | None = (
         None  # MC dropout: pattern of the layers whose inputs are dropped; None: the network's dropout layers
     )
@@ -91,7 +92,7 @@ def table_training(rows: int, *, batch_size: int = 32, prior_scale: float | None
     (1500, 100)
     """
     epochs, rate = default_budget(math.ceil(rows / batch_size))
-    return Training(epochs, rate, batch_size, prior_scale, dropout=0.1, damping=None, walk=3e-3)
+    return Training(epochs, rate, batch_size, prior_scale, dropout=0.1, walk=3e-3)
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,8 @@ def _mc_dropout(t: Training) -> MCDropout:
 
 
 def _laplace(t: Training) -> Laplace:
-    # With few examples the data determine only a few directions, and under the prior of the training (or one set by the evidence)
-    # hardly any prediction would be confident. Under a damped prior the weights are not at an optimum, so there is no need to check.
-    return Laplace() if t.damping is None else Laplace(damping=t.damping, check=False)
+    # of all weights with few examples, hardly any prediction would be confident: the data determine only a few directions
+    return Laplace(subset=t.laplace_subset)
 
 
 def _online_laplace(t: Training) -> OnlineLaplace:
@@ -139,11 +139,9 @@ def _swag(t: Training) -> SWAG:
 
 
 def _sghmc(t: Training) -> SGHMC:
-    # the metric replaces a learning rate chosen for each problem
-    draws = max(2, min(30, t.epochs))
-    return SGHMC(
-        burn_in=max(1, t.epochs // 4), draws=draws, thin=max(1, t.epochs // 60), preconditioner="rmsprop", learning_rate=1e-4
-    )
+    # where the noise is learned, a metric replaces a learning rate that would have to be chosen for each problem
+    plain = SGHMC(burn_in=max(1, t.epochs // 4), draws=max(2, min(30, t.epochs)), thin=max(1, t.epochs // 60))
+    return plain if t.sghmc_rate is None else replace(plain, preconditioner="rmsprop", learning_rate=t.sghmc_rate)
 
 
 def _variational(t: Training) -> Variational:
@@ -164,7 +162,7 @@ PRESETS: dict[str, Preset] = {
     "map": Preset("MAP", _map),
     "mc_dropout": Preset("MC dropout", _mc_dropout),
     "ensemble": Preset("Ensemble", lambda t: Ensemble(_map(t), t.members)),
-    "laplace": Preset("Laplace", _laplace, after_map=True),
+    "laplace": Preset("Laplace", _laplace, after_map=True, learns_prior=True),
     "online_laplace": Preset("Online Laplace", _online_laplace, learns_prior=True),
     "neural_linear": Preset("Neural linear", _class_defaults("neural_linear"), after_map=True, likelihoods=(Gaussian,)),
     "swag": Preset("SWAG", _swag, after_map=True),
@@ -230,8 +228,8 @@ def configure(name: str, training: Training) -> Configuration:
 
     >>> from dubito.evaluation.problems import DIGITS
     >>> method, start, _ = configure("laplace", DIGITS)
-    >>> method.damping, start.epochs
-    (1000.0, 60)
+    >>> method.subset, start.epochs
+    ('last_layer', 60)
     """
     innermost = preset(name.split(":")[-1])
     start = _map(training) if innermost.after_map else None

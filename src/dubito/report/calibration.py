@@ -11,7 +11,7 @@ from torch import Tensor
 from dubito.evaluation import metrics
 from dubito.evaluation.judge import Counts, Decision
 from dubito.evaluation.metrics import QuantileCalibration, Reliability
-from dubito.report.canvas import BLUE, CYCLE, INK, LINE, SOFT, STYLES, VERMILION, Drawing, grid, picture
+from dubito.report.canvas import BLUE, INK, LINE, SOFT, VERMILION, Drawing, grid, line_style, picture
 from dubito.report.content import Picture
 from dubito.tensors.checks import require
 
@@ -92,7 +92,7 @@ def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture
     def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, (share, accuracy)) in enumerate(shown.items()):
-            axes.plot(share, accuracy, color=CYCLE[i % len(CYCLE)], linestyle=STYLES[i % 3], label=label)
+            axes.plot(share, accuracy, label=label, **line_style(i))
         axes.set(xlim=(left, 1), ylim=(floor - 0.08 * (1 - floor) - 1e-3, 1 + 0.04 * (1 - floor) + 1e-3))
         axes.set(title=title, xlabel="coverage: share of inputs answered", ylabel="accuracy on these")
         grid(axes)
@@ -120,7 +120,7 @@ def risk(title: str, found: Mapping[str, Decision], *, loss: str = "risk: share 
         axes = figure.subplots()
         for i, (label, (share, risk)) in enumerate(shown.items()):
             name = f"{label} · AURC {areas[label]:.3g}"
-            axes.plot(share, risk, color=CYCLE[i % len(CYCLE)], linestyle=STYLES[i % 3], label=name)
+            axes.plot(share, risk, label=name, **line_style(i))
         axes.set(xlim=(0, 1), ylim=(0, top), title=title, xlabel="coverage: share of inputs answered", ylabel=loss)
         grid(axes)
         axes.legend(loc="upper left", handlelength=2.6)
@@ -165,7 +165,7 @@ def quantiles(title: str, found: Mapping[str, QuantileCalibration]) -> Picture:
         axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
         for i, (label, one) in enumerate(found.items()):
             name = f"{label} · {float(one.error):.3f}"
-            axes.plot(one.levels.cpu(), one.observed.cpu(), color=CYCLE[i % len(CYCLE)], label=name)
+            axes.plot(one.levels.cpu(), one.observed.cpu(), label=name, **line_style(i))
         axes.set(xlim=(0, 1), ylim=(0, 1), title=title, xlabel="nominal quantile level", ylabel="observed share of targets")
         grid(axes)
         axes.legend(loc="upper left", handlelength=1.8)

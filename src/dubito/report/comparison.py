@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.report.canvas import CYCLE, STYLES, Drawing, grid, picture
+from dubito.report.canvas import CYCLE, Drawing, grid, line_style, picture
 from dubito.report.content import Picture
 
 MARKS = "osD^v"
@@ -36,13 +36,12 @@ def lines(title: str, drawn: Mapping[str, Line], *, xlabel: str, ylabel: str, ti
     def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, line) in enumerate(drawn.items()):
-            colour, round_ = CYCLE[i % len(CYCLE)], i // len(CYCLE)
-            style, mark = STYLES[(i + round_) % len(STYLES)], MARKS[round_ % len(MARKS)]
+            style, mark = line_style(i), MARKS[i // len(CYCLE) % len(MARKS)]
             name = textwrap.shorten(label, NAME, placeholder=" …")
-            axes.plot(line.x, line.y, mark, color=colour, linestyle=style, markersize=4, label=name)
+            axes.plot(line.x, line.y, mark, markersize=4, label=name, **style)
             if line.error is not None and line.error.isfinite().all():
                 low, high = line.y - line.error, line.y + line.error
-                axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0)
+                axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
         if ticks:
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.dense import Detector, Maps
-from dubito.report.canvas import CYCLE, INK, STYLES, Drawing, grid, picture, pixels
+from dubito.report.canvas import INK, Drawing, grid, line_style, picture, pixels
 from dubito.report.content import Picture
 from dubito.tensors.checks import require
 
@@ -123,13 +123,12 @@ def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -
     def _draw(figure: Drawing) -> None:
         left, right = figure.subplots(1, 2)
         for i, (label, ((precision, recall), (coverage, risk))) in enumerate(pairs.items()):
-            colour, style = CYCLE[i % len(CYCLE)], STYLES[i % 3]
             some = _spaced(recall)
             some = some[recall[some] > 0.005]  # of the very first pixels the share is chance
-            left.plot(recall[some], precision[some], color=colour, linestyle=style, label=f"{label} · {areas[label]:.3f}")
+            left.plot(recall[some], precision[some], label=f"{label} · {areas[label]:.3f}", **line_style(i))
             some = _spaced(coverage)
             some = some[coverage[some] > 0.01]
-            right.plot(coverage[some], 1 - risk[some], color=colour, linestyle=style, label=label)
+            right.plot(coverage[some], 1 - risk[some], label=label, **line_style(i))
         left.axhline(chance, color=INK, linewidth=0.8, linestyle=":")
         left.set(
             xlim=(0, 1), ylim=(0, 1), title=title, xlabel="share of the errors that are found", ylabel="share of errors here"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from dubito.evaluation.shift import Sweep
-from dubito.report.canvas import CYCLE, SOFT, STYLES, Drawing, grid, picture
+from dubito.report.canvas import CYCLE, SOFT, Drawing, grid, line_style, picture
 from dubito.report.content import Column, Figure, Picture, Section, Table
 from dubito.tensors.checks import require
 
@@ -62,12 +62,14 @@ def lines(sweeps: Mapping[str, Sweep], metric: str) -> Picture:
     def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
         for i, (label, one) in enumerate(sweeps.items()):
-            colour, style = CYCLE[i % len(CYCLE)], STYLES[i // len(CYCLE) % 3]
+            style = line_style(i)
             means = [one.mean(metric, level) for level in one.levels]
-            axes.plot(one.levels, means, "o", linestyle=style, color=colour, label=label)
+            axes.plot(one.levels, means, "o", label=label, **style)
             if len(one.kinds) > 3:
                 ends = [statistics.quantiles(one.over_kinds(metric, level), n=4, method="inclusive") for level in one.levels]
-                axes.fill_between(one.levels, [e[0] for e in ends], [e[2] for e in ends], color=colour, alpha=0.15, linewidth=0)
+                axes.fill_between(
+                    one.levels, [e[0] for e in ends], [e[2] for e in ends], color=style["color"], alpha=0.15, linewidth=0
+                )
         axes.set(title=name, xlabel=first.axis, xticks=ticks(first.levels))
         grid(axes, "y")
         if len(sweeps) > 1:

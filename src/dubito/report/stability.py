@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from dubito.apps.stability import Stability
-from dubito.report.canvas import CYCLE, SOFT, Drawing, grid, picture
+from dubito.report.canvas import CYCLE, SOFT, Drawing, grid, line_style, picture
 from dubito.report.content import Column, Figure, Picture, Section, Table
 from dubito.tensors.checks import one_of, require
 
@@ -86,7 +86,7 @@ def slopes(found: Mapping[str, Stability]) -> Picture:
         for i, (label, one) in enumerate(found.items()):
             values = one.slopes.double().sort().values.cpu()
             share = 1 - torch.arange(len(values), dtype=torch.float64) / len(values)
-            axes.step(values.clamp_min(1e-6), share, where="post", color=CYCLE[i % len(CYCLE)], label=label)
+            axes.step(values.clamp_min(1e-6), share, where="post", label=label, **line_style(i))
         axes.set(title="Local slopes", xlabel="norm of the Jacobian of the probabilities", ylabel="share that is steeper")
         axes.set_xscale("log")
         axes.axhline(0.5, color=SOFT, linewidth=0.5)

@@ -5,6 +5,7 @@ Arguments are passed by keyword, several at a time if the same rule holds for th
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 
 from torch import Tensor
@@ -73,6 +74,18 @@ def one_of(choices: Collection[object], **arguments: object) -> None:
     for name, value in arguments.items():
         listed = ", ".join(map(repr, choices))
         require(value is None or value in choices, f"{name} must be one of {listed}; got {value!r}")
+
+
+def suggestion(name: str, choices: Collection[str]) -> str:
+    """What to write instead of an unknown name: the nearest of the choices, if one is near, and the first twenty of them.
+
+    >>> suggestion("entropi", ("entropy", "margin"))
+    "did you mean 'entropy'? choose from entropy, margin"
+    """
+    near = difflib.get_close_matches(name, choices, n=1)
+    names, more = list(choices)[:20], len(choices) - 20
+    others = f" and {more} more" if more > 0 else ""
+    return f"{f'did you mean {near[0]!r}? ' if near else ''}choose from {', '.join(names)}{others}"
 
 
 def _all(holds: bool | Tensor) -> bool:

@@ -188,7 +188,7 @@ def test_an_interrupt_leaves_a_report_of_what_there_is(tmp_path, monkeypatch, ca
     np.savez(tmp_path / "t.npz", x=np.random.default_rng(0).normal(size=(30, 2)), y=np.arange(30) % 2)
     args += ["--data", str(tmp_path / "t.npz"), "--target", "y", "--kind", "classification"]
     drawn = sys.modules["dubito.cli.compare.page"]  # pictures take a while, and are not what this is about
-    monkeypatch.setattr(drawn, "_classification", lambda *args, **more: [])
+    monkeypatch.setattr(drawn, "_quality", lambda *args, **more: [])
     assert main(args) == 130
     assert "The run was interrupted" in json.loads((tmp_path / "out" / "report.json").read_text())["summary"]
     monkeypatch.setattr(grid_module, "fit", real)

@@ -97,7 +97,7 @@ def test_columns_that_are_no_inputs(csv):
     path = csv("id,a,y\nk1,1,5\nk2,,6\nk3,3,7\n")
     t = table(path, ignore=("id",))
     assert (t.features, t.fill) == (("a", "a=?"), {"a": 2.0})
-    refused("no column is called 'key'; there are id, a, y$", path, ignore=("key",))
+    refused("no column is called 'key'; choose from id, a, y$", path, ignore=("key",))
     refused("no column is left for the inputs", path, ignore=("id", "a"))
 
 
@@ -140,8 +140,8 @@ def test_known_classes(csv):
         ("", "the file is empty"),
         ("a,y\n", "a header but no row"),
         ("1,2\n3,4\n", "header with the names of the columns is needed"),
-        ("a,b\n1,2\n", "no column is called 'y'; there are a, b$"),
-        ("a,yy\n1,2\n", "no column is called 'y'; did you mean 'yy'\\? there are a, yy$"),
+        ("a,b\n1,2\n", "no column is called 'y'; choose from a, b$"),
+        ("a,yy\n1,2\n", "no column is called 'y'; did you mean 'yy'\\? choose from a, yy$"),
         ("y\n1\n", "no column is left for the inputs"),
         ("a,a,y\n1,2,3\n", "two columns are called 'a'"),
         (",a,y\n0,1,2\n", "column 1 has no name"),
@@ -242,7 +242,7 @@ def test_npz_without_a_target(npz):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"X": np.ones((2, 2)), "y": np.ones(2)}, "no array is called 'x'; there are X, y$"),
+        ({"X": np.ones((2, 2)), "y": np.ones(2)}, "no array is called 'x'; choose from X, y$"),
         ({"x": np.ones((2, 2)), "yy": np.ones(2)}, "no array is called 'y'; did you mean 'yy'"),
         ({"x": np.ones(2), "y": np.ones(2)}, "its shape is \\(2,\\)"),
         ({"x": np.ones((0, 2)), "y": np.ones(0)}, "its shape is \\(0, 2\\)"),

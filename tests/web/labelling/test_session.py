@@ -17,7 +17,7 @@ from dubito.tensors import store
 
 CLASSES = 10
 ROWS = some(899, 60).tolist()  # of the 60 inputs, in the data set
-TRUTH = problem("digits").part(0).y_train[ROWS].tolist()
+TRUTH = problem("digits").split(0).y_train[ROWS].tolist()
 
 
 @pytest.fixture(autouse=True)

@@ -200,7 +200,7 @@ def make_problem(options: CompareOptions, own: TableOptions, training: TrainingO
     if twice:
         raise UsageError(f"--unfamiliar has two sets called {twice[0]}: rename one file, or leave it out")
     if Path(options.data).suffix.lower() in FILES:
-        problem = _own_table(options, own, quiet=training.quiet)
+        problem = _own_table(options, own, training)
     elif own != TableOptions():
         raise UsageError("--target, --kind and --held-out are for CSV and NPZ files: leave them out, or give --data FILE")
     else:
@@ -211,18 +211,18 @@ def make_problem(options: CompareOptions, own: TableOptions, training: TrainingO
     return _with_network(problem, training)
 
 
-def _own_table(options: CompareOptions, own: TableOptions, *, quiet: bool) -> Problem:
+def _own_table(options: CompareOptions, own: TableOptions, training: TrainingOptions) -> Problem:
     from dubito.evaluation.problems import of_table
 
     path = Path(options.data)
-    with redirect_stdout(None) if quiet else nullcontext():
-        found, _, _ = read_table(Data(path, own.target, Path(), kind=own.kind, held_out=own.held_out))
+    with redirect_stdout(None) if training.quiet else nullcontext():
+        read, _, _ = read_table(Data(path, own.target, Path(), kind=own.kind, held_out=own.held_out))
     unfamiliar = {
-        Path(name).stem: table(name, (), features=found.features or None, fill=found.fill, dtype=found.x.dtype).x
+        Path(name).stem: table(name, (), features=read.features or None, fill=read.fill, dtype=read.x.dtype).x
         for name in options.unfamiliar
     }
-    _check_shapes(unfamiliar, tuple(found.x.shape[1:]))
-    return of_table(path.name, found, held_out=own.held_out, unfamiliar=unfamiliar)
+    _check_shapes(unfamiliar, tuple(read.x.shape[1:]))
+    return of_table(path.name, read, held_out=own.held_out, unfamiliar=unfamiliar, batch_size=training.batch_size or 32)
 
 
 def _named_problem(options: CompareOptions) -> Problem:
@@ -234,12 +234,12 @@ def _named_problem(options: CompareOptions) -> Problem:
     if not files:
         return named
     unfamiliar = {Path(name).stem: table(name, ()).x for name in files}
-    _check_shapes(unfamiliar, tuple(named.part(0).x_test.shape[1:]))
-    inner = named.part
+    _check_shapes(unfamiliar, tuple(named.split(0).x_test.shape[1:]))
+    inner = named.split
     if named.name.startswith("uci:"):  # whose inputs are standardized, so these must be as well
         raw = named.name.removeprefix("uci:")
-        return replace(named, part=lru_cache(maxsize=32)(lambda seed: standardized(uci(raw, seed), unfamiliar)))
-    return replace(named, part=lambda seed: (part := inner(seed))._replace(unfamiliar={**part.unfamiliar, **unfamiliar}))
+        return replace(named, split=lru_cache(maxsize=32)(lambda seed: standardized(uci(raw, seed), unfamiliar)))
+    return replace(named, split=lambda seed: (split := inner(seed))._replace(unfamiliar={**split.unfamiliar, **unfamiliar}))
 
 
 def _check_shapes(unfamiliar: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
@@ -263,7 +263,7 @@ def _with_network(problem: Problem, training: TrainingOptions) -> Problem:
 
 def _check_network(problem: Problem, name: str) -> None:
     """Report early a network that cannot be built, or does not run on these inputs."""
-    x, outputs = problem.part(0).x_train[:2], len(problem.outputs)
+    x, outputs = problem.split(0).x_train[:2], len(problem.outputs)
     network = problem.build(tuple(x.shape[1:]), outputs).eval()
     try:
         with torch.no_grad():
@@ -286,7 +286,7 @@ def _corruptions(options: CompareOptions, problem: Problem) -> tuple[str, ...]:
     from dubito.evaluation.shift.corruptions import check
 
     names = dict.fromkeys(n for name in options.corruptions for n in (COMMON if name in ("common", "all") else (name,)))
-    x = problem.part(0).x_test
+    x = problem.split(0).x_test
     if problem.kind != "classification" or x.ndim != 4:
         raise UsageError("--corruptions needs a classification of images: leave it out")
     for name in names:

@@ -1,11 +1,12 @@
-"""Errors in the user's input, and warnings, as the command line prints them."""
+"""Errors in the user's input, as the command line prints them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from dubito.cli.process import print_warnings as print_warnings
 
 
 class UsageError(Exception):
@@ -19,16 +20,6 @@ def usage_errors(*kinds: type[Exception], about: str = "") -> Iterator[None]:
         yield
     except kinds as error:
         raise UsageError(f"{about}: {error_text(error)}" if about else error_text(error)) from error
-
-
-@contextmanager
-def print_warnings() -> Iterator[None]:
-    """Print each warning of the block once, as a note without the line of code that gave it."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
-        print(f"Note: {text}")
 
 
 def check_not_overwritten(out: Path, *sources: Path | None) -> None:

@@ -20,9 +20,9 @@ from dubito.cli.compare.page import page as page
 from dubito.cli.compare.result import Result as Result
 from dubito.cli.compare.spec import Spec as Spec
 from dubito.cli.compare.spec import parse_spec as parse_spec
-from dubito.evaluation.problems import Part as Part
 from dubito.evaluation.problems import Problem as Problem
+from dubito.evaluation.problems import Split as Split
 from dubito.evaluation.problems import of_table as of_table
 from dubito.evaluation.problems import problem as problem
 
-__getattr__ = renamed(__name__, {"Cell": "Result", "Entry": "Spec", "entry": "parse_spec"})
+__getattr__ = renamed(__name__, {"Cell": "Result", "Entry": "Spec", "entry": "parse_spec", "Part": "Split"})

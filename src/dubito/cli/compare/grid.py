@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,8 +17,8 @@ from dubito.cli.compare.result import Key, Result, versions
 from dubito.cli.compare.scoring import SEVERITIES, check_names, evaluate
 from dubito.cli.compare.spec import Spec
 from dubito.cli.compare.stacked import Chosen, fit_splits, is_stackable
-from dubito.cli.threads import one_thread
-from dubito.evaluation.problems import Part, Problem
+from dubito.cli.process import one_thread
+from dubito.evaluation.problems import Problem, Split
 from dubito.inference.fit import Event, Method, fit
 from dubito.inference.methods import MAP
 from dubito.inference.progress import Progress
@@ -33,7 +33,6 @@ DIVERGED = "FloatingPointError: the weights are no longer finite: lower learning
 
 T = TypeVar("T")
 Place = tuple[int, int]  # (index of a spec, seed)
-Trained = dict[str, tuple[Posterior, float]]  # networks that several methods start from, and the seconds of their training
 
 
 @dataclass(frozen=True)
@@ -78,18 +77,18 @@ class Grid:
 
     def run(self, *, say: Callable[[str], object] = str, progress: bool | None = None) -> Outcome:
         """Make the results that are missing."""
-        part = lru_cache(maxsize=1)(self.problem.part)  # one seed's data at a time: those of all seeds may not fit into memory
-        keys = self._keys(part)
+        split = lru_cache(maxsize=1)(self.problem.split)  # one seed's data at a time: those of all seeds may not fit into memory
+        keys = self._keys(split)
         results = {place: result for place, key in keys.items() if (result := Result.read(self.folder, key)) is not None}
         if results:
             say(f"{len(results)} of {len(keys)} results are already there")
         missing = [place for place in keys if place not in results]
         interrupted = False
         if missing:
-            self._warm_up(part(self.seeds[0]))
+            self._warm_up(split(self.seeds[0]))
         with store.lock_folder(self.folder), Progress("compare", UNIT * len(missing), show=progress) as bar:
             try:
-                for place, result in self._make(missing, keys, part, bar):
+                for place, result in self._make(missing, keys, split, bar):
                     result.write(self.folder)
                     results[place] = result
                     bar.update(UNIT * sum(place in results for place in missing), {})
@@ -99,37 +98,35 @@ class Grid:
                 interrupted = True
         return Outcome(tuple(results[place] for place in keys if place in results), interrupted)
 
-    def _warm_up(self, part: Part) -> None:
+    def _warm_up(self, split: Split) -> None:
         """torch loads parts of itself at the first step; no method should pay for that. Errors appear again where they are saved."""
         with suppress(Exception), randomness.fork_rng(0):
-            model = self.specs[0].model(self.problem, tuple(part.x_train.shape[1:]))
-            fit(model, MAP(epochs=1), (part.x_train[:8], part.y_train[:8]), device=self.device, progress=False)
+            model = self.specs[0].model(self.problem, tuple(split.x_train.shape[1:]))
+            fit(model, MAP(epochs=1), (split.x_train[:8], split.y_train[:8]), device=self.device, progress=False)
 
-    def _keys(self, part: Callable[[int], Part]) -> dict[Place, Key]:
+    def _keys(self, split: Callable[[int], Split]) -> dict[Place, Key]:
         """The key of every place, method by method."""
-        checksums: dict[int, str] = {}
-        keys, last = {}, None
+        keys, last, checksum = {}, None, ""
         for seed in self.seeds:
-            same = last is not None and part(seed) is last  # image sets have one part for all seeds
-            checksums[seed] = next(reversed(checksums.values())) if same else part(seed).checksum
-            last = part(seed)
-            keys |= {(i, seed): self._key(spec, seed, last, checksums[seed]) for i, spec in enumerate(self.specs)}
+            if split(seed) is not last:  # image sets have one split for all seeds
+                last = split(seed)
+                checksum = last.checksum
+            keys |= {(i, seed): self._key(spec, seed, last, checksum) for i, spec in enumerate(self.specs)}
         return {(i, seed): keys[i, seed] for i in range(len(self.specs)) for seed in self.seeds}
 
-    def _key(self, spec: Spec, seed: int, part: Part, checksum: str) -> Key:
+    def _key(self, spec: Spec, seed: int, split: Split, checksum: str) -> Key:
         with randomness.fork_rng(0):
-            network = spec.model(self.problem, tuple(part.x_train.shape[1:])).network
+            network = spec.model(self.problem, tuple(split.x_train.shape[1:])).network
         shapes = {name: list(p.shape) for name, p in network.named_parameters()}
-        training = self.problem.training
         settings = {
             "problem": self.problem.name,
             "data": checksum,
-            "rows": [len(part.x_train), len(part.x_test)],
+            "rows": [len(split.x_train), len(split.x_test)],
             **spec.settings,
             "network": {"layers": " ".join(str(network).split()), "weights": shapes, "code": self.code},
-            "batch_size": training.batch_size,
-            "prior_scale": training.prior_scale,
-            "unfamiliar": list(part.unfamiliar),
+            "batch_size": self.problem.training.batch_size,
+            "prior_scale": self.problem.training.prior_scale,
+            "unfamiliar": list(split.unfamiliar),
             "corruptions": list(self.corruptions),
             "severities": list(self.severities) if self.corruptions else [],
         }
@@ -141,102 +138,92 @@ class Grid:
         return Key(spec.label, seed, settings | {name: value for name, value in optional.items() if value})
 
     def _make(
-        self, missing: Sequence[Place], keys: Mapping[Place, Key], part: Callable[[int], Part], bar: Progress
+        self, missing: Sequence[Place], keys: Mapping[Place, Key], split: Callable[[int], Split], bar: Progress
     ) -> Iterator[tuple[Place, Result]]:
         """The missing results: first those that are fitted together, then seed by seed, so that a run that is cut short has all
         methods on some seeds."""
+        done, total = 0, 0  # results that are made, and those that are being made
+
+        def tell(share: float, text: str) -> None:
+            """Show the share of these results that is done."""
+            bar.update(round(UNIT * (done + share * total)), {"": text})
+
         stacked = [i for i, spec in enumerate(self.specs) if is_stackable(spec, self.problem)]
-        done = 0
         for i in stacked:
-            seeds = [seed for other, seed in missing if other == i]
-            if seeds:
-                for seed, result in self._make_stacked(self.specs[i], {s: keys[i, s] for s in seeds}, part, bar, done):
-                    yield (i, seed), result
-                done += len(seeds)
+            seeds, spec = [seed for other, seed in missing if other == i], self.specs[i]
+            total = len(seeds)
+            text = f"{spec.label}, {total} splits at once"
+            fitted, error = self._fit_stack(spec, {seed: split(seed) for seed in seeds}, partial(tell, text=text))
+            for seed in seeds:  # where one split fails, others may have succeeded
+                yield (i, seed), self._score(keys[i, seed], split(seed), fitted.get(seed), error or DIVERGED)
+            done += total
+        total = 1
         for seed in self.seeds:
-            trained: Trained = {}
+            fits = Fits(self.problem, seed, device=self.device)
             for i, spec in enumerate(self.specs):
                 if i not in stacked and (i, seed) in missing:
-                    yield (i, seed), self._make_one(spec, keys[i, seed], part(seed), trained, bar, done)
+                    text = f"{spec.label}, seed {seed}"
+                    made, error = _attempt(partial(fits, spec, split(seed), partial(tell, text=text)))
+                    yield (i, seed), self._score(keys[i, seed], split(seed), made, error)
                     done += 1
 
-    def _make_stacked(
-        self, spec: Spec, keys: Mapping[int, Key], part: Callable[[int], Part], bar: Progress, done: int
-    ) -> Iterator[tuple[int, Result]]:
-        def tell(share: float) -> None:
-            """Show the share of these fits that is done."""
-            bar.update(round(UNIT * (done + share * len(keys))), {"": f"{spec.label}, {len(keys)} splits at once"})
+    def _fit_stack(
+        self, spec: Spec, splits: Mapping[int, Split], tell: Callable[[float], object]
+    ) -> tuple[Mapping[int, Chosen], str | None]:
+        with one_thread():
+            fitted, error = _attempt(
+                lambda: fit_splits(spec, self.problem, splits, device=self.device, tell=tell) if splits else {}
+            )
+        return fitted or {}, error
 
-        def attempt() -> dict[int, Chosen]:
-            """Fit all splits."""
-            with one_thread():
-                return fit_splits(spec, self.problem, {seed: part(seed) for seed in keys}, device=self.device, tell=tell)
+    def _score(self, key: Key, split: Split, fitted: Chosen | None, error: str | None) -> Result:
+        if fitted is None:
+            return Result(key, error=error, versions=versions())
+        names = ("corruptions", "severities", "detectors", "confidence")
+        options: Any = {name: getattr(self, name) for name in names}
+        found, error = _attempt(lambda: evaluate(fitted.posterior, self.problem, split, seed=key.seed, **options))
+        if found is None:
+            return Result(key, seconds=fitted.seconds, error=error, versions=versions())
+        more = {"choice": fitted.choice, "shift": found.shift, "arrays": found.arrays, "versions": versions()}
+        return Result(key, found.scores, fitted.seconds, **more)
 
-        fitted, error = _attempt(attempt)
-        for seed, key in keys.items():
-            if fitted is None or seed not in fitted:  # the other splits may have succeeded
-                yield seed, Result(key, error=error or DIVERGED, versions=versions())
-            else:
-                yield seed, self._score(key, part(seed), fitted[seed])
 
-    def _make_one(self, spec: Spec, key: Key, part: Part, trained: Trained, bar: Progress, done: int) -> Result:
-        def event(event: Event) -> None:
-            """Show the share of this fit that is done."""
-            bar.update(round(UNIT * (done + event.step / max(1, event.steps))), {"": f"{spec.label}, seed {key.seed}"})
+class Fits:
+    """Fits to a problem with one seed. Methods that start from a trained network share one, trained under the problem's prior."""
 
-        fitted, error = _attempt(lambda: self._fit_spec(spec, key.seed, part, trained, event))
-        return Result(key, error=error, versions=versions()) if fitted is None else self._score(key, part, fitted)
+    def __init__(self, problem: Problem, seed: int, *, device: torch.device | str | None = None):
+        self.problem, self.seed, self.device = problem, seed, device
+        self.trained: dict[str, tuple[Posterior, float]] = {}
 
-    def _fit_spec(self, spec: Spec, seed: int, part: Part, trained: Trained, event: Callable[[Event], object]) -> Chosen:
-        """Fit a method, after the training it starts from, which methods of the same seed share."""
-        with randomness.fork_rng(randomness.derive_seed(seed, "network")):
-            model = spec.model(self.problem, tuple(part.x_train.shape[1:]))
+    def __call__(self, spec: Spec, split: Split, tell: Callable[[float], object] = float) -> Chosen:
+        """The posterior of a method, and the seconds that it took, with the training that it starts from."""
+        with randomness.fork_rng(randomness.derive_seed(self.seed, "network")):
+            model = spec.model(self.problem, tuple(split.x_train.shape[1:]))
         small = sum(p.numel() for p in model.network.parameters()) <= SMALL
         with one_thread() if small else nullcontext():
             start, before = None, 0.0
             if spec.start is not None:
-                name = repr((spec.start, model.prior, model.likelihood))
-                if name not in trained:
-                    trained[name] = self._fit(model, spec.start, part, seed, None, event)
-                start, before = trained[name]
+                name = repr((spec.start, model.likelihood))
+                if name not in self.trained:
+                    plain = replace(model, prior=self.problem.training.prior)
+                    self.trained[name] = self._fit(plain, spec.start, split, None, tell)
+                start, before = self.trained[name]
                 model = replace(start.model, prior=model.prior)
-            posterior, seconds = self._fit(model, spec.method, part, seed, start, event)
+            posterior, seconds = self._fit(model, spec.method, split, start, tell)
         return Chosen(posterior, {}, before + seconds)
 
     def _fit(
-        self, model: Model, method: Method, part: Part, seed: int, start: Posterior | None, event: Callable[[Event], object]
+        self, model: Model, method: Method, split: Split, start: Posterior | None, tell: Callable[[float], object]
     ) -> tuple[Posterior, float]:
-        begin = time.monotonic()
-        posterior = fit(
-            model,
-            method,
-            (part.x_train, part.y_train),
-            start=start,
-            device=self.device,
-            seed=seed,
-            batch_size=self.problem.training.batch_size,
-            progress=False,
-            callbacks=[event],
-        )
-        return posterior, time.monotonic() - begin
+        def event(event: Event) -> None:
+            """Tell the share that is done."""
+            tell(event.step / max(1, event.steps))
 
-    def _score(self, key: Key, part: Part, fitted: Chosen) -> Result:
-        evaluation, error = _attempt(
-            lambda: evaluate(
-                fitted.posterior,
-                self.problem,
-                part,
-                seed=key.seed,
-                corruptions=self.corruptions,
-                severities=self.severities,
-                detectors=self.detectors,
-                confidence=self.confidence,
-            )
-        )
-        if evaluation is None:
-            return Result(key, seconds=fitted.seconds, error=error, versions=versions())
-        more = {"choice": fitted.choice, "shift": evaluation.shift, "arrays": evaluation.arrays, "versions": versions()}
-        return Result(key, evaluation.scores, fitted.seconds, **more)
+        data, size = (split.x_train, split.y_train), self.problem.training.batch_size
+        options: Any = {"start": start, "device": self.device, "seed": self.seed, "batch_size": size}
+        begin = time.monotonic()
+        posterior = fit(model, method, data, progress=False, callbacks=[event], **options)
+        return posterior, time.monotonic() - begin
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -34,17 +34,18 @@ IMAGES = {
 }
 
 ByMethod = Mapping[str, Sequence[Result]]
+Pooled = Mapping[str, Mapping[str, Tensor]]
 
 
 def page(grid: Grid, outcome: Outcome, *, command: Callable[[str], str], facts: Mapping[str, str] | None = None) -> Report:
     """The report of all results so far. `command` gives the command line that makes the row of a spec again."""
     problem, results = grid.problem, _titled(grid, outcome.results)
     succeeded = by_method([result for result in results if result.error is None])
-    pooled = {label: _pooled(own) for label, own in succeeded.items()}
     sections = [_scores(grid, results)]
-    if pooled:
-        sections += _calibration(pooled) if problem.kind == "regression" else _classification(pooled, len(problem.outputs))
-        sections += [*_unfamiliar(grid, succeeded, pooled), *_shift(succeeded), *_images(grid, succeeded)]
+    if succeeded:
+        sections += _quality(problem, pool(succeeded))
+        names = list(problem.split(grid.seeds[0]).unfamiliar)
+        sections += [*unfamiliar(problem, names, succeeded), *_shift(succeeded), *_images(grid, succeeded)]
     sections.append(_commands(grid, results, command))
     noun, n = "split" if problem.splits else "seed", len(grid.seeds)
     interrupted = " The run was interrupted; the same command continues it." if outcome.interrupted else ""
@@ -71,10 +72,13 @@ def _titled(grid: Grid, results: Sequence[Result]) -> list[Result]:
     return [replace(result, key=replace(result.key, label=titles[result.key.label])) for result in results]
 
 
-def _pooled(results: Sequence[Result]) -> dict[str, Tensor]:
-    """The arrays of all seeds, one after another."""
-    names = [name for name in results[0].arrays if all(name in result.arrays for result in results)]
-    return {name: torch.cat([result.arrays[name] for result in results]) for name in names}
+def pool(succeeded: ByMethod) -> dict[str, dict[str, Tensor]]:
+    """The arrays of each method, those of all seeds one after another."""
+    pooled = {}
+    for label, results in succeeded.items():
+        names = [name for name in results[0].arrays if all(name in result.arrays for result in results)]
+        pooled[label] = {name: torch.cat([result.arrays[name] for result in results]) for name in names}
+    return pooled
 
 
 def _scores(grid: Grid, results: Sequence[Result]) -> Section:
@@ -96,11 +100,11 @@ def _scores(grid: Grid, results: Sequence[Result]) -> Section:
 def _data(grid: Grid) -> str:
     """How many examples there are, and what a seed decides."""
     problem, seed = grid.problem, grid.seeds[0]
-    part = problem.part(seed)
-    rows = f"{len(part.x_train)} training and {len(part.x_test)} test examples"
+    split = problem.split(seed)
+    rows = f"{len(split.x_train)} training and {len(split.x_test)} test examples"
     if problem.splits:
         return f"{rows}; a split is the number of a published split."
-    same = torch.equal(problem.part(seed + 1).x_test, part.x_test)  # one test part for all seeds
+    same = torch.equal(problem.split(seed + 1).x_test, split.x_test)  # one test part for all seeds
     return f"{rows}; a seed decides the initialization and the batches{'' if same else ', and which examples are held out'}."
 
 
@@ -113,12 +117,13 @@ def _gaps(grid: Grid, results: Sequence[Result]) -> list[str]:
     return [text for text in (missing, old) if text]
 
 
-def _classification(pooled: Mapping[str, Mapping[str, Tensor]], classes: int) -> list[Section]:
+def calibration(pooled: Pooled, curves: Mapping[str, Mapping[str, tuple[Tensor, Tensor]]]) -> Section:
+    """Reliability diagrams of class probabilities, and accuracy against coverage. `curves`: by title, then by label, (uncertainty [N],
+    is wrong [N])."""
     diagrams = [replace(reliability(label, own["probs"], own["y"]), label=label) for label, own in pooled.items()]
-    curves = coverage("All methods", {label: (own["doubt"], own["wrong"].bool()) for label, own in pooled.items()})
-    calibration = Section(
+    return Section(
         "Calibration",
-        "Are predictions with a confidence of 90 % right nine times in ten? All seeds together.",
+        "Are predictions with a confidence of 90 % right nine times in ten?",
         figures=(
             Figure(
                 "Reliability",
@@ -131,15 +136,18 @@ def _classification(pooled: Mapping[str, Mapping[str, Tensor]], classes: int) ->
             ),
             Figure(
                 "Accuracy against coverage",
-                (curves,),
+                tuple(coverage(title, scores) for title, scores in curves.items()),
                 caption="Accuracy if the network answers only the share of inputs about which it is most confident.",
             ),
         ),
     )
-    return [calibration, _errors(pooled, classes)]
 
 
-def _calibration(pooled: Mapping[str, Mapping[str, Tensor]]) -> list[Section]:
+def _quality(problem: Problem, pooled: Pooled) -> list[Section]:
+    """Calibration and errors of class probabilities, or quantiles and PIT values of numbers."""
+    if problem.kind == "classification":
+        curves = {"All methods": {label: (own["doubt"], own["wrong"].bool()) for label, own in pooled.items()}}
+        return [calibration(pooled, curves), _errors(pooled, len(problem.outputs))]
     levels = torch.arange(1, LEVELS + 1, dtype=torch.float64) / (LEVELS + 1)
     values = {label: own["pit"].double().flatten() for label, own in pooled.items()}
     found = {
@@ -166,11 +174,7 @@ def _calibration(pooled: Mapping[str, Mapping[str, Tensor]]) -> list[Section]:
     return [Section("Calibration", text, figures=(quantile_figure, pit_figure))]
 
 
-def _labelled(pictures: Sequence[Picture], labels: Sequence[str]) -> tuple[Picture, ...]:
-    return tuple(replace(picture, label=label) for picture, label in zip(pictures, labels, strict=True))
-
-
-def _errors(pooled: Mapping[str, Mapping[str, Tensor]], classes: int) -> Section:
+def _errors(pooled: Pooled, classes: int) -> Section:
     panels = {}
     for label, own in pooled.items():
         wrong = own["wrong"].bool()
@@ -184,14 +188,15 @@ def _errors(pooled: Mapping[str, Mapping[str, Tensor]], classes: int) -> Section
     return Section("Successes and errors", "Is the network more uncertain where it is wrong?", figures=(figure,))
 
 
-def _unfamiliar(grid: Grid, succeeded: ByMethod, pooled: Mapping[str, Mapping[str, Tensor]]) -> list[Section]:
-    names = list(grid.problem.part(grid.seeds[0]).unfamiliar)
-    figures = tuple(figure for name in names if (figure := _separation(grid.problem, name, succeeded, pooled)) is not None)
+def unfamiliar(problem: Problem, names: Sequence[str], succeeded: ByMethod) -> list[Section]:
+    """How uncertain the methods are about test inputs, and about each set of unfamiliar inputs."""
+    pooled = pool(succeeded)
+    figures = tuple(figure for name in names if (figure := _separation(problem, name, succeeded, pooled)) is not None)
     text = "Is the network more uncertain about inputs unlike its training data? No method was trained or tuned on these inputs."
     return [Section("The unfamiliar", text, figures=figures)] if figures else []
 
 
-def _separation(problem: Problem, name: str, succeeded: ByMethod, pooled: Mapping[str, Mapping[str, Tensor]]) -> Figure | None:
+def _separation(problem: Problem, name: str, succeeded: ByMethod, pooled: Pooled) -> Figure | None:
     """Uncertainty of test inputs and of one set of unfamiliar inputs."""
     key = f"unfamiliar {name} total"
     labels = [label for label, own in pooled.items() if key in own]
@@ -210,6 +215,10 @@ def _separation(problem: Problem, name: str, succeeded: ByMethod, pooled: Mappin
         legend=((BLUE, "test inputs"), (VERMILION, f"inputs of {name}")),
         caption="The less the two overlap, the better uncertainty detects unfamiliar inputs.",
     )
+
+
+def _labelled(pictures: Sequence[Picture], labels: Sequence[str]) -> tuple[Picture, ...]:
+    return tuple(replace(picture, label=label) for picture, label in zip(pictures, labels, strict=True))
 
 
 def _shift(succeeded: ByMethod) -> list[Section]:
@@ -249,7 +258,7 @@ def _mean_over(result: Result, names: Sequence[str], severity: int, key: str) ->
 
 def _images(grid: Grid, succeeded: ByMethod) -> list[Section]:
     problem = grid.problem
-    x = problem.part(grid.seeds[0]).x_test
+    x = problem.split(grid.seeds[0]).x_test
     if problem.kind != "classification" or x.ndim != 4 or x.shape[1] not in (1, 3):
         return []
     strips = {title: [] for title in IMAGES}
@@ -272,7 +281,7 @@ def _chosen_images(result: Result) -> tuple[Tensor, Tensor, Tensor]:
 
 def _guesses(problem: Problem, result: Result, which: Tensor) -> list[Guess]:
     """Images with the predicted and the true class."""
-    images, names, y = problem.part(result.key.seed).x_test, problem.outputs, result.arrays["y"]
+    images, names, y = problem.split(result.key.seed).x_test, problem.outputs, result.arrays["y"]
     confidence, predicted = result.arrays["probs"].max(-1)
     return [Guess(images[i], names[int(predicted[i])], names[int(y[i])], float(confidence[i])) for i in which.tolist()]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,7 +19,7 @@ from dubito.model.priors import Normal
 from dubito.posteriors.families import FAMILIES, Family
 from dubito.posteriors.posterior import departure_label
 from dubito.tensors import randomness
-from dubito.tensors.checks import require
+from dubito.tensors.checks import require, suggestion
 
 Noise = Literal["shared", "heteroscedastic"]
 START = "start."  # prefix of the options of the training that comes before a method
@@ -108,7 +107,7 @@ def parse_spec(text: str, problem: Problem) -> Spec:
 def training_of(problem: Problem) -> Training:
     """The problem's training with the places of dropout in its network; for UCI these include the inputs, as in the paper."""
     with randomness.fork_rng(0):
-        network = problem.build(tuple(problem.part(0).x_train.shape[1:]), len(problem.outputs))
+        network = problem.build(tuple(problem.split(0).x_train.shape[1:]), len(problem.outputs))
     return problem.training._replace(dropout_at=dropout_places(network, inputs=problem.stackable))
 
 
@@ -124,16 +123,10 @@ def _check_name(name: str) -> str:
     chain = name.split(":")
     for part in chain:
         if part not in METHODS:
-            raise ValueError(f"no method is called {part!r}; {_suggest(part, METHODS)}")
+            raise ValueError(f"no method is called {part!r}; {suggestion(part, METHODS)}")
     if len(set(chain)) < len(chain) or any(part != "ensemble" for part in chain[:-1]):
         raise ValueError(f"{name}: only ensemble wraps other methods, as in ensemble:laplace")
     return chain[-1]
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{f'did you mean {near[0]!r}? ' if near else ''}choose from {', '.join(known)}"
 
 
 def _noise(text: str, value: str | None, problem: Problem) -> Noise | None:
@@ -175,7 +168,7 @@ def _holder(text: str, key: str, holders: Mapping[str, Any]) -> str:
         if name in names:
             return place
     names = dict.fromkeys(name for names in known.values() for name in names)
-    raise ValueError(f"{text}: no option is called {name!r}; {_suggest(name, names)}")
+    raise ValueError(f"{text}: no option is called {name!r}; {suggestion(name, names)}")
 
 
 def _replace(text: str, holder: Any, changes: Mapping[str, str]) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from dubito.cli.compare.spec import LENGTH_SCALE, Noise, Spec
-from dubito.evaluation.problems import Part, Problem
+from dubito.evaluation.problems import Problem, Split
 from dubito.inference.descent import Descent, advance, clip, share
 from dubito.inference.methods import MAP, Ensemble, MCDropout
 from dubito.model import Model
@@ -35,7 +35,7 @@ from dubito.tensors.tree import Params
 
 NOISE = LIKELIHOOD + "log_scale"
 LARGEST = 128  # networks in one stack: more do not fit into the cache, and are no faster
-FOLDS = 5  # one of this many rows of a training part is held out to choose a point of the grid
+FOLDS = 5  # one of this many rows of a training rows is held out to choose a point of the grid
 CHOOSING = 200  # draws of dropout when points of a grid are compared
 WEIGHT = 0.8  # share of the time that choosing takes, roughly
 
@@ -67,7 +67,7 @@ class Wanted(NamedTuple):
 
     seed: int
     point: Mapping[str, float]
-    part: Part
+    split: Split
 
 
 @dataclass(frozen=True)
@@ -94,25 +94,25 @@ def is_stackable(spec: Spec, problem: Problem) -> bool:
 def fit_splits(
     spec: Spec,
     problem: Problem,
-    parts: Mapping[int, Part],
+    splits: Mapping[int, Split],
     *,
     device: torch.device | str | None = None,
     tell: Tell = lambda _: None,
 ) -> dict[int, Chosen]:
-    """The posteriors of all splits (seed -> part). A split whose weights become infinite is left out.
+    """The posteriors of all splits (seed -> split). A split whose weights become infinite is left out.
 
-    If there is a grid, its points are compared by the log likelihood of a fifth of each training part, after training on the rest;
-    the test part is not used.
+    If there is a grid, its points are compared by the log likelihood of a fifth of each training rows, after training on the rest;
+    the test rows are not used.
     """
-    begin, seeds = time.monotonic(), list(parts)
+    begin, seeds = time.monotonic(), list(splits)
     points = list(spec.grid) or [{}]
-    stack = Stack(spec, problem, points, parts[seeds[0]], device)
+    stack = Stack(spec, problem, points, splits[seeds[0]], device)
     chosen, weight = dict.fromkeys(seeds, points[0]), 0.0
     if len(points) > 1:
         weight = WEIGHT
-        chosen = _choose(stack, points, parts, tell=lambda done: tell(weight * done))
+        chosen = _choose(stack, points, splits, tell=lambda done: tell(weight * done))
     members = 1 if stack.ensemble is None else stack.ensemble.size
-    final = [Wanted(seed, chosen[seed], parts[seed]) for seed in seeds]
+    final = [Wanted(seed, chosen[seed], splits[seed]) for seed in seeds]
     posteriors = stack.fit(final, members=members, tell=lambda done: tell(weight + (1 - weight) * done))
     seconds = (time.monotonic() - begin) / len(seeds)
     fitted = zip(seeds, posteriors, strict=True)
@@ -120,11 +120,11 @@ def fit_splits(
 
 
 def _choose(
-    stack: Stack, points: Sequence[Mapping[str, float]], parts: Mapping[int, Part], *, tell: Tell
+    stack: Stack, points: Sequence[Mapping[str, float]], splits: Mapping[int, Split], *, tell: Tell
 ) -> dict[int, Mapping[str, float]]:
-    """For each split the point of the grid with the best log likelihood on the held-out fifth of its training part."""
-    tried = [Wanted(seed, point, inner_part(part, seed)) for point in points for seed, part in parts.items()]
-    scores: dict[int, list[float]] = {seed: [] for seed in parts}
+    """For each split the point of the grid with the best log likelihood on the held-out fifth of its training rows."""
+    tried = [Wanted(seed, point, inner_split(split, seed)) for point in points for seed, split in splits.items()]
+    scores: dict[int, list[float]] = {seed: [] for seed in splits}
     for (seed, _, inner), posterior in zip(tried, stack.fit(tried, members=1, tell=tell), strict=True):
         p = posterior.predict(inner.x_test, draws=None if stack.dropout is None else CHOOSING)
         value = float(-p.to("cpu").log_prob(inner.y_test).double().mean())
@@ -132,12 +132,12 @@ def _choose(
     return {seed: points[values.index(min(values))] for seed, values in scores.items()}
 
 
-def inner_part(part: Part, seed: int) -> Part:
-    """The training part split again, with a fifth of it as the test part; standardized as before."""
-    order = torch.randperm(len(part.x_train), generator=randomness.generator("cpu", seed, "choosing"))
+def inner_split(split: Split, seed: int) -> Split:
+    """The training rows split again, with a fifth of it as test rows; standardized as before."""
+    order = torch.randperm(len(split.x_train), generator=randomness.generator("cpu", seed, "choosing"))
     held, kept = order.split([len(order) // FOLDS, len(order) - len(order) // FOLDS])
-    x, y = part.x_train, part.y_train
-    return part._replace(x_train=x[kept], y_train=y[kept], x_test=x[held], y_test=y[held])
+    x, y = split.x_train, split.y_train
+    return split._replace(x_train=x[kept], y_train=y[kept], x_test=x[held], y_test=y[held])
 
 
 def _is_finite(posterior: Posterior) -> bool:
@@ -153,7 +153,7 @@ class Stack:
         spec: Spec,
         problem: Problem,
         points: Sequence[Mapping[str, float]],
-        part: Part,
+        split: Split,
         device: torch.device | str | None,
     ):
         self.spec, self.problem = spec, problem
@@ -165,7 +165,7 @@ class Stack:
         for point in points:
             noise = self.noise(point)
             if noise not in self.models:
-                self.models[noise] = _model(replace(spec, noise=noise), problem, part)
+                self.models[noise] = _model(replace(spec, noise=noise), problem, split)
                 self.models[noise].network.to(device)  # made just now; None leaves it where it is
 
     def noise(self, point: Mapping[str, float]) -> Noise:
@@ -198,15 +198,15 @@ class Stack:
         return [posteriors[i] for i in range(len(jobs))]
 
     def _job(self, wanted: Wanted, members: int) -> Job:
-        seed, point, part = wanted
+        seed, point, split = wanted
         noise, method = self.noise(point), self.method
         if self.ensemble is not None and noise == "heteroscedastic":
             method = replace(method, clip=None)  # where the predicted noise is small, gradients must be large
         scale = self.problem.training.prior_scale or 1.0
-        task = Task(part.x_train, part.y_train, seed, prior=scale, biases=scale)
+        task = Task(split.x_train, split.y_train, seed, prior=scale, biases=scale)
         if self.dropout is not None:
             method = replace(self.dropout, rate=point.get("rate", self.dropout.rate))
-            task = _dropout_task(task, method, point, part)
+            task = _dropout_task(task, method, point, split)
         epochs = int(point.get("epochs", method.passes_over_data))
         return Job(noise, epochs, tuple(task._replace(seed=randomness.derive_seed(seed, k)) for k in range(members)), method)
 
@@ -220,14 +220,14 @@ class Stack:
         return Point(model, tree.select(leaves, 0), {})
 
 
-def _dropout_task(task: Task, method: MCDropout, point: Mapping[str, float], part: Part) -> Task:
+def _dropout_task(task: Task, method: MCDropout, point: Mapping[str, float], split: Split) -> Task:
     """The task with the rate, noise and prior of MC dropout, from a point of the grid or from the method's length scale."""
     keep, precision = 1 - method.rate, point.get("precision")
     if precision is not None:  # in the original units of the targets; the network's are standardized
-        assert part.scale is not None
-        precision = precision * float(part.scale.square().mean())
+        assert split.scale is not None
+        precision = precision * float(split.scale.square().mean())
     elif method.length_scale is not None and method.weight_decay is not None:
-        precision = keep * method.length_scale**2 / (2 * len(part.x_train) * method.weight_decay)
+        precision = keep * method.length_scale**2 / (2 * len(split.x_train) * method.weight_decay)
     task = task._replace(rate=method.rate, precision=precision)
     if precision is None:
         return task
@@ -235,9 +235,9 @@ def _dropout_task(task: Task, method: MCDropout, point: Mapping[str, float], par
     return task._replace(prior=1 / (length * math.sqrt(keep)), biases=1 / length)  # as in `MCDropout` with a length scale
 
 
-def _model(spec: Spec, problem: Problem, part: Part) -> Model:
+def _model(spec: Spec, problem: Problem, split: Split) -> Model:
     with randomness.fork_rng(randomness.derive_seed(0, "network")):
-        model = spec.model(problem, tuple(part.x_train.shape[1:]))
+        model = spec.model(problem, tuple(split.x_train.shape[1:]))
     if any(True for _ in model.network.buffers()):
         raise ValueError("networks with buffers (BatchNorm) cannot be trained in one stack")
     return model

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from dubito.cli.demo import curve, digits
-from dubito.cli.threads import one_thread
+from dubito.cli.process import one_thread, print_warnings
 from dubito.inference.presets import preset, suiting
 from dubito.inference.registry import METHODS
 from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
@@ -39,13 +39,14 @@ def demo(out: str | Path = "reports/demo.html", *, seed: int = 0, effort: float 
         """Print a line of progress."""
         console.print(Text(words, style="dim"))
 
-    problem, outcomes = digits.run(seed=seed, effort=effort, say=say)
-    curves = curve.run(seed=seed, effort=effort, say=say)
+    with print_warnings(say):
+        problem, outcome = digits.run(seed=seed, effort=effort, say=say)
+        curves = curve.run(seed=seed, effort=effort, say=say)
     report = Report(
         "What does the network not know?",
-        (*digits.sections(problem, outcomes), curve.section(curves, seed=seed)),
+        (*digits.sections(problem, outcome), curve.section(curves, seed=seed)),
         summary=(
-            f"{join_words([outcome.label for outcome in outcomes.values()])}, with the same networks on the same data: handwritten "
+            f"{join_words([result.key.label for result in outcome.results])}, with the same networks on the same data: handwritten "
             "digits with two classes left out of the training, and a curve with a gap in its data. A good method is accurate, "
             "calibrated, and uncertain about what it has not seen."
         ),

@@ -3,242 +3,145 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from dubito.cli.demo.fits import Fits, Perceptron
-from dubito.cli.threads import one_thread
+from dubito.cli.compare.grid import Fits, versions
+from dubito.cli.compare.page import calibration, pool, unfamiliar
+from dubito.cli.compare.result import Key, Result
+from dubito.cli.compare.scoring import evaluate
+from dubito.cli.compare.spec import parse_spec
+from dubito.cli.compare.summary import by_method, departures_caption, scores, table
+from dubito.cli.process import one_thread
 from dubito.evaluation import data, measures
-from dubito.evaluation.judge import rank, score, separation
-from dubito.evaluation.problems import DIGITS
-from dubito.inference.fit import fit
-from dubito.inference.methods import MAP
+from dubito.evaluation.problems import DIGITS, Problem, Split, perceptron
 from dubito.inference.presets import suiting
 from dubito.inference.registry import METHODS
-from dubito.model import Model
 from dubito.model.likelihoods import Categorical
-from dubito.posteriors.predictive import LatentMixture, Predictive
-from dubito.report import Column, Figure, Picture, Section, Table
-from dubito.report.calibration import coverage, reliability
+from dubito.posteriors.predictive import LatentMixture
+from dubito.report import Figure, Picture, Section, Table
 from dubito.report.canvas import BLUE, VERMILION
-from dubito.report.comparison import histograms
-from dubito.report.content import join_words
 from dubito.report.images import card, scatter
 
-TRAINING = DIGITS._replace(members=10)
 FAMILIAR = 8  # classes in training; 8 and 9 are unfamiliar
+STRANGE = "8 and 9"
 SHOWN = "mc_dropout"  # the method of the images: it has any number of draws
-COLUMNS = (
-    Column("method"),
-    Column("accuracy", better="higher", meaning="share of the test images of known classes that are classified correctly"),
-    Column("NLL", better="lower", meaning="mean negative log probability of the true class"),
-    Column("ECE", better="lower", meaning="mean gap between confidence and accuracy"),
-    Column("AUROC errors", better="higher", meaning="how well 1 - the largest probability detects errors"),
-    Column("AUROC unfamiliar", better="higher", meaning="how well the entropy detects the classes left out of the training"),
-    Column("seconds", digits=1, better="lower", meaning="time to fit, including the training of the network it starts from"),
-)
-
-
-class Problem(NamedTuple):
-    """Training images and labels, and test images of known and of unknown classes."""
-
-    x: Tensor
-    y: Tensor
-    x_known: Tensor
-    y_known: Tensor
-    x_unknown: Tensor
-    y_unknown: Tensor
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the known classes."""
-        return [str(c) for c in range(FAMILIAR)]
-
-    @property
-    def unfamiliar(self) -> str:
-        """Names of the unknown classes, in words."""
-        return join_words([str(c) for c in self.y_unknown.unique().tolist()])
 
 
 class Outcome(NamedTuple):
-    """The predictions of a method for the test images."""
+    """The results of all methods, and the predictives of `SHOWN` (or of the first method) for known and for unknown test images."""
 
+    results: tuple[Result, ...]
     label: str
-    known: Predictive
-    unknown: Predictive
-    seconds: float
-
-    def both(self, measure: Callable[[Predictive], Tensor]) -> Tensor:
-        """A measure of all test images, the known ones first."""
-        return torch.cat([measure(self.known), measure(self.unknown)])
-
-    def wrong(self, y: Tensor) -> Tensor:
-        """Which known test images are classified wrongly, [N]."""
-        return self.known.mean.argmax(-1) != y
+    known: LatentMixture
+    unknown: LatentMixture
 
 
-def problem(*, seed: int = 0) -> Problem:
+def problem(*, seed: int = 0, effort: float = 1.0) -> Problem:
     """A quarter of the digits for training, since uncertainty matters with few data; all of the unknown classes for testing.
 
-    >>> p = problem()
-    >>> len(p.x), len(p.x_known), len(p.x_unknown), int(p.y.max()), int(p.y_unknown.min())
-    (361, 1082, 354, 7, 8)
+    >>> split = problem().split(0)
+    >>> len(split.x_train), len(split.x_test), len(split.unfamiliar["8 and 9"]), int(split.y_train.max())
+    (361, 1082, 354, 7)
     """
-    split = data.digits(seed=seed, test=0.75)
-    seen, known = split.y_train < FAMILIAR, split.y_test < FAMILIAR
-    return Problem(
-        split.x_train[seen],
-        split.y_train[seen],
-        split.x_test[known],
-        split.y_test[known],
-        torch.cat([split.x_train[~seen], split.x_test[~known]]),
-        torch.cat([split.y_train[~seen], split.y_test[~known]]),
-    )
+    whole = data.digits(seed=seed, test=0.75)
+    seen, known = whole.y_train < FAMILIAR, whole.y_test < FAMILIAR
+    strange = {STRANGE: torch.cat([whole.x_train[~seen], whole.x_test[~known]])}
+    split = Split(whole.x_train[seen], whole.y_train[seen], whole.x_test[known], whole.y_test[known], None, None, strange)
+    training = DIGITS._replace(epochs=max(1, round(effort * DIGITS.epochs)), members=10)
+    names = tuple(str(c) for c in range(FAMILIAR))
+    return Problem("digits 0 to 7", "classification", lambda _: split, training, perceptron((128, 128)), names)
 
 
 @one_thread()
-def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = str) -> tuple[Problem, dict[str, Outcome]]:
-    """Fit every method that supports classification, and predict both kinds of test images."""
-    given, outcomes = problem(seed=seed), {}
-    network = Perceptron((64, 128, FAMILIAR), nn.ReLU, nn.Flatten(), seed=seed)
-    model = Model(network, Categorical(), TRAINING.prior)
-    fit(
-        model, MAP(epochs=1), (given.x[:64], given.y[:64])
-    )  # torch loads parts of itself at the first step; no method should pay for that
-    fits = Fits(model, (given.x, given.y), TRAINING, seed=seed, effort=effort)
+def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = str) -> tuple[Problem, Outcome]:
+    """Fit every method that supports classification, and score it on both kinds of test images."""
+    given = problem(seed=seed, effort=effort)
+    split, fits, results, shown = given.split(seed), Fits(given, seed), [], {}
+    fits(parse_spec("map,epochs=1", given), split)  # torch loads parts of itself at the first step; no method should pay for that
     for name in suiting(METHODS, Categorical):
-        label, (posterior, seconds) = fits.label(name), fits(name)
-        outcomes[name] = Outcome(label, posterior.predict(given.x_known), posterior.predict(given.x_unknown), seconds)
-        say(f"digits: {label}, {seconds:.1f} s")
-    return given, outcomes
+        spec = parse_spec(name, given)
+        posterior, _, seconds = fits(spec, split)
+        found = evaluate(posterior, given, split, seed=seed)
+        results.append(
+            Result(Key(spec.title, seed, spec.settings), found.scores, seconds, arrays=found.arrays, versions=versions())
+        )
+        shown[name] = (spec.title, posterior)
+        say(f"digits: {spec.title}, {seconds:.1f} s")
+    label, posterior = shown.get(SHOWN) or next(iter(shown.values()))
+    images = (posterior.predict(x) for x in (split.x_test, split.unfamiliar[STRANGE]))
+    return given, Outcome(tuple(results), label, *images)
 
 
-def scores(outcome: Outcome, y: Tensor) -> dict[str, float]:
-    """What the table shows of a method; y are the labels of the known images."""
-    known = outcome.known
-    found = score(known, y, ("accuracy", "nll", "ece"))
-    entropies = measures.predictive_entropy(known), measures.predictive_entropy(outcome.unknown)
-    return {
-        "accuracy": found["accuracy"],
-        "NLL": found["nll"],
-        "ECE": found["ece"],
-        "AUROC errors": rank(measures.one_minus_max(known), outcome.wrong(y))["auroc"],
-        "AUROC unfamiliar": separation(*entropies)["auroc"],
-        "seconds": outcome.seconds,
-    }
-
-
-def sections(given: Problem, outcomes: Mapping[str, Outcome]) -> tuple[Section, ...]:
+def sections(given: Problem, outcome: Outcome) -> tuple[Section, ...]:
     """The sections of the report on digits."""
-    every = list(outcomes.values())
+    split, succeeded = given.split(0), by_method(outcome.results)
+    pooled, strange = pool(succeeded), torch.ones(len(split.unfamiliar[STRANGE]), dtype=torch.bool)
+    known = {label: (own["total"], own["wrong"].bool()) for label, own in pooled.items()}
+    both = {
+        label: (torch.cat([doubt, pooled[label][f"unfamiliar {STRANGE} total"]]), torch.cat([wrong, strange]))
+        for label, (doubt, wrong) in known.items()
+    }
     return (
         Section(
             "Scores",
-            f"{len(given.x)} training images and {len(given.x_known)} test images of the digits 0 to {FAMILIAR - 1}, and "
-            f"{len(given.x_unknown)} unfamiliar images of {given.unfamiliar}, which are in no training set.",
-            tables=(_table(given, every),),
+            f"{len(split.x_train)} training images and {len(split.x_test)} test images of the digits 0 to {FAMILIAR - 1}, and "
+            f"{len(strange)} unfamiliar images of {STRANGE}, which are in no training set.",
+            tables=(_table(given, outcome.results),),
         ),
-        Section(
-            "Calibration",
-            "Are predictions with a confidence of 90 % right nine times in ten?",
-            figures=_calibration(given, every),
-        ),
-        Section(
-            "The unfamiliar",
-            "Is the network more uncertain about classes that it has never seen?",
-            figures=(_unfamiliar(given, every),),
-        ),
+        # every answer to an unfamiliar digit is wrong, so a curve of the second panel stays high if those are rejected first
+        calibration(pooled, {"Known digits only": known, "Known and unfamiliar digits": both}),
+        *unfamiliar(given, [STRANGE], succeeded),
         Section(
             "Images",
             "The most and the least uncertain images, and the predictions of single draws.",
-            figures=_images(given, outcomes.get(SHOWN) or every[0]),
+            figures=_images(split, outcome),
         ),
     )
 
 
-def _table(given: Problem, outcomes: Sequence[Outcome]) -> Table:
-    y, rows = given.y_known, []
-    for outcome in outcomes:
-        found = scores(outcome, y)
-        rows.append((outcome.label, *(found[column.name] for column in COLUMNS[1:])))
-    counts = [(outcome.label, int(outcome.wrong(y).sum())) for outcome in outcomes]
-    rate = max(1, sum(count for _, count in counts)) / (len(counts) * len(y))
+def _table(given: Problem, results: Sequence[Result]) -> Table:
+    main, _ = scores(results, given.kind)
+    counts = {result.key.label: int(result.arrays["wrong"].sum()) for result in results}
+    n = len(results[0].arrays["wrong"])
+    rate = max(1, sum(counts.values())) / (len(counts) * n)
+    departures = departures_caption([parse_spec(name, given) for name in suiting(METHODS, Categorical)])
+    wrong = ", ".join(f"{label}: {count}" for label, count in counts.items())
     caption = (
-        f"Marked: the best of each column. Wrong answers: {', '.join(f'{label}: {count}' for label, count in counts)}. One run: "
-        f"the standard error of an accuracy is about {math.sqrt(rate * (1 - rate) / len(y)):.3f}, and small differences are chance. "
-        "AUROC: 0.5 is chance, 1 is perfect; errors are ranked by 1 - the largest probability, unfamiliar images by entropy. "
-        f"Generalized: Laplace has damping = {TRAINING.damping:g}, so it is not the posterior of Bayes' rule."
+        f"Marked: the best of each column. Wrong answers: {wrong}. One run: the standard error of an accuracy is about "
+        f"{math.sqrt(rate * (1 - rate) / n):.3f}, and small differences are chance. AUROC: 0.5 is chance, 1 is perfect; errors are "
+        "ranked by 1 - the largest probability, unfamiliar images by entropy. Laplace covers the last layer: with few images, the data "
+        f"determine few of the other weights. {departures}"
     )
-    return Table("Handwritten digits", COLUMNS, tuple(rows), caption=caption)
+    return replace(table("Handwritten digits", results, main, seeds=1, caption=caption.strip()), sortable=False)
 
 
-def _calibration(given: Problem, outcomes: Sequence[Outcome]) -> tuple[Figure, ...]:
-    y, strange = given.y_known, torch.ones(len(given.x_unknown), dtype=torch.bool)
-    known = {o.label: (measures.one_minus_max(o.known), o.wrong(y)) for o in outcomes}
-    both = {o.label: (o.both(measures.one_minus_max), torch.cat([o.wrong(y), strange])) for o in outcomes}
-    return (
-        Figure(
-            "Reliability",
-            tuple(reliability(o.label, o.known.mean, y) for o in outcomes),
-            legend=((BLUE, "accuracy in a bin, with its 90 % interval"), (VERMILION, "gap between confidence and accuracy")),
-            caption=(
-                "Dots on the dashed line are calibrated; below it the network is overconfident, above it underconfident. Bins with "
-                "fewer than five predictions are pale. The counts below are on a logarithmic scale."
-            ),
-        ),
-        Figure(
-            "Accuracy against coverage",
-            (coverage("Known digits only", known), coverage("Known and unfamiliar digits", both)),
-            caption=(
-                "Accuracy if the network answers only the share of images about which it is most confident. In the second panel "
-                "every answer to an unfamiliar digit is wrong, so a curve stays high if those are rejected first."
-            ),
-        ),
-    )
-
-
-def _unfamiliar(given: Problem, outcomes: Sequence[Outcome]) -> Figure:
-    panels = {
-        f"{o.label} · AUROC {scores(o, given.y_known)['AUROC unfamiliar']:.3f}": {
-            "known": measures.predictive_entropy(o.known),
-            "unfamiliar": measures.predictive_entropy(o.unknown),
-        }
-        for o in outcomes
-    }
-    return Figure(
-        "Uncertainty of known and unfamiliar digits",
-        histograms(panels, xlabel="predictive entropy in nats", upper=math.log(FAMILIAR)),
-        legend=((BLUE, "test images of known classes"), (VERMILION, f"images of {given.unfamiliar}, not in the training")),
-        caption=(
-            "The less the two overlap, the better uncertainty detects unfamiliar images. Unfamiliar images at the left are those about "
-            f"which the network is wrongly confident. The axis ends at ln {FAMILIAR}, the entropy of a uniform guess."
-        ),
-    )
-
-
-def _images(given: Problem, o: Outcome) -> tuple[Figure, ...]:
-    assert isinstance(o.known, LatentMixture)
-    assert isinstance(o.unknown, LatentMixture)
-    images, labels = torch.cat([given.x_known, given.x_unknown])[:, 0], torch.cat([given.y_known, given.y_unknown]).tolist()
+def _images(split: Split, o: Outcome) -> tuple[Figure, ...]:
+    n = len(split.x_test)
+    images = torch.cat([split.x_test, split.unfamiliar[STRANGE]])[:, 0]
     f, probs = torch.cat([o.known.means, o.unknown.means], 1), torch.cat([o.known.probs, o.unknown.probs], 1)  # [S, N, C]
-    n, entropy, ignorance = len(given.x_known), o.both(measures.predictive_entropy), measures.mutual_information(o.unknown)
-    order = entropy.argsort(stable=True).tolist()
-    names = [f"{'an' if label == 8 else 'a'} {label}{', unfamiliar' if label >= FAMILIAR else ''}" for label in labels]
-    clear, ambiguous, strange = int(entropy[:n].argmin()), int(entropy[:n].argmax()), n + int(ignorance.argmax())
+    means = torch.cat([o.known.mean, o.unknown.mean])
+    entropy = torch.cat([measures.predictive_entropy(p) for p in (o.known, o.unknown)])
+    order, labels = entropy.argsort(stable=True).tolist(), split.y_test.tolist()
+    names = [*(f"a {label}" for label in labels), *["an unfamiliar digit"] * (len(images) - n)]
 
     def _cards(which: Sequence[int]) -> tuple[Picture, ...]:
-        means = torch.cat([o.known.mean, o.unknown.mean])
+        drawn = [(i, f"entropy {entropy[i]:.2f}", labels[i] if i < n else -1) for i in which]
         return tuple(
-            card(images[i], means[i], probs[:, i], title=names[i], subtitle=f"entropy {entropy[i]:.2f}", truth=labels[i])
-            for i in which
+            card(images[i], means[i], probs[:, i], title=names[i], subtitle=text, truth=truth) for i, text, truth in drawn
         )
 
     def _cloud(i: int, title: str) -> Picture:
         return scatter(images[i], f[:, i], probs[:, i], title=title, subtitle=f"{names[i]}: entropy {entropy[i]:.2f}")
 
+    clouds = {
+        "A clear image": int(entropy[:n].argmin()),
+        "An ambiguous image": int(entropy[:n].argmax()),
+        "An unfamiliar image": n + int(measures.mutual_information(o.unknown).argmax()),
+    }
     return (
         Figure(
             f"The least certain images, by {o.label}",
@@ -253,7 +156,7 @@ def _images(given: Problem, o: Outcome) -> tuple[Figure, ...]:
         ),
         Figure(
             f"What {len(probs)} draws say, by {o.label}",
-            (_cloud(clear, "A clear image"), _cloud(ambiguous, "An ambiguous image"), _cloud(strange, "An unfamiliar image")),
+            tuple(_cloud(i, title) for title, i in clouds.items()),
             legend=((BLUE, "softmax inputs, a dot for each draw and class"), (VERMILION, "softmax outputs")),
             caption=(
                 "The inputs scatter for every image; what counts is whether the clouds overlap. Where one class is above all others in "

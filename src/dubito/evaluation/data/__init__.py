@@ -21,5 +21,6 @@ from dubito.evaluation.data.sentences import Vocabulary as Vocabulary
 from dubito.evaluation.data.table import Table as Table
 from dubito.evaluation.data.table import detect as detect
 from dubito.evaluation.data.table import table as table
+from dubito.evaluation.data.uci import moments as moments
 from dubito.evaluation.data.uci import standardize as standardize
 from dubito.evaluation.data.uci import uci as uci

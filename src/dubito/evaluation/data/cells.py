@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.tensors.checks import require
+from dubito.tensors.checks import require, suggestion
 
 MISSING = ("", "nan", "na", "n/a", "null", "none", "?")
 
@@ -55,10 +54,8 @@ def refuse_number(place: str, cell: str) -> NoReturn:
 
 def require_name(path: object, name: str, there: Collection[str], what: str) -> None:
     """Raise a ValueError if no column or array has that name; it suggests the nearest one."""
-    if name not in there:
-        near = difflib.get_close_matches(name, there, n=1)
-        advice = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{path}: no {what} is called {name!r}; {advice}there are {listed(tuple(there))}")
+    if name not in there:  # not `require`: the suggestion takes a while where there are many columns
+        raise ValueError(f"{path}: no {what} is called {name!r}; {suggestion(name, there)}")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -70,8 +70,8 @@ def standardize(split: Split) -> Standardized:
     >>> s.x_train.tolist(), s.y_mean.item(), s.y_scale.item()
     ([[-1.0, 0.0], [1.0, 0.0]], 20.0, 10.0)
     """
-    x_mean, x_scale = _moments(split.x_train)
-    y_mean, y_scale = _moments(split.y_train)
+    x_mean, x_scale = moments(split.x_train)
+    y_mean, y_scale = moments(split.y_train)
     return Standardized(
         (split.x_train - x_mean) / x_scale,
         (split.y_train - y_mean) / y_scale,
@@ -82,7 +82,8 @@ def standardize(split: Split) -> Standardized:
     )
 
 
-def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+def moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each column, in the dtype of the values; the deviation of a constant column is 1."""
     wide = values.double()
     scale = wide.std(0, correction=0)
     # Compared by value: the rounded deviation of a constant column need not be exactly 0.

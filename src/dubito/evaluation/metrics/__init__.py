@@ -75,14 +75,17 @@ METRICS: dict[str, Metric] = {
     "rmse": Metric(rmse, False, True, "lower", "root mean squared error, in the target's units"),
     "crps": Metric(crps, False, True, "lower", "continuous ranked probability score, in the target's units; lower is better"),
     "coverage": Metric(coverage, False, True, None, "share inside the 90 % interval; 0.9 is calibrated"),
-    "width": Metric(width, False, True, "lower", "mean width of the 90 % interval, in the target's units"),
+    # narrow intervals and small deviations are good only in predictives that are calibrated, so neither direction is better
+    "width": Metric(
+        width, False, True, None, "mean width of the 90 % interval, in the target's units; narrow is good if it covers"
+    ),
     "interval_score": Metric(
         interval_score, False, True, "lower", "that width plus a penalty for targets outside; lower is better"
     ),
     "quantile_error": Metric(
         quantile_error, False, True, "lower", "average gap between nominal and observed quantile levels; 0 is calibrated"
     ),
-    "sharpness": Metric(sharpness, False, True, "lower", "predicted standard deviation, in the target's units"),
+    "sharpness": Metric(sharpness, False, True, None, "predicted standard deviation, in the target's units"),
 }
 
 # (scores [n], errors [n]) -> scalar

@@ -118,7 +118,7 @@ FILES = (".npz", ".csv", ".txt")
 NAMED = ("digits", "mnist", "fashion-mnist", "cifar10", "polarity")
 GARMENTS = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 HEAD = r"hidden([2-9]\d*)?$|output$"  # where networks of ours drop: late, so that many draws cost little more than one
-SENTENCES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=1.0, dropout=0.5, damping=0.0, walk=3e-3)
+SENTENCES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=1.0, dropout=0.5, walk=3e-3)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _named(name: str) -> Task:
         words = len(reviews.vocabulary)
         return Task(name, reviews.x_train, OPINIONS, Lines(lines), lambda: Bag(words, 2), SENTENCES, held)
     given = problem(name)
-    part = given.part(0)
+    part = given.split(0)
     names = GARMENTS if name == "fashion-mnist" else given.outputs
     build = _builder(given.build, tuple(part.x_train.shape[1:]), len(names))
     shown = Images(part.x_train, ink=name != "cifar10")
