@@ -259,6 +259,16 @@ def test_a_matrix_that_is_too_large_is_refused():
         Full().leaves({"w": torch.zeros(100, 100)}, {"w": torch.ones(100, 100)})
 
 
+def test_noise_beside_the_diagonal_of_a_large_matrix_does_not_widen_it():
+    """Adam moves every number by about a learning rate, and those of a row must not add up. Files of version 0.1 keep their units."""
+    family, n = Full(), 400
+    leaves = family.leaves({"w": torch.zeros(n)}, {"w": torch.ones(n)})
+    noisy = {**leaves, "rows/": leaves["rows/"] + 0.1 * torch.randn(n, n, generator=torch.Generator().manual_seed(0)).tril(-1)}
+    assert family.moments(noisy)[1]["w"].max() < 1.02
+    before = {"mean/w": leaves["mean/w"], "factor/": noisy["rows/"]}
+    assert family.moments(before)[1]["w"].max() > 3
+
+
 def test_binary_weights():
     """The moments of discrete draws; the divergence by summing over the states; draws while training are in between."""
     family, prior = Binary((-1.0, 1.0), learn_scale=False), Bernoulli(0.3, values=(-1.0, 1.0))

@@ -207,13 +207,14 @@ LARGEST = 8192  # weights in a matrix
 class Layerwise(Family):
     r"""Gaussian weights with a full covariance in each layer: :math:`w_l = \mu_l + L_l \epsilon`, :math:`\epsilon \sim N(0, I)`.
 
-    :math:`L_l` is lower triangular, with rows in units of its diagonal, so that the same step size suits weights of any scale.
+    :math:`L_l` is lower triangular, of n rows. They are in units of its diagonal, so that one step size suits weights of any scale,
+    and what lies beside the diagonal is divided by :math:`\sqrt n`, so that the noise of so many numbers does not widen q.
 
     The weights of a layer are those with the same name up to the last dot. The entropy is
     :math:`\sum_l \ln \det L_l + \frac n2 (1 + \ln 2\pi)`. The matrix has a row for each weight, so layers must be small.
 
     >>> leaves = Layerwise().leaves({"0.weight": torch.zeros(1, 2), "0.bias": torch.zeros(1)}, {})
-    >>> leaves["factor/0"].shape
+    >>> leaves["rows/0"].shape
     torch.Size([3, 3])
     """
 
@@ -235,15 +236,21 @@ class Layerwise(Family):
                 "or give Model(only=...) a pattern of fewer weights",
             )
             spread = [scale.get(name, torch.full_like(start[name], 0.01)).flatten() for name in names]
-            leaves[f"factor/{block}"] = torch.diag(inverse_softplus(torch.cat(spread)))
+            leaves[f"rows/{block}"] = torch.diag(inverse_softplus(torch.cat(spread)))
         return leaves
 
     def _factors(self, leaves: Params) -> dict[str, Tensor]:
         """The lower triangular matrices by block, with positive diagonals."""
+        # "factor" are those of version 0.1, which are not divided
+        shares = {
+            f"{kind}/{block}": divided for kind, divided in (("rows", True), ("factor", False)) for block in pick(leaves, kind)
+        }
         factors = {}
-        for block, raw in pick(leaves, "factor").items():
+        for key, divided in shares.items():
+            raw = leaves[key]
             scale = F.softplus(raw.diagonal())
-            factors[block] = raw.tril(-1) * scale.unsqueeze(1) + torch.diag(scale)
+            beside = scale / math.sqrt(len(raw)) if divided else scale
+            factors[key.split("/", 1)[1]] = raw.tril(-1) * beside.unsqueeze(1) + torch.diag(scale)
         return factors
 
     def _blocks(self, leaves: Params) -> dict[str, Params]:
@@ -301,7 +308,7 @@ class Full(Layerwise):
     """Gaussian weights with one covariance matrix for all of them. For a linear model with Gaussian noise this is the exact posterior.
 
     >>> list(Full().leaves({"0.weight": torch.zeros(1, 2), "1.weight": torch.zeros(1)}, {}))
-    ['mean/0.weight', 'mean/1.weight', 'factor/']
+    ['mean/0.weight', 'mean/1.weight', 'rows/']
     """
 
     def blocks(self, names: list[str]) -> dict[str, list[str]]:
