@@ -62,6 +62,7 @@ QUICK: dict[str, Any] = {
     "ensemble/of swag": Ensemble(SWAG(epochs=4, draws=3), 2),
     "ensemble/of ivon": Ensemble(IVON(epochs=3), 2),
     "ensemble/of laplace": Ensemble(Laplace(check=False), 2, start=MAP(epochs=2)),
+    "ensemble/early stopping": Ensemble(MAP(epochs=3), 2, hold_out=0.3),
     "ensemble/two stages": Ensemble(MAP(epochs=2), 2, start=MAP(epochs=1)),
     "laplace": Laplace(check=False),
     "laplace/diagonal": Laplace("diagonal", check=False),

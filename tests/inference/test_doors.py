@@ -114,6 +114,11 @@ def test_a_network_is_a_start():
         dubito.fit(model(), dubito.MAP(epochs=0), (X, Y), start=nn.Linear(3, 4), progress=False)
 
 
+def test_a_list_of_starts_is_for_methods_with_several():
+    with pytest.raises(ValueError, match="a list of 2 settings; this method begins at one"):
+        fit((X, Y), start=[nn.Linear(3, 3), nn.Linear(3, 3)])
+
+
 class Language(nn.Module):
     def __init__(self):
         super().__init__()

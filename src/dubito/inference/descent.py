@@ -151,7 +151,7 @@ class Descent(ABC, Generic[Trained]):
 
     def _may_record(self, target: Target, data: list[Batch]) -> bool:
         """On a GPU, and where a batch is all that is new in a step."""
-        new = len(data) != 1 or target.weights is not None or target.adversary is not None
+        new = len(data) != 1 or any(own is not None for own in (target.weights, target.adversary, target.targets))
         return self.record and target.model.device.type == "cuda" and not new
 
     def kind(self, state: Trained) -> Hashable | None:

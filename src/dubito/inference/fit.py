@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from dubito.inference.batches import Arrays, batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
@@ -17,7 +17,7 @@ from dubito.inference.loop import Loop
 from dubito.inference.method import Event, Method, Start, departures, traits_of, with_budget
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
-from dubito.inference.start import make_start
+from dubito.inference.start import Weights, make_start
 from dubito.model import Model, Target
 from dubito.model.inspect import (
     TargetCheck,
@@ -31,7 +31,6 @@ from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store
 from dubito.tensors.checks import require
-from dubito.tensors.tree import Params
 
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # wrappers whose gradients would have to be averaged
 
@@ -41,7 +40,7 @@ def fit(
     method: Method,
     data: Data,
     *,
-    start: Params | Posterior | nn.Module | None = None,
+    start: Weights | Sequence[Weights] | None = None,
     n_data: int | None = None,
     temperature: float = 1.0,
     device: torch.device | str | None = None,
@@ -61,10 +60,11 @@ def fit(
 ) -> Posterior:
     """Give a model a posterior.
 
-    `data` is a tuple (x, y) of tensors, arrays, lists or DataFrames (cut into batches of `batch_size`), a dict with labels, a
-    Dataset (of torch or Hugging Face), a DataLoader or a list of batches. `start` (weights, a network with the same layers, or an
-    earlier posterior) defaults to the network's weights. `n_data` is needed only where examples cannot be counted. `device` other
-    than the network's own works on a copy of it. `precision="bfloat16"` runs the network in mixed precision.
+    `data` is a tuple (x, y) of tensors, arrays, lists or DataFrames (cut into batches of `batch_size`), a dict with labels, a Dataset
+    (of torch or Hugging Face), a DataLoader or a list of batches. `start` (weights, a network with the same layers, or an earlier
+    posterior; for chains and members also a list of these) defaults to the network's weights. `n_data` is needed only where examples
+    cannot be counted. `device` other than the network's own works on a copy of it. `precision="bfloat16"` runs the network in mixed
+    precision.
 
     `validation` data is scored after every epoch, and the state that scored best counts; with `patience` the fit stops after so
     many epochs without improvement. `checkpoint` is a folder written every `checkpoint_every` seconds and at the end; with
@@ -96,7 +96,7 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
     _check_parts(model, method)
     traits = traits_of(method)
     require(
-        options.start is None or not traits.starts_anew,
+        options.start is None or not traits.starts_anew or traits.many_starts,
         f"{type(method).__name__} initializes its members itself and would ignore `start`: leave it out",
     )
     model = _on_device(model, options.device)

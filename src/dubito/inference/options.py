@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from dubito.inference.method import Event
+from dubito.inference.start import Weights
 from dubito.network.examples import Data
-from dubito.posteriors import Posterior
 from dubito.tensors.checks import at_least, require
-from dubito.tensors.tree import Params
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class FitOptions:
     ValueError: accumulate must be at least 1; got 0
     """
 
-    start: Params | Posterior | nn.Module | None = None
+    start: Weights | Sequence[Weights] | None = None
     n_data: int | None = None
     temperature: float = 1.0
     device: torch.device | str | None = None

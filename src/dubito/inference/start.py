@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from dubito.inference.method import Start
@@ -12,18 +14,28 @@ from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
+Weights = Params | Posterior | nn.Module  # a setting of the weights, or a posterior with one or several
 
-def make_start(model: Model, start: Params | Posterior | nn.Module | None, y: Targets, *, many: bool = False) -> Start:
+
+def make_start(model: Model, start: Weights | Sequence[Weights] | None, y: Targets, *, many: bool = False) -> Start:
     """The start of a method, as copies on the model's device.
 
     Quantities that the likelihood or the prior learns, and that `start` does not hold, begin at the model's first guess from the
-    targets `y`; they are `Start.unset`. With `many` a set of draws gives a start for each chain, `Start.draws`.
+    targets `y`; they are `Start.unset`. With `many` a set of draws, or a list of starts, gives one for each chain, `Start.draws`.
     """
     params, buffers = model.parameters(y), model.buffers()
     if start is None:
         return Start(params, buffers, tuple(name for name in params if ":" in name))
     if isinstance(start, nn.Module):
         start = {**dict(start.named_parameters()), **dict(start.named_buffers())}
+    if not isinstance(start, dict | Posterior):
+        require(
+            many and len(start),
+            f"start is a list of {len(start)} settings; this method begins at one: give weights or a posterior",
+        )
+        settings = [make_start(model, one, y) for one in start]
+        apart = (tree.stack([setting.params for setting in settings]), tree.stack([setting.buffers for setting in settings]))
+        return _many(model, {}, *apart, y)._replace(unset=settings[0].unset)
     several = _several(start, params) if many else None
     if several is not None:
         return _many(model, start, *several, y)

@@ -36,7 +36,8 @@ class Target:
 
     The other fields are for combinators, which change how a method sees the data without its knowing. `members`: leaves are stacked
     [S, ...] and all S are evaluated in one batched pass. `around`: a context for every forward pass, given its weights. `weights`:
-    how often each example of each batch counts, [B] or [S, B]. `adversary`: a step for every input element; each example is
+    how often each example of each batch counts, [B] or [S, B]. `targets`: what takes the place of each batch's targets, with a leading
+    axis [S] for members. `adversary`: a step for every input element; each example is
     averaged with its adversarial neighbour x + step sign(d loss / dx) (fast gradient sign).
     """
 
@@ -48,6 +49,7 @@ class Target:
     around: Callable[[Params], AbstractContextManager] | None = None
     weights: tuple[Tensor, ...] | None = None
     adversary: Tensor | None = None
+    targets: tuple[Tensor, ...] | None = None
 
     def __post_init__(self):
         if self.n_data < 1 or not self.temperature > 0:
@@ -123,38 +125,39 @@ class Target:
         """Sum of log likelihoods over a batch, [] or [S], and the buffers after it."""
         x, y = self.model.split(batch)
         weights = None if self.weights is None else self.weights[index]
+        y = y if self.targets is None else self.targets[index]
 
-        def score(params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+        def score(params: Params, x: Any, y: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
             """Log likelihoods of the examples, and the buffers after the pass."""
             with nullcontext() if self.around is None else self.around({**buffers, **params}):
                 f, buffers = self.model.call(params, x, buffers)
             return self.model.score(f, y, params), buffers
 
-        def one(params: Params, buffers: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+        def one(params: Params, buffers: Buffers, weights: Tensor | None, y: Any) -> tuple[Tensor, Buffers]:
             """The weighted sum for one setting of the weights."""
-            scores, after = score(params, x, buffers)
+            scores, after = score(params, x, y, buffers)
             if self.adversary is not None:
                 # running statistics follow the real examples only
                 frozen = {name: leaf.detach() for name, leaf in params.items()}
-                slope = grad(lambda x: -score(frozen, x, {n: b.clone() for n, b in after.items()})[0].sum())(x)
+                slope = grad(lambda x: -score(frozen, x, y, {n: b.clone() for n, b in after.items()})[0].sum())(x)
                 near = x + self.adversary * slope.sign()
-                scores = 0.5 * (scores + score(params, near, {n: b.clone() for n, b in after.items()})[0])
+                scores = 0.5 * (scores + score(params, near, y, {n: b.clone() for n, b in after.items()})[0])
             return (scores if weights is None else scores * weights).sum(), after
 
         kind = self.model.device.type
         with in_mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
             if self.members is None:
-                return one(params, buffers, weights)
+                return one(params, buffers, weights, y)
             # Parameters that are not Bayesian are the same for all members: they are neither stacked nor returned.
             fixed = {name: leaf for name, leaf in self.model.network.named_parameters() if name in buffers}
             shared = {name: leaf for name, leaf in buffers.items() if name in fixed}
             stacked = {name: leaf for name, leaf in buffers.items() if name not in fixed}
 
-            def member(params: Params, stacked: Buffers, weights: Tensor | None) -> tuple[Tensor, Buffers]:
+            def member(params: Params, stacked: Buffers, weights: Tensor | None, y: Any) -> tuple[Tensor, Buffers]:
                 """The same with buffers that all members share."""
-                value, after = one(params, {**shared, **stacked}, weights)
+                value, after = one(params, {**shared, **stacked}, weights, y)
                 return value, {name: after[name] for name in stacked}
 
-            in_dims = (0, 0, None if weights is None else 0)
-            value, after = vmap(member, in_dims=in_dims, randomness="different")(params, stacked, weights)
+            in_dims = (0, 0, None if weights is None else 0, None if self.targets is None else 0)
+            value, after = vmap(member, in_dims=in_dims, randomness="different")(params, stacked, weights, y)
             return value, {**shared, **after}

@@ -65,8 +65,8 @@ class Case:
 
     `law` maps the problem to the known mean and covariance. `tolerance` and `bias` are those of `check_law`. `from_mode` starts the
     fit at the mode, as methods for trained networks expect. `copies` repeats the data, which averages over a method's own noise
-    within a step while the number of data stays. `learned_prior` leaves the prior's scale to the method. `further` checks what the
-    law over the weights does not say.
+    within a step while the number of data stays. `learned_prior` and `learned_noise` leave the scales to the method. `further`
+    checks what the law over the weights does not say.
     """
 
     method: Any
@@ -77,6 +77,7 @@ class Case:
     copies: int = 1
     batch_size: int = BATCH
     learned_prior: bool = False
+    learned_noise: bool = False
     temperatures: tuple[float, ...] = TEMPERATURES
     further: tuple[Callable[[Regression, Any], None], ...] = field(default=(check_functions,))
 
@@ -93,7 +94,7 @@ class Case:
 
     def check(self, temperature: float = 1.0) -> None:
         """Fit, and compare with what is known."""
-        problem = Regression(temperature, learned=self.learned_prior)
+        problem = Regression(temperature, learned=self.learned_prior, noisy=self.learned_noise)
         posterior = self.fit(problem)
         check_law(posterior, self.law(problem), tolerance=self.tolerance, bias=self.bias)
         for check in self.further:
@@ -132,6 +133,20 @@ def empirical_bayes(problem: Regression) -> Law:
 def mode(problem: Regression) -> Law:
     """The mode, without spread."""
     return problem.mode
+
+
+def mode_with_noise(problem: Regression) -> Law:
+    """The mode of the weights and of the logarithms of both noises: ridge regression and the residuals' scales, in turn."""
+    x, y = problem.data
+    design = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    scales, weights = y.std(0), torch.zeros(design.shape[1], OUTPUTS, dtype=x.dtype)
+    for _ in range(200):
+        for c, scale in enumerate(scales):
+            precision = design.mT @ design + scale**2 / problem.scale**2 * torch.eye(len(weights), dtype=x.dtype)
+            weights[:, c] = torch.linalg.solve(precision, design.mT @ y[:, c])
+        scales = (y - design @ weights).square().mean(0).sqrt()
+    mean = torch.cat([weights[:-1].mT.flatten(), weights[-1], scales.log()])
+    return Law(mean, torch.zeros(len(mean), len(mean), dtype=x.dtype))
 
 
 def at_rate(step: Callable[..., Any], rate: float, **options: Any) -> Callable[[Regression], Law]:
@@ -263,6 +278,9 @@ KNOWN: Mapping[str, Mapping[str, Case]] = {
         "all data": Case(TRAINED, mode, batch_size=ROWS),
         "batches": Case(MAP(epochs=200, learning_rate=0.03), mode, tolerance=0.02),
         "sgd": Case(MAP(epochs=200, learning_rate=0.05, optimizer="sgd"), mode, tolerance=0.02),
+        "learned noise": Case(
+            MAP(epochs=600, learning_rate=0.03), mode_with_noise, tolerance=1e-4, batch_size=ROWS, learned_noise=True, further=()
+        ),
     },
     "mc_dropout": {
         "fixed rate": Case(
@@ -277,6 +295,7 @@ KNOWN: Mapping[str, Mapping[str, Case]] = {
     "ensemble": {
         "of map": Case(Ensemble(TRAINED, 3), mode, batch_size=ROWS),
         "one by one": Case(Ensemble(TRAINED, 2, vectorize=False), mode, batch_size=ROWS, temperatures=(1.0,)),
+        "anchored": Case(Ensemble(TRAINED, 500, anchored=True), exact, batch_size=ROWS, temperatures=(0.3,)),
     },
     "laplace": {
         "kronecker": Case(Laplace(), exact, from_mode=True, further=(check_functions, evidence)),

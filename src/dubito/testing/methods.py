@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ def check_untouched(method: Any, *, training: bool = True) -> None:
     source = torch.Generator().manual_seed(7)
     loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, generator=source)
     state, before = source.get_state(), snapshot(model)
-    posterior = dubito.fit(model, method, loader, validation=None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The network seems to be trained")  # its BatchNorm has counted the pass above
+        posterior = dubito.fit(model, method, loader, validation=None)
     posterior.predict(x)
     posterior.sample(3)
     posterior.predict_loader(DataLoader(TensorDataset(x, y), batch_size=16))

@@ -61,6 +61,7 @@ class Regression:
     temperature: float = 1.0
     scale: float = SCALE  # standard deviation of the prior
     learned: bool = False  # whether the model leaves that scale to the method
+    noisy: bool = False  # whether the model learns the noise of each output
     seed: int = 1
 
     @cached_property
@@ -80,7 +81,8 @@ class Regression:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network = nn.Linear(INPUTS, OUTPUTS).double()
-        return Model(network, Gaussian(scale=NOISES), Normal(None if self.learned else self.scale))
+        noise = Gaussian(outputs=OUTPUTS) if self.noisy else Gaussian(scale=NOISES)
+        return Model(network, noise, Normal(None if self.learned else self.scale))
 
     def batches(self, size: int = BATCH, copies: int = 1) -> Shuffled:
         """The data in shuffled batches, each row as often as `copies` says."""

@@ -12,6 +12,7 @@ from torch import nn
 import dubito
 from contract.methods import ULA
 from dubito import MAP, Categorical, Ensemble, Gaussian, MCDropout, Model
+from dubito.inference.members import bag
 from dubito.inference.method import Traits
 from dubito.model import Target
 from dubito.posteriors import Mixture, Samples
@@ -87,14 +88,14 @@ def test_a_parameter_that_nothing_initialises_is_an_error_with_advice():
 
 def test_bags_are_poisson_belong_to_the_example_and_differ_between_members():
     x, y = torch.randn(5000, 3), torch.randint(0, 2, (5000,))
-    ensemble, target = Ensemble(MAP(), 4, bagging=True), Target(Model(net(2), Categorical()), 5000)
-    bags = ensemble._bag(target, (x, y))
+    target = Target(Model(net(2), Categorical()), 5000)
+    bags = bag(target, (x, y), 4)
     assert bags.shape == (4, 5000)
     assert torch.allclose(bags.mean(1), torch.ones(4), atol=0.06)
     assert torch.allclose(bags.var(1), torch.ones(4), atol=0.12)
     assert torch.allclose((bags == 0).float().mean(1), torch.tensor(0.3679).expand(4), atol=0.03)
     order = torch.randperm(5000)
-    assert torch.equal(ensemble._bag(target, (x[order], y[order])), bags[:, order]), "whatever the order and the batch"
+    assert torch.equal(bag(target, (x[order], y[order]), 4), bags[:, order]), "whatever the order and the batch"
     assert (torch.corrcoef(bags) - torch.eye(4)).abs().max() < 0.06
     assert len(hash_rows([x, y]).unique()) == 5000
     digits = torch.zeros(100, 64)

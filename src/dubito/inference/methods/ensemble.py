@@ -1,27 +1,38 @@
-"""Deep ensembles (Lakshminarayanan et al. 2017), of any method."""
+"""Ensembles of any method: deep ensembles (Lakshminarayanan et al. 2017), of modes, anchored, and of whole posteriors."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from dubito.inference.chains import batching_pays
+from dubito.inference.chains import batching_pays, own_buffers, starts
+from dubito.inference.members import bag, draw_anchors, example_keys, for_each, noisy_targets, warn_if_trained
 from dubito.inference.method import Info, Method, Stacking, Start, Traits, traits_of, with_budget
 from dubito.inference.methods.map import MAP
 from dubito.inference.start import make_start
 from dubito.model import Target
+from dubito.model.priors import Centered
 from dubito.network.examples import Batch
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.tensors import store, tree
-from dubito.tensors.checks import at_least, positive, require
-from dubito.tensors.randomness import derive_seed, hash_rows, uniforms_from
+from dubito.tensors.checks import at_least, between, positive, require
+from dubito.tensors.randomness import derive_seed, uniforms_from
 from dubito.tensors.tree import Params
+
+DEFAULT = MAP()  # the method of `Ensemble(5)`
+HELD_OUT, LOOKS = 0.2, 100  # share of the rows that stop a member of it early, and how many times that is looked at
+NEW = {"before": None}  # fields that version 0.1 did not have
+FEW, FAR = (
+    64,
+    1.5,
+)  # numbers in a tensor, and times the largest new weight, beyond which a weight is no draw of the initialization
 
 
 @dataclass
@@ -40,14 +51,31 @@ class EnsembleState:
     batched: bool  # whether the network can run all members in one pass
     low: Tensor | None  # smallest and largest input seen, element by element, for adversarial steps
     high: Tensor | None
+    period: int = 1  # steps in a pass over the data
+    anchors: Params = field(default_factory=dict)  # where each member's prior is centered, [S, ...]
+    best: Params = field(default_factory=dict)  # scores of held-out rows, [S], and the weights that had the best, [S, ...]
+    targets: dict[int | None, Target] = field(default_factory=dict, repr=False, compare=False, metadata={"transient": True})
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Several members of any method, each from its own random start; the posterior is their mixture.
+    r"""Several members of any method, each from its own random start; the posterior is their mixture.
 
-    Members are re-initialized by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network), and see
-    the same batches. Where that is faster they are trained in one batched pass: `vectorize` forces or forbids it.
+    Three kinds have names of their own:
+
+    - `Ensemble(5)` is a deep ensemble: five networks trained as by `MAP()`, each stopped early where it predicts its own held-out fifth
+      of the rows best (`hold_out=0.2`). Together the members see all rows.
+    - `Ensemble(MAP(), 5)` is an ensemble of modes: each member is trained to the end on all rows.
+    - `Ensemble(MAP(), 5, anchored=True)` draws each member's prior mean from the prior, and adds noise of the likelihood's own size to
+      its targets. With a linear model, Gaussian noise and a Gaussian prior its members are exact draws of the posterior.
+
+    Members are initialized anew by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network).
+    Parameters whose names match the pattern `keep` stay as they are in the network: a pretrained encoder. With `fit(start=...)` of
+    several settings (draws, or a list) each member begins at one of its own; with one setting `keep` refers to it. `perturb` adds
+    noise to weights that are not new, as a share of the root mean square of their tensor. A network that seems to be trained, and is
+    not kept, is warned of.
+
+    Members see the same batches. Where that is faster they are trained in one batched pass: `vectorize` forces or forbids it.
 
     `start`, a method that ends at a single setting of the weights, trains each member first, and `method` goes on from there:
     `Ensemble(Laplace(), 5, start=MAP(epochs=50))`. Methods that expect a trained network (`post_hoc` is true of them) have
@@ -65,21 +93,38 @@ class Ensemble:
     torch.Size([4, 1, 1])
     """
 
-    method: Method
+    method: Method = DEFAULT
     size: int = 5  # members
     start: Method | None = field(default=None, kw_only=True)  # trains the members first; MAP() where `method` does not train
     bagging: bool = field(default=False, kw_only=True)  # weigh the examples of each member as a bootstrap would
     adversarial: float | None = field(default=None, kw_only=True)  # step of adversarial training, a share of the inputs' range
     vectorize: bool | None = field(default=None, kw_only=True)  # train all members in one batched pass, or never; None decides
+    keep: str | None = field(default=None, kw_only=True, metadata=NEW)  # pattern of parameters that are not initialized anew
+    perturb: float | None = field(
+        default=None, kw_only=True, metadata=NEW
+    )  # noise on weights that are not new, as a share of theirs
+    anchored: bool = field(default=False, kw_only=True, metadata={"before": False})  # center each member's prior at a draw of it
+    hold_out: float | None = field(default=None, kw_only=True, metadata=NEW)  # share of the rows that stop each member early
     initialize: Callable[[nn.Module], object] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
+        if isinstance(self.method, int):  # Ensemble(5)
+            object.__setattr__(self, "size", self.method)
+            object.__setattr__(self, "method", DEFAULT)
+        if self.method is DEFAULT and self.hold_out is None and not (self.anchored or self.start):
+            object.__setattr__(self, "hold_out", HELD_OUT)
         at_least(1, size=self.size)
-        positive(adversarial=self.adversarial)
+        positive(adversarial=self.adversarial, perturb=self.perturb)
+        between(0, 0.5, include="high", hold_out=self.hold_out)
         names = [type(method).__name__ for method in self.methods]
         require(
-            traits_of(self.method).takes_example_weights or (not self.bagging and self.adversarial is None),
-            f"{names[-1]} takes all examples as they are: leave out bagging and adversarial",
+            traits_of(self.method).takes_example_weights
+            or not (self.bagging or self.adversarial or self.hold_out or self.anchored),
+            f"{names[-1]} takes all examples as they are: leave out bagging, adversarial, hold_out and anchored",
+        )
+        require(
+            not self.hold_out or (len(names) == 1 and traits_of(self.method).stacks),
+            f"hold_out stops the training of single settings of the weights early, such as that of MAP; got {' and '.join(names)}",
         )
         require(
             not self.vectorize or any(traits_of(method).stacks for method in self.methods),
@@ -96,7 +141,7 @@ class Ensemble:
     def traits(self) -> Traits:
         """Members start anew; what concerns the network and its weights is as of the method inside."""
         inner = traits_of(self.method)
-        return Traits(starts_anew=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights)
+        return Traits(starts_anew=True, many_starts=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights)
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -122,13 +167,15 @@ class Ensemble:
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> EnsembleState:
         """Members with newly initialized weights, in one batched state where that is faster."""
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-        starts = [self._reset(target, start, derive_seed(seed, i)) for i in range(self.size)]
+        starts = self._starts(target, start, seed)
         pays = any(self._vectorized(target, stage) for stage in range(len(self.methods)))
         batched = pays and self._works(target, _together(target, starts), batch)
         # How many batches a pass has is not told, but the sum of all steps tells it: the steps of every stage grow with them.
         n_batches = bisect_left(range(2**40), steps, key=self.steps)
         first = self.methods[0].steps(n_batches) if len(self.methods) > 1 else steps
-        state = EnsembleState([], 0, 0, first, steps, batched, None, None)
+        state = EnsembleState([], 0, 0, first, steps, batched, None, None, n_batches)
+        if self.anchored:
+            state.anchors = draw_anchors(target, start, self.size, generator)
         state.stages.append(self._stage(0, target, state, starts, batch, generator))
         if len(self.methods) > 1:
             # Made anew once the first stage is over. Here it finds out early what cannot work, and a state holds all stages at all
@@ -146,7 +193,7 @@ class Ensemble:
         self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
     ) -> tuple[EnsembleState, Info]:
         """A step of every member, on the same batches."""
-        if self.bagging or self.adversarial is not None:
+        if self.bagging or self.anchored or self.hold_out or self.adversarial is not None:
             data = list(data)
         if state.step == state.first:
             self._advance(target, state, data, generator)
@@ -167,16 +214,20 @@ class Ensemble:
             x = torch.cat([target.model.split(batch)[0] for batch in data])
             state.low, state.high = torch.minimum(state.low, x.amin(0)), torch.maximum(state.high, x.amax(0))
             target = replace(target, adversary=self.adversarial * (state.high - state.low))
-        bags = [self._bag(target, batch) for batch in data] if self.bagging else None  # [S, B] each
+        held = [self._held_out(target, batch) for batch in data] if self.hold_out else []  # [S, B] each
+        weights = self._weights(target, data, held)
+        targets = [noisy_targets(target, batch, self.size) for batch in data] if self.anchored else [None]
         if stage.stacked:
-            weights = None if bags is None else tuple(bags)
-            members = [method.step(replace(self._stack(target), weights=weights), stage.members[0], data, generator)]
+            own = replace(self._of(target, state), weights=for_each(weights), targets=for_each(targets))
+            members = [method.step(own, stage.members[0], data, generator)]
         else:
             members = []
             for i, member in enumerate(stage.members):
-                weights = None if bags is None else tuple(bag[i] for bag in bags)
-                members.append(method.step(replace(target, weights=weights), member, data, generator))
+                own = replace(self._of(target, state, i), weights=for_each(weights, i), targets=for_each(targets, i))
+                members.append(method.step(own, member, data, generator))
         stage.members = [member for member, _ in members]
+        if held:
+            self._stop_early(target, state, list(data), held)
         infos = [info for _, info in members]
         return state, {key: torch.stack([torch.as_tensor(info[key]) for info in infos]) for key in infos[0]}
 
@@ -203,8 +254,9 @@ class Ensemble:
     ) -> Stage:
         method, steps = self.methods[stage], state.first if stage == 0 else state.steps - state.first
         if state.batched and self._vectorized(target, stage):
-            return Stage([method.init(self._stack(target), _together(target, starts), batch, generator, steps=steps)], True)
-        return Stage([method.init(target, own, batch, generator, steps=steps) for own in starts], False)
+            return Stage([method.init(self._of(target, state), _together(target, starts), batch, generator, steps=steps)], True)
+        seen = [self._of(target, state, i) for i in range(self.size)]
+        return Stage([method.init(seen[i], own, batch, generator, steps=steps) for i, own in enumerate(starts)], False)
 
     def draw(self, state: EnsembleState) -> Params | None:
         """The members' draws side by side, leaves [size, ...]; a start's are not kept."""
@@ -215,10 +267,12 @@ class Ensemble:
 
     def _posteriors(self, stage: int, target: Target, state: EnsembleState, draws: store.Draws) -> list[Posterior]:
         """What every member has come to in a stage."""
-        method, states = self.methods[stage], state.stages[stage].members
+        method, states = self.methods[stage], self._best(state) if state.best else state.stages[stage].members
         if state.stages[stage].stacked:
-            states = cast(Stacking, method).unstack(self._stack(target), states[0])
-        return [method.posterior(target, own, draws.column(i)) for i, own in enumerate(states)]
+            states = cast(Stacking, method).unstack(self._of(target, state), states[0])
+        seen = [self._of(target, state, i) for i in range(self.size)]
+        ended = [method.posterior(seen[i], own, draws.column(i)) for i, own in enumerate(states)]
+        return [replace(posterior, model=target.model) for posterior in ended] if state.anchors else ended
 
     def posterior(self, target: Target, state: EnsembleState, draws: store.Draws) -> Posterior:
         """The equal mixture of the members' posteriors."""
@@ -232,8 +286,15 @@ class Ensemble:
         apart = [{name: leaf for name, leaf in p.buffers.items() if name not in fixed} for p in points]
         return Samples(target.model, tree.stack([p.params for p in points]), shared, tree.stack(apart) if apart[0] else {})
 
-    def _stack(self, target: Target) -> Target:
-        return replace(target, members=self.size)
+    def _of(self, target: Target, state: EnsembleState, member: int | None = None) -> Target:
+        """The target of one member, or of all of them in one batched pass, with the priors at their anchors."""
+        if member not in state.targets:
+            model = target.model
+            if state.anchors:
+                anchors = state.anchors if member is None else tree.select(state.anchors, member)
+                model = replace(model, prior=Centered(anchors, model.prior))
+            state.targets[member] = replace(target, model=model, members=self.size if member is None else None)
+        return replace(state.targets[member], adversary=target.adversary)
 
     def _vectorized(self, target: Target, stage: int = -1) -> bool:
         """Whether a stage trains all members in one batched pass."""
@@ -244,31 +305,112 @@ class Ensemble:
     def _works(self, target: Target, start: Start, batch: Batch) -> bool:
         """Whether the network can run batched: not if it asks for values, or writes into tensors of its own."""
         try:
-            self._stack(target).gradient(start.params, [batch], tree.clone(start.buffers), train=True)
+            replace(target, members=self.size).gradient(start.params, [batch], tree.clone(start.buffers), train=True)
         except RuntimeError as error:
             if self.vectorize:
                 raise RuntimeError(f"this network cannot run its members in one pass; use vectorize=False ({error})") from error
             return False
         return True
 
-    def _reset(self, target: Target, start: Start, seed: int) -> Start:
-        """A member's own start: a copy of the network with all layers initialized anew."""
-        params = reinitialize(target.model.network, start.params, seed, self.initialize)
-        return Start(params, tree.clone(start.buffers))
+    def _starts(self, target: Target, start: Start, seed: int) -> list[Start]:
+        """Every member's own start."""
+        if start.draws is not None:
+            settings, own = starts(target, start, self.size, torch.Generator()), own_buffers(start, self.size)
+            given = [Start(tree.select(settings, i), {**start.buffers, **tree.select(own, i)}) for i in range(self.size)]
+            return [self._perturbed(member, set(), derive_seed(seed, i)) for i, member in enumerate(given)]
+        names = [name for name in start.params if ":" not in name]
+        kept = {name for name in names if self.keep is not None and re.search(self.keep, name)}
+        require(kept or self.keep is None, f"keep={self.keep!r} matches none of the weights, which are {names[:8]}")
+        require(
+            not start.given or kept,
+            "start is one setting of the weights, and members are initialized anew: give keep='pattern' for what they take from it "
+            "(keep='' for all, with perturb or bagging so that they differ), or a start of several settings",
+        )
+        new = {name: leaf for name, leaf in start.params.items() if name not in kept}
+        members = []
+        for i in range(self.size):
+            own = derive_seed(seed, i)
+            fresh = reinitialize(target.model.network, new, own, self.initialize)
+            params = {name: fresh[name] if name in fresh else leaf.clone() for name, leaf in start.params.items()}
+            members.append(self._perturbed(Start(params, tree.clone(start.buffers)), set(new), own))
+        if self.initialize is None:
+            warn_if_trained(start, [member.params for member in members], set(new) & set(names))
+        return members
 
-    def _bag(self, target: Target, batch: Batch) -> Tensor:
-        """How often each example counts for each member, [S, B]: Poisson(1), from a hash of the example's own bytes."""
-        x, y = target.model.split(batch)
-        keys = hash_rows([*tree.leaves(x), *tree.leaves(y)])
-        salts = torch.tensor([derive_seed("bag", i) for i in range(self.size)], device=keys.device)
-        uniform = uniforms_from(keys ^ salts.unsqueeze(1))
-        counts = torch.zeros_like(uniform)
-        cumulative = term = 0.36787944117144233  # e^-1
-        for k in range(1, 12):
-            counts += uniform >= cumulative
-            term /= k
-            cumulative += term
-        return counts.float()
+    def _perturbed(self, start: Start, new: set[str], seed: int) -> Start:
+        """With noise on weights that are not new."""
+        if self.perturb is None:
+            return start
+        source = torch.Generator().manual_seed(derive_seed("perturb", seed))
+        for name, leaf in start.params.items():
+            if name not in new and ":" not in name:
+                noise = torch.randn(leaf.shape, generator=source, dtype=leaf.dtype).to(leaf.device)
+                leaf.add_(noise * leaf.square().mean().sqrt(), alpha=self.perturb)
+        return start
+
+    def _weights(self, target: Target, data: Iterable[Batch], held: list[Tensor]) -> list[Tensor | None]:
+        """How often each example of each batch counts for each member, [S, B]; what a member holds out does not count."""
+        bags = [bag(target, batch, self.size) for batch in data] if self.bagging else [torch.ones(()) for _ in held]
+        return [bag.to(out.device) * ~out for bag, out in zip(bags, held, strict=True)] if held else list(bags) or [None]
+
+    def _held_out(self, target: Target, batch: Batch) -> Tensor:
+        """Which examples each member holds out, [S, B]: a fold of its own, by a hash of the example."""
+        assert self.hold_out is not None
+        folds = max(2, round(1 / self.hold_out))
+        fold = (uniforms_from(example_keys(target, batch) ^ derive_seed("fold")) * folds).long()
+        return fold == torch.arange(self.size, device=fold.device).unsqueeze(1) % folds
+
+    def _stop_early(self, target: Target, state: EnsembleState, data: list[Batch], held: list[Tensor]) -> None:
+        """Score what each member holds out in some of the passes, and keep the weights of the pass with the best score."""
+        epoch, last = state.step // state.period, state.steps // state.period - 1
+        if (last - epoch) % max(1, last // LOOKS):
+            return
+        stage, best = state.stages[0], state.best
+        leaves = [{"params": member.params, "buffers": member.buffers} for member in stage.members]
+        scores = []
+        with torch.no_grad():
+            for batch, out in zip(data, held, strict=True):
+                for i, member in enumerate(leaves):
+                    own = replace(self._of(target, state, None if stage.stacked else i), adversary=None)
+                    own = replace(own, weights=for_each([out.to(target.model.dtype)], None if stage.stacked else i))
+                    value, _ = own.sum_scores(member["params"], 0, batch, tree.clone(member["buffers"]), train=False)
+                    scores.append(value.reshape(-1))
+        score = torch.cat(scores).reshape(len(data), self.size).sum(0)
+        count = torch.stack([out.sum(1) for out in held]).sum(0)
+        best["score"] = best.get("score", torch.zeros_like(score)) + score
+        best["count"] = best.get("count", torch.zeros_like(count)) + count
+        if (state.step + 1) % state.period:
+            return
+        mean = best.pop("score") / best["count"]
+        better = ~(
+            mean <= best.get("mean", mean.new_full(mean.shape, -torch.inf))
+        )  # without rows to hold out the last pass counts
+        best["mean"] = torch.where(better, mean, best.get("mean", mean))
+        del best["count"]
+        flat = [{f"{kind}/{name}": leaf for kind, part in member.items() for name, leaf in part.items()} for member in leaves]
+        now = flat[0] if stage.stacked else tree.stack(flat)
+        for name, leaf in now.items():
+            if stage.stacked and leaf.shape[:1] != (self.size,):  # a weight that is not Bayesian: the same for all
+                continue
+            chosen = better.reshape(-1, *[1] * (leaf.ndim - 1))
+            best[name] = torch.where(chosen, leaf, best[name]) if name in best else leaf.detach().clone()
+
+    def _best(self, state: EnsembleState) -> list[Any]:
+        """The members' states with the weights that had the best score."""
+
+        def put(own: Any, leaves: Params) -> Any:
+            """A state with other weights and buffers."""
+            return replace(
+                own,
+                params={name: leaves.get(f"params/{name}", leaf) for name, leaf in own.params.items()},
+                buffers={name: leaves.get(f"buffers/{name}", leaf) for name, leaf in own.buffers.items()},
+            )
+
+        stage = state.stages[0]
+        leaves = {name: leaf for name, leaf in state.best.items() if "/" in name}
+        if stage.stacked:
+            return [put(stage.members[0], leaves)]
+        return [put(member, tree.select(leaves, i)) for i, member in enumerate(stage.members)]
 
 
 def _together(target: Target, starts: list[Start]) -> Start:
