@@ -264,6 +264,15 @@ def images() -> str:
             for held in ("500", "5000")
         ],
     )
+    small = figures("temperatures")
+    labels = [name for name in small if not name.endswith(", temperature")]
+    digits = table(
+        ["method", "NLL", "NLL with temperature", "ECE", "ECE with temperature"],
+        [
+            (name, *(fixed(small[row][key][0], 3) for key in ("nll", "ece") for row in (name, f"{name}, temperature")))
+            for name in labels
+        ],
+    )
     evidence = table(
         ["method", "test log likelihood", "accuracy", "AUROC of MNIST by entropy"],
         [
@@ -285,9 +294,15 @@ images. With the prior set by the evidence, the Laplace approximation over all w
 
 Temperature scaling on CIFAR-10, mean over 10 random splits of the test set into held-out and scored images. A temperature on the
 plain network is as good as Laplace plus temperature, and no worse than the tuned Laplace above (which is scored on other test images).
-Ensembles with a temperature have not been measured yet. From {source("recalibration")}.
+From {source("recalibration")}.
 
 {scaled}
+
+The same on the bundled digits, with an ensemble and a tuned Laplace approximation beside: 600 images to train on, 300 held-out images
+that temperatures and precisions are fitted to, 897 to score, mean over 10 seeds. With so few held-out images, of which about ten are
+misread, a temperature helps only a method that is far from calibrated. From {source("temperatures")}.
+
+{digits}
 
 Fashion-MNIST, small CNN, one seed: the evidence sets the weight decay during training (`OnlineLaplace`). Rows "its mean" predict with
 the network at the posterior mean. From {source("online_evidence")}.

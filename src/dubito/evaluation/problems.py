@@ -257,7 +257,7 @@ def of_table(
     if y is None:
         raise ValueError("a table to compare methods on has targets: name the column to predict")
     held = round(held_out * len(y))
-    both = f"a share of {len(y)} rows that leaves some on both sides is to be held out, such as 0.2; got {held_out:g}"
+    both = f"a held-out share of {held_out:g} of {len(y)} rows must leave both training and test rows; give another, such as 0.2"
     require(0 < held < len(y), both)
 
     def split(seed: int) -> Split:

@@ -82,6 +82,8 @@ def suggestion(name: str, choices: Collection[str]) -> str:
     >>> suggestion("entropi", ("entropy", "margin"))
     "did you mean 'entropy'? choose from entropy, margin"
     """
+    if not choices:
+        return "there is none"
     near = difflib.get_close_matches(name, choices, n=1)
     names, more = list(choices)[:20], len(choices) - 20
     others = f" and {more} more" if more > 0 else ""

@@ -390,7 +390,7 @@ def test_tables_are_standardised_by_their_training_rows_and_judged_in_their_own_
     assert one.unfamiliar["far"].abs().max() < 10
     assert one.checksum == given.split(0).checksum != other.checksum
     assert given.outputs == ("price",)
-    with pytest.raises(ValueError, match="leaves some on both sides"):
+    with pytest.raises(ValueError, match="must leave both training and test rows"):
         of_table("t.csv", data.Table(x, y, (), ("y",), ()), held_out=1.0)
 
 

@@ -206,6 +206,7 @@ def test_an_interrupt_leaves_a_report_of_what_there_is(tmp_path, monkeypatch, ca
         (["--data", "nowhere"], "no data set is called 'nowhere'"),
         (["--data", "nowhere.csv", "--target", "y"], "there is no such file"),
         (["--target", "y"], "are for CSV and NPZ files"),
+        (["--data", "."], "only .csv and .npz files can be read"),
         (["--corruptions", "rain"], "there is no corruption 'rain'"),
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--epochs", "0"], "--epochs must be positive"),

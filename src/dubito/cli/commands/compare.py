@@ -201,6 +201,8 @@ def make_problem(options: CompareOptions, own: TableOptions, training: TrainingO
         raise UsageError(f"--unfamiliar has two sets called {twice[0]}: rename one file, or leave it out")
     if Path(options.data).suffix.lower() in FILES:
         problem = _own_table(options, own, training)
+    elif Path(options.data).exists():
+        raise UsageError(f"{options.data}: only .csv and .npz files can be read")
     elif own != TableOptions():
         raise UsageError("--target, --kind and --held-out are for CSV and NPZ files: leave them out, or give --data FILE")
     else:
