@@ -87,7 +87,7 @@ class Gaussian(Posterior):
         """Ways that draw nothing (one pass) are shown by the draws whose moments they carry."""
         source, count = generator(self.model.device, seed, "weights"), draws or self.draws
         if (how or self.how) == "linearized":
-            return Functions(self.model, {**self.buffers, **self.params}, self.covariance.sample(count, source), tangent=True)
+            return Functions(self.model, {**self.buffers, **self.params}, self.covariance.draws(count, source), tangent=True)
         shared, stacked = self._drawn(count, source)
         return Functions(self.model, shared, stacked)
 
@@ -99,7 +99,7 @@ class Gaussian(Posterior):
 
     def _noise(self, n: int, source: torch.Generator) -> Params:
         """Draws about the mean; rows of padding stay where they are."""
-        drawn, padding = self.covariance.sample(n, source), self.model.padding()
+        drawn, padding = self.covariance.draws(n, source), self.model.padding()
         rows = {
             name: torch.tensor(row % drawn[name].shape[1], device=source.device) for name, row in padding.items() if name in drawn
         }
@@ -165,7 +165,7 @@ class Gaussian(Posterior):
     def _sampled(self, x: Inputs, draws: int, memory: float, source: torch.Generator) -> LatentMixture:
         """By draws of the weights, a group at a time."""
         parts = []
-        for n in draw_groups(draws, self.covariance.size, memory):
+        for n in draw_groups(draws, self.covariance, memory):
             shared, stacked = self._drawn(n, source)
             parts.append(sampled(self.model, x, shared=shared, stacked=stacked, memory=memory))
         if len(parts) == 1:
@@ -180,7 +180,7 @@ class Gaussian(Posterior):
 
     def sample_functions(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of the linearised function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
-        deltas = self.covariance.sample(n, generator or fresh_generator(self.model.device))
+        deltas = self.covariance.draws(n, generator or fresh_generator(self.model.device))
         return functions(self.model, x, params=self.params, buffers=self.buffers, deltas=deltas)
 
     @cached_property

@@ -240,14 +240,18 @@ def test_draws_stay_within_the_memory(monkeypatch):
     mean = model.parameters()
     posterior = Posterior.diagonal(model, mean, {name: torch.full_like(leaf, 0.01) for name, leaf in mean.items()})
     x, made, kind = torch.randn(2, 1, 12, 12), [], type(posterior.covariance)
-    sample = kind.sample
-    monkeypatch.setattr(kind, "sample", lambda self, n, source=None: made.append(n) or sample(self, n, source))
-    p = posterior.predict(x, memory=3 * 4 * 10 * posterior.covariance.size / 2**30)
+    draws = kind.draws
+    monkeypatch.setattr("dubito.tensors.covariances.covariance.DRAWN", 5 * posterior.covariance.size)
+    monkeypatch.setattr(kind, "draws", lambda self, n, source=None: made.append(n) or draws(self, n, source))
+    few = posterior.predict(x, memory=3 * 4 * 10 * posterior.covariance.size / 2**30)
     assert made == [10, 10, 10]
-    assert p.how == "linearized, 30 draws"
+    assert few.how == "linearized, 30 draws"
     made.clear()
-    posterior.predict(x)
+    p = posterior.predict(x)
     assert made == [30]
+    torch.testing.assert_close(few.means, p.means, rtol=0, atol=0)
+    sampled = [posterior.predict(x, "sampled", memory=memory).means for memory in (1.0, 1e-5)]
+    torch.testing.assert_close(*sampled)
 
 
 def test_draws_are_functions_that_all_inputs_share():

@@ -511,6 +511,8 @@ def test_the_adjoint_of_too_many_outputs_is_drawn_from_its_seed(monkeypatch, for
     assert not torch.equal(first.means, other.means)
     torch.testing.assert_close(first.stretched(4.0).f_var, 4 * first.f_var)
     many = posterior.predict(x, "adjoint", draws=1000, memory=1e-4, **given)  # a few examples and draws at a time
+    few = posterior.predict(x, "adjoint", memory=1e-4, **given)
+    torch.testing.assert_close(few.means, first.means, rtol=1e-4, atol=1e-5)  # memory changes no number
     torch.testing.assert_close(many.f_mean, exact.f_mean, rtol=0, atol=0.2 * float(exact.f_var.max()) ** 0.5)
     assert float((many.f_var / exact.f_var).sqrt().mean()) == pytest.approx(1, abs=0.02)
 

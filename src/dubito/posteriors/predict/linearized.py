@@ -253,8 +253,8 @@ def linearized(
         return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=likelihood_params(params))
     found = layout(model, params, x, buffers, names)
     if draws is not None or (fallback and found.outputs > POSITIONS and not found.flat):
-        groups = draw_groups(draws or fallback, covariance.size, memory)
-        deltas = (covariance.sample(n, generator) for n in groups)
+        groups = draw_groups(draws or fallback, covariance, memory)
+        deltas = (covariance.draws(n, generator) for n in groups)
         means = torch.cat([functions(model, x, params=params, buffers=buffers, deltas=delta) for delta in deltas])
         return LatentMixture(model.likelihood, means, params=likelihood_params(params), how=f"linearized, {len(means)} draws")
     f, cov, root = [], [], []

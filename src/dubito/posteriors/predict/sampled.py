@@ -28,6 +28,7 @@ from dubito.network.weights import in_mode
 from dubito.posteriors.predict.dropout import Dropout, Folding, Masks
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
+from dubito.tensors.covariances import Covariance
 from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
@@ -104,10 +105,11 @@ class Common(TorchFunctionMode):
         return result
 
 
-def draw_groups(draws: int, size: int, memory: float) -> list[int]:
-    """The sizes of groups of draws of `size` numbers each, so that a group takes a third of the memory in gigabytes. They do not depend
-    on x, so that all x see the same functions."""
-    group = max(1, int(memory * GIGABYTE / 3 / (4 * max(1, size))))
+def draw_groups(draws: int, covariance: Covariance, memory: float) -> list[int]:
+    """The sizes of groups of draws of the weights, each of which takes a third of the memory in gigabytes. They do not depend on x,
+    and whole portions of `Covariance.draws` are in a group, so that all x and all memories see the same functions."""
+    step = covariance.drawn_at_once
+    group = step * max(1, int(memory * GIGABYTE / 3 / (4 * max(1, covariance.size))) // step)
     return [min(group, draws - first) for first in range(0, draws, group)]
 
 

@@ -18,6 +18,7 @@ from dubito.network.examples import Inputs
 from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups
 from dubito.tensors import tree
 from dubito.tensors.covariances import Covariance
+from dubito.tensors.randomness import derive_seed, uniforms_from
 from dubito.tensors.tree import Buffers, Params
 
 HELD = 16  # numbers that a pass holds, for each of a layer's outputs
@@ -34,16 +35,19 @@ def sketch(
     generator: torch.Generator,
     memory: float = 1.0,
 ) -> Tensor:
-    """Draws of f [S, B, *D, C] at x, of a model that tells a `Capture` of its noise; weights are drawn once for all examples."""
-    size = example_count(x)
+    """Draws of f [S, B, *D, C] at x, of a model that tells a `Capture` of its noise; weights are drawn once for all examples. `memory`
+    changes how many draws and examples are computed at a time, and no number."""
+    size, first = example_count(x), 0
     groups, step = [], _examples_at_a_time(model, x, params, buffers, memory)
-    for n in draw_groups(draws, covariance.size, memory):
-        deltas, parts = covariance.sample(n, generator), []
+    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+    for n in draw_groups(draws, covariance, memory):
+        deltas, parts = covariance.draws(n, generator), []
+        seeds = [derive_seed(seed, first + i) for i in range(n)]
         for start in range(0, size, step):
-            rows = slice(start, start + step)
-            some = tree.apply_leaves(lambda leaf: leaf[rows] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
-            parts.append(torch.stack(list(_draws(model, some, params, buffers, deltas, n, generator))))
+            some = tree.apply_leaves(lambda leaf: leaf[start : start + step] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
+            parts.append(torch.stack(list(_draws(model, some, params, buffers, deltas, seeds, start))))
         groups.append(torch.cat(parts, 1))
+        first += n
     f = torch.cat(groups)
     return f.float() if f.dtype.itemsize < 4 else f
 
@@ -57,8 +61,9 @@ def _run(model: Model, x: Inputs, params: Params, buffers: Buffers) -> tuple[Ten
 
 
 def _draws(
-    model: Model, x: Inputs, params: Params, buffers: Buffers, deltas: Params, n: int, generator: torch.Generator
+    model: Model, x: Inputs, params: Params, buffers: Buffers, deltas: Params, seeds: list[int], start: int
 ) -> Iterator[Tensor]:
+    """A draw for each seed, at examples of which the first is number `start` of all."""
     live = {name: params[name].detach().requires_grad_() for name in deltas}
     f, capture = _run(model, x, {**params, **live}, buffers)
     u = torch.zeros_like(f, requires_grad=True)
@@ -66,13 +71,25 @@ def _draws(
     inputs: list[Any] = [*live.values(), *(tap.edge for tap in capture.taps)]
     slopes = torch.autograd.grad(f, inputs, u, create_graph=True, allow_unused=True)
     used = [i for i, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
-    for draw in range(n):
-        noise = [root * torch.randn(root.shape, generator=generator, dtype=root.dtype, device=root.device) for root in roots]
+    for draw, seed in enumerate(seeds):
+        noise = [
+            root * _normals(derive_seed(seed, i), root, tap.axis, start)
+            for i, (root, tap) in enumerate(zip(roots, capture.taps, strict=True))
+        ]
         along = [*(deltas[name][draw].to(leaf.dtype) for name, leaf in live.items()), *noise]
         (moved,) = torch.autograd.grad(
             [slopes[i] for i in used], u, [along[i].expand_as(slopes[i]) for i in used], retain_graph=True
         )  # fmt: skip
         yield f.detach() + moved
+
+
+def _normals(seed: int, like: Tensor, axis: int, start: int) -> Tensor:
+    """Normals that depend on the seed, the number of the example and the place within it, whatever examples come with it."""
+    shape = like.movedim(axis, 0).shape
+    each = shape[1:].numel()
+    keys = torch.arange(start * each, (start + shape[0]) * each, device=like.device) ^ seed
+    uniform = uniforms_from(keys).clamp(1e-12, 1 - 1e-12)
+    return torch.special.ndtri(uniform).to(like.dtype).view(shape).movedim(0, axis)
 
 
 def _examples_at_a_time(model: Model, x: Inputs, params: Params, buffers: Buffers, memory: float) -> int:

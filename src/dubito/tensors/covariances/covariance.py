@@ -26,6 +26,9 @@ class Indefinite(ValueError):
         )
 
 
+DRAWN = 2**22  # numbers that are drawn at once
+
+
 class Covariance(ABC):
     r"""The covariance of a Gaussian over named leaves, mostly given by its inverse, a curvature and a prior:
 
@@ -44,6 +47,17 @@ class Covariance(ABC):
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Params:
         """n draws with mean zero, leaves [n, *shape]."""
+
+    @property
+    def drawn_at_once(self) -> int:
+        """How many draws are made at once: it does not depend on how many are wanted."""
+        return max(1, DRAWN // max(1, self.size))
+
+    def draws(self, n: int, generator: torch.Generator | None = None) -> Params:
+        """n draws as `sample`, the same whether they are asked for together or in groups that are multiples of `drawn_at_once`."""
+        step = self.drawn_at_once
+        parts = [self.sample(min(step, n - first), generator) for first in range(0, n, step)]
+        return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     @abstractmethod
     def product(self, v: Params) -> Params:
