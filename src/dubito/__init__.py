@@ -55,11 +55,22 @@ if TYPE_CHECKING:
     from dubito.model import likelihoods as likelihoods
     from dubito.model import priors as priors
     from dubito.model.likelihoods import Bernoulli as Bernoulli
+    from dubito.model.likelihoods import BetaNLL as BetaNLL
     from dubito.model.likelihoods import Categorical as Categorical
+    from dubito.model.likelihoods import CensoredGaussian as CensoredGaussian
+    from dubito.model.likelihoods import CensoredLogNormal as CensoredLogNormal
+    from dubito.model.likelihoods import CensoredWeibull as CensoredWeibull
     from dubito.model.likelihoods import Gaussian as Gaussian
+    from dubito.model.likelihoods import GaussianMixture as GaussianMixture
     from dubito.model.likelihoods import HeteroscedasticCategorical as HeteroscedasticCategorical
     from dubito.model.likelihoods import HeteroscedasticGaussian as HeteroscedasticGaussian
+    from dubito.model.likelihoods import HeteroscedasticStudentT as HeteroscedasticStudentT
     from dubito.model.likelihoods import MultiTask as MultiTask
+    from dubito.model.likelihoods import NaturalGaussian as NaturalGaussian
+    from dubito.model.likelihoods import NegativeBinomial as NegativeBinomial
+    from dubito.model.likelihoods import Ordinal as Ordinal
+    from dubito.model.likelihoods import Poisson as Poisson
+    from dubito.model.likelihoods import StudentT as StudentT
     from dubito.posteriors import diagnostics as diagnostics
     from dubito.posteriors import families as families
     from dubito.posteriors.export import as_module as as_module
@@ -84,7 +95,9 @@ _NAMES = {
     **dict.fromkeys(("Ensemble", "Laplace", "MCDropout", "MeanTeacher", "Metropolis", "NeuralLinear"), "inference.methods"),
     **dict.fromkeys(("OnlineLaplace", "PiModel", "TemporalEnsembling", "Variational"), "inference.methods"),
     **dict.fromkeys(("Bernoulli", "Categorical", "Gaussian", "MultiTask"), "model.likelihoods"),
-    **dict.fromkeys(("HeteroscedasticCategorical", "HeteroscedasticGaussian"), "model.likelihoods"),
+    **dict.fromkeys(("HeteroscedasticCategorical", "HeteroscedasticGaussian", "HeteroscedasticStudentT"), "model.likelihoods"),
+    **dict.fromkeys(("CensoredGaussian", "CensoredLogNormal", "CensoredWeibull", "GaussianMixture"), "model.likelihoods"),
+    **dict.fromkeys(("BetaNLL", "NaturalGaussian", "NegativeBinomial", "Ordinal", "Poisson", "StudentT"), "model.likelihoods"),
 }
 __all__ = sorted((*_MODULES, *_NAMES))  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -11,7 +11,27 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, Model, MultiTask, priors
+from dubito import (
+    Bernoulli,
+    BetaNLL,
+    Categorical,
+    CensoredGaussian,
+    CensoredLogNormal,
+    CensoredWeibull,
+    Gaussian,
+    GaussianMixture,
+    HeteroscedasticCategorical,
+    HeteroscedasticGaussian,
+    HeteroscedasticStudentT,
+    Model,
+    MultiTask,
+    NaturalGaussian,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+    StudentT,
+    priors,
+)
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.covariances import Diagonal
 from dubito.testing import check_likelihood, check_prior, require
@@ -32,6 +52,14 @@ def several(*cases: tuple) -> Oracle:
     def check() -> None:
         for likelihood, outputs in cases:
             check_likelihood(likelihood, outputs)
+
+    return check
+
+
+def both(*oracles: Oracle) -> Oracle:
+    def check() -> None:
+        for oracle in oracles:
+            oracle()
 
     return check
 
@@ -112,6 +140,192 @@ def tasks() -> None:
     close(split.aleatoric[..., 1], Categorical().uncertainty(draws[..., 1:4], shares, {}).aleatoric)
 
 
+def outputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def of_scipy(likelihood, frozen: Callable[[np.ndarray, dict[str, float]], stats.distributions.rv_frozen], y: np.ndarray) -> None:
+    """Log density or probability, moments, distribution function and quantiles are those of SciPy's distribution at outputs f."""
+    f = outputs(5, likelihood_outputs(likelihood))
+    params = {name: leaf.double() - 0.2 for name, leaf in likelihood.parameters().items()}
+    exact = frozen(f.numpy(), {name.removeprefix("likelihood:"): leaf.item() for name, leaf in params.items()})
+    column = np.full((5, 1), 1.0)
+    p = LatentMixture(likelihood, f.unsqueeze(0), params={name: leaf[None] for name, leaf in params.items()})
+    log_density = exact.logpmf if hasattr(exact.dist, "pmf") else exact.logpdf
+    for value in y:
+        at = torch.full((5, 1), float(value), dtype=DOUBLE)
+        close(p.log_prob(at), torch.from_numpy(log_density(column * value)[:, 0]))
+        close(p.cdf(at), torch.from_numpy(exact.cdf(column * value)), 1e-7)
+    close(p.mean, torch.from_numpy(exact.mean() * column))
+    close(p.uncertainty.aleatoric, torch.from_numpy(exact.var() * column))
+    for level in (0.05, 0.5, 0.95):
+        close(p.quantile(level), torch.from_numpy(exact.ppf(column * level)), 1e-5)
+
+
+def likelihood_outputs(likelihood) -> int:
+    return 2 if likelihood.__class__.__name__.startswith("Heteroscedastic") else 1
+
+
+Y = np.array([-2.5, -0.3, 0.1, 1.7, 30.0])
+COUNTS = np.array([0.0, 1.0, 4.0, 17.0])
+
+
+def tails() -> None:
+    def shifted(f: np.ndarray, learned: dict[str, float]):
+        return stats.t(2 + math.exp(learned["log_dof"]), f[:, :1], math.exp(learned["log_scale"]))
+
+    def predicted(f: np.ndarray, learned: dict[str, float]):
+        return stats.t(4.5, f[:, :1], np.exp(0.5 * f[:, 1:]))
+
+    of_scipy(StudentT(), shifted, Y)
+    of_scipy(HeteroscedasticStudentT(dof=4.5), predicted, Y)
+
+
+def counts() -> None:
+    def negative_binomial(scale: float):
+        return lambda f, learned: stats.nbinom(scale**-2, 1 / (1 + scale**2 * np.exp(f)))
+
+    of_scipy(Poisson(), lambda f, learned: stats.poisson(np.exp(f)), COUNTS)
+    for scale in (3.0, 0.5, 0.02):
+        of_scipy(NegativeBinomial(scale), negative_binomial(scale), COUNTS)
+    many = LatentMixture(NegativeBinomial(0.1), torch.tensor([[[8.0]]], dtype=DOUBLE))
+    close(many.cdf(torch.tensor([[3100.0]])), torch.from_numpy(stats.nbinom(100, 1 / (1 + 0.01 * np.exp([[8.0]]))).cdf(3100)))
+    f, y = outputs(3, 1), torch.tensor([[0.0], [2.0], [9.0]], dtype=DOUBLE)
+    close(NegativeBinomial(1e-9).log_prob(f, y, {}), Poisson().log_prob(f, y, {}))  # its limit
+    close(NegativeBinomial(1e-9).log_prob(f.float(), y.float(), {}), Poisson().log_prob(f.float(), y.float(), {}), 1e-3)
+
+
+def ordered() -> None:
+    """Differences of logistic distribution functions between the cutpoints; and a uniform prior of the probabilities at f = 0."""
+    likelihood, f = Ordinal(4), outputs(6, 1)
+    params = {"likelihood:cuts": torch.tensor([-1.2, 0.3, -0.7], dtype=DOUBLE)}
+    cuts = np.cumsum([-1.2, math.exp(0.3), math.exp(-0.7)])
+    below = np.concatenate([np.zeros((6, 1)), stats.logistic(f.numpy()).cdf(cuts), np.ones((6, 1))], 1)
+    close(likelihood.mean(f, params), torch.from_numpy(np.diff(below)))
+    far = likelihood.log_probs(torch.tensor([[60.0], [-60.0]], dtype=DOUBLE), params)
+    require(bool(far.isfinite().all()), "probabilities far from the cutpoints are lost")
+    y = torch.tensor([0, 0, 1, 2, 2, 2, 3])
+    start = likelihood.mean(torch.zeros(1, 1), likelihood.parameters(y))
+    close(start.double(), torch.tensor([[3.0, 2.0, 4.0, 2.0]], dtype=DOUBLE) / 11)
+    # of three classes: the density of the first cutpoint and of the log gap, as a change of variables from two probabilities
+    free = torch.tensor([0.4, -0.5], dtype=DOUBLE)
+
+    def two(free: Tensor) -> Tensor:
+        return Ordinal(3).mean(torch.zeros(1, 1, dtype=DOUBLE), {"likelihood:cuts": free})[0, :2]
+
+    jacobian = torch.autograd.functional.jacobian(two, free)
+    assert isinstance(jacobian, Tensor)
+    close(Ordinal(3).log_prior({"likelihood:cuts": free}), math.log(2) + torch.linalg.slogdet(jacobian).logabsdet)
+
+
+def censored() -> None:
+    """Densities and probabilities of intervals by SciPy, their slopes by differences, and how much intervals tell."""
+    families: dict[type, Callable[[np.ndarray], stats.distributions.rv_frozen]] = {
+        CensoredGaussian: lambda f: stats.norm(f, 0.6),
+        CensoredLogNormal: lambda f: stats.lognorm(0.6, scale=np.exp(f)),
+        CensoredWeibull: lambda f: stats.weibull_min(1 / 0.6, scale=np.exp(f)),
+    }
+    ends = np.array([[1.0, 1.0], [1.3, np.inf], [0.0, 0.4], [0.9, 1.1], [6.0, 7.0], [5.0, 5.001], [0.01, 0.02], [0.0, np.inf]])
+    f = outputs(len(ends), 1)
+    for made, frozen in families.items():
+        likelihood, exact = made(0.6), frozen(f.numpy()[:, 0])
+        y = ends.copy()
+        if made is CensoredGaussian:
+            y[y == 0] = -np.inf
+        low, high = y.T
+        inside = np.where(low > 2, exact.sf(low) - exact.sf(high), exact.cdf(high) - exact.cdf(low))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            score = np.where(low == high, exact.logpdf(high), np.log(inside))
+        targets = torch.from_numpy(y)
+        likelihood.check(f, targets)
+        found = likelihood.log_prob(f, likelihood.target(targets, f), {})
+        close(found, torch.from_numpy(score), 1e-5)
+        step = 1e-5
+        slope = likelihood.slope(f, targets, {}).squeeze(-1)
+        differences = [likelihood.log_prob(f + d, targets, {}) for d in (step, -step)]
+        close(slope, (differences[0] - differences[1]) / (2 * step), 1e-5)
+        share = likelihood.seen_share(f, targets, {})
+        slopes = [likelihood.slope(f + d, targets, {}).squeeze(-1) for d in (step, -step)]
+        curvature = -(slopes[0] - slopes[1]) / (2 * step) * 0.6**2
+        assert share is not None
+        close(share.squeeze(-1)[1:], curvature[1:], 1e-4)
+        require(float(share[0]) == 1 and float(share[-1]) == 0, "a number tells all there is, and (0, inf) nothing")
+        spread = outputs(len(ends), 1, seed=1).square() * 0.1
+        convolved = likelihood.convolve(f, spread, {})
+        if convolved is not None:
+            draws = f + spread.sqrt() * outputs(100_000, 1, 1, seed=2)
+            inside = likelihood.log_prob(draws, targets.expand(100_000, -1, -1), {}).exp()
+            gap = (convolved.log_prob(targets).exp() - inside.mean(0)).abs() / (inside.std(0) / 100_000**0.5 + 1e-9)
+            require(float(gap.max()) < 5, "the probability of an interval under an uncertain f is off")
+
+
+def natural() -> None:
+    """The heteroscedastic Gaussian at mean f1 e^-f2 and log variance -f2, and the moments of products with log-normal numbers."""
+    f, y = outputs(5, 4), outputs(5, 2, seed=1)
+    plain = torch.cat([f[:, :2] * (-f[:, 2:]).exp(), -f[:, 2:]], -1)
+    both = NaturalGaussian(), HeteroscedasticGaussian()
+    close(both[0].log_prob(f, y, {}), both[1].log_prob(plain, y, {}))
+    first, second, log_precision = f[:, :2], y, f[:, 2:]
+    formula = (
+        first * second - 0.5 * log_precision.exp() * second**2 - 0.5 * first**2 * (-log_precision).exp() + 0.5 * log_precision
+    )
+    close(both[0].log_prob(f, y, {}), (formula - 0.5 * math.log(2 * math.pi)).sum(-1))
+    m, cov = torch.tensor([[[0.7, 0.4]]], dtype=DOUBLE), torch.tensor([[[[0.3, -0.1], [-0.1, 0.2]]]], dtype=DOUBLE)
+    p = LatentMixture(NaturalGaussian(), m, cov, quadrature=4096)
+    mean = (0.7 + 0.1) * math.exp(-0.4 + 0.1)
+    square = ((0.7 + 0.2) ** 2 + 0.3) * math.exp(-0.8 + 0.4)
+    close(p.mean, torch.tensor([[mean]], dtype=DOUBLE), 0.01)
+    close(p.uncertainty.epistemic, torch.tensor([[square - mean**2]], dtype=DOUBLE), 0.01)
+    close(p.uncertainty.aleatoric, torch.tensor([[math.exp(-0.3)]], dtype=DOUBLE), 0.01)
+    moved = NaturalGaussian().rescaled(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 3.0]), {})[0]
+    again = moved.rescaled(torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 1.0]), {})[0]
+    exact = (y * torch.tensor([0.5, 3.0]) + torch.tensor([1.0, 2.0])) * torch.tensor([2.0, 1.0]) + torch.tensor([-1.0, 0.0])
+    close(again.log_prob(f, exact, {}) + math.log(3.0), both[0].log_prob(f, y, {}))
+
+
+def weighted_gradients() -> None:
+    """The value is the log likelihood, and its gradient is multiplied by e^(beta s); where a target is missing it is 0."""
+    f, y = outputs(5, 4).requires_grad_(), outputs(5, 2, seed=1)
+    y[2, 1] = math.nan
+    likelihood = BetaNLL(beta=0.4, missing=True)
+    value, plain = likelihood.objective(f, y, {}), HeteroscedasticGaussian(missing=True).log_prob(f, y, {})
+    close(value.detach(), plain.detach())
+    found, exact = (torch.autograd.grad(each.sum(), f)[0] for each in (value, plain))
+    close(found, exact * (0.4 * f.detach()[:, 2:]).exp().repeat(1, 2))
+    batched = torch.func.vmap(torch.func.grad(lambda f, y: likelihood.objective(f[None], y[None], {}).sum()))(f.detach(), y)
+    close(batched, found)
+
+
+def mixtures() -> None:
+    """Sums of SciPy's normal densities, and a spread of the means that adds to the noise of each."""
+    f, y = outputs(4, 12), outputs(4, 2, seed=1)
+    mean, log_variance, logits = f.numpy().reshape(4, 3, 2, 2).transpose(1, 0, 2, 3)
+    share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    density = (share * stats.norm(mean, np.exp(0.5 * log_variance)).pdf(y.numpy()[..., None])).sum(-1)
+    close(GaussianMixture(2).log_prob(f, y, {}), torch.from_numpy(np.log(density).sum(-1)))
+    spread = torch.cat([torch.full((4, 4), 0.3, dtype=DOUBLE), torch.zeros(4, 8, dtype=DOUBLE)], -1)
+    wide = (share * stats.norm(mean, np.sqrt(np.exp(log_variance) + 0.3)).pdf(y.numpy()[..., None])).sum(-1)
+    convolved = GaussianMixture(2).convolve(f, spread, {})
+    assert convolved is not None
+    close(convolved.log_prob(y), torch.from_numpy(np.log(wide).sum(-1)))
+    below = (share * stats.norm(mean, np.exp(0.5 * log_variance)).cdf(y.numpy()[..., None])).sum(-1)
+    p = LatentMixture(GaussianMixture(2), f.unsqueeze(0))
+    close(p.cdf(y), torch.from_numpy(below))
+    close(p.cdf(p.quantile(0.2)), torch.full((4, 2), 0.2, dtype=DOUBLE))
+
+
+def learned_tails() -> None:
+    """Priors of learned numbers are densities in their coordinates."""
+    line = torch.linspace(-14, 14, 8001, dtype=DOUBLE)
+    for likelihood, name in (
+        (StudentT(1.0), "log_dof"),
+        (NegativeBinomial(), "log_scale"),
+        (HeteroscedasticStudentT(), "log_dof"),
+    ):
+        density = torch.stack([likelihood.log_prior({f"likelihood:{name}": value[None]}) for value in line]).exp()
+        close(torch.trapezoid(density, line), torch.ones((), dtype=DOUBLE), 1e-3)
+
+
 LIKELIHOODS: dict[str, Oracle] = {
     "Gaussian": several(
         (Gaussian(scale=0.3), 1),
@@ -122,6 +336,17 @@ LIKELIHOODS: dict[str, Oracle] = {
         (Gaussian(prior=torch.distributions.Gamma(*torch.tensor([[3.0], [5.0]], dtype=DOUBLE))), 1),
     ),
     "HeteroscedasticGaussian": several((HeteroscedasticGaussian(), 2), (HeteroscedasticGaussian(), 4)),
+    "BetaNLL": both(several((BetaNLL(), 2)), weighted_gradients),
+    "NaturalGaussian": both(several((NaturalGaussian(), 4)), natural),
+    "StudentT": both(several((StudentT(0.3, dof=4.0), 1), (StudentT((0.3, 0.7), dof=5.0), 2), (StudentT(), 1)), tails),
+    "HeteroscedasticStudentT": several((HeteroscedasticStudentT(dof=6.0), 2), (HeteroscedasticStudentT(), 2)),
+    "Poisson": both(several((Poisson(), 1), (Poisson(), 2)), counts),
+    "NegativeBinomial": several((NegativeBinomial(0.5), 1), (NegativeBinomial(), 1), (NegativeBinomial(outputs=2), 2)),
+    "Ordinal": both(several((Ordinal(2), 1), (Ordinal(4), 1)), ordered),
+    "CensoredGaussian": both(several((CensoredGaussian(0.4), 1), (CensoredGaussian((0.4, 0.6)), 2)), censored),
+    "CensoredLogNormal": several((CensoredLogNormal(0.4), 1)),
+    "CensoredWeibull": several((CensoredWeibull(0.4), 1), (CensoredWeibull(), 1)),
+    "GaussianMixture": both(several((GaussianMixture(1), 3), (GaussianMixture(2), 6), (GaussianMixture(3), 9)), mixtures),
     "Categorical": several((Categorical(), 3), (Categorical(scale=1.5), 3), (Categorical(scale=None), 2)),
     "Bernoulli": several((Bernoulli(), 1), (Bernoulli(scale=1.5), 2), (Bernoulli(scale=None), 2)),
     "HeteroscedasticCategorical": several((HeteroscedasticCategorical(), 6), (HeteroscedasticCategorical(samples=256), 4)),
@@ -132,6 +357,7 @@ FURTHER: dict[str, Oracle] = {
     "noise levels": noise_levels,
     "noisy logits": noisy_logits,
     "huge noise": huge_noise,
+    "priors of tails and dispersions": learned_tails,
 }
 
 
@@ -140,14 +366,6 @@ FURTHER: dict[str, Oracle] = {
 
 def held(prior: priors.Prior, like: dict[str, Tensor] | None = None, *, bounded: bool = False) -> Oracle:
     return partial(check_prior, prior, like, bounded=bounded)
-
-
-def both(*oracles: Oracle) -> Oracle:
-    def check() -> None:
-        for oracle in oracles:
-            oracle()
-
-    return check
 
 
 def density(prior: priors.Prior, pdf: Callable[[np.ndarray], np.ndarray]) -> Oracle:

@@ -38,7 +38,7 @@ def cotangents(
     f = f.detach()
     f = f.float() if f.dtype.itemsize < 4 else f
     target = likelihood.target(y, f)
-    seen = observed(model, target, f)
+    seen = observed(model, target, f, params)
     groups = groups_of(model, f, kind)
 
     def masked(s: Tensor) -> Tensor:
@@ -46,7 +46,8 @@ def cotangents(
         return s if seen is None else s * seen
 
     if kind == "empirical":
-        yield 0, masked(likelihood.slope(f, target, params))
+        slope = likelihood.slope(f, target, params)
+        yield 0, slope if seen is None else slope * (seen > 0)
         return
     count = monte_carlo(kind, draws, f)
     if groups is not None:  # unit noise: unit vectors, one group of outputs at a time
@@ -69,8 +70,12 @@ def cotangents(
         yield 0, masked(likelihood.random_slope(f, likelihood_params(params), generator)) / count**0.5
 
 
-def observed(model: Model, target: Tensor, f: Tensor) -> Tensor | None:
-    """Which outputs have a target, as 0 and 1 that broadcast against f; None if all have."""
+def observed(model: Model, target: Tensor, f: Tensor, params: Params) -> Tensor | None:
+    """The factor of the root of the Fisher information, which broadcasts against f: 0 where there is no target, the root of the share
+    that is seen where only an interval of it is known, and else 1; None if it is 1 everywhere."""
+    share = model.likelihood.seen_share(f.detach(), target, likelihood_params(params))
+    if share is not None:
+        return share.sqrt()
     seen = model.likelihood.observed(target)
     return None if seen is None else (seen if seen.ndim == f.ndim else seen.unsqueeze(-1)).to(f)
 

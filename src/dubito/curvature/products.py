@@ -49,7 +49,7 @@ def batch_product(
         """The GGN times a vector."""
         f, slope = along(output, live, delta)
         fisher = model.likelihood.fisher(f.detach(), learned)
-        seen = observed(model, model.likelihood.target(y, f), f)
+        seen = observed(model, model.likelihood.target(y, f), f, learned)
         slope = slope if seen is None else slope * seen
         weighted = (fisher @ slope.unsqueeze(-1)).squeeze(-1)
         return back(weighted if seen is None else weighted * seen)[0]

@@ -423,14 +423,17 @@ def _add_outer(total: Tensor, leaves: Params, names: tuple[str, ...], size: int,
 def _plain(run: LayerPass) -> bool:
     """Whether no matrix is needed for each example: the noise is part of the curvature, and every output has a target."""
     model, f = run.setup.model, run.f
-    return groups_of(model, f, run.setup.spec.kind) is None and observed(model, model.likelihood.target(run.y, f), f) is None
+    return (
+        groups_of(model, f, run.setup.spec.kind) is None
+        and observed(model, model.likelihood.target(run.y, f), f, run.setup.params) is None
+    )
 
 
 def _fishers(run: LayerPass) -> Iterator[tuple[int, slice, Tensor]]:
     """The Fisher information [b, C, C] of the outputs for one noise after another, a piece of the examples at a time."""
     setup, f = run.setup, run.f
     likelihood = setup.model.likelihood
-    seen = observed(setup.model, likelihood.target(run.y, f), f)
+    seen = observed(setup.model, likelihood.target(run.y, f), f, setup.params)
     groups = groups_of(setup.model, f, setup.spec.kind)
     for piece in pieces(len(f), f.shape[1] ** 2):
         if groups is None:

@@ -130,9 +130,9 @@ def with_budget(method: Method, n_batches: int) -> Method:
 
 
 def departures(target: Target, method: object) -> tuple[str, ...]:
-    """In what a fit departs from the posterior of Bayes' rule: the temperature, and settings of the method."""
+    """In what a fit departs from the posterior of Bayes' rule: the temperature, and settings of likelihood and method."""
     tempered = (f"T = {target.temperature:g}",) if target.temperature != 1 else ()
-    return (*tempered, *inexact_settings(method))
+    return (*tempered, *target.model.likelihood.departures, *inexact_settings(method))
 
 
 def inexact_settings(method: object) -> list[str]:

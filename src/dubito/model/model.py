@@ -154,7 +154,7 @@ class Model:
     def score(self, f: Tensor, y: Any, params: Params) -> Tensor:
         """log p(y | f) of every example, [B]."""
         f = f.float() if f.dtype.itemsize < 4 else f  # a sum of log probabilities needs more than half precision
-        score = self.likelihood.log_prob(f, self.likelihood.target(y, f), likelihood_params(params))  # [B, *D]
+        score = self.likelihood.objective(f, self.likelihood.target(y, f), likelihood_params(params))  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score
 
     def check(self, params: Params, batch: Any, buffers: Buffers) -> Inspection:

@@ -118,7 +118,8 @@ class Target:
             with torch.enable_grad():
                 value = self.model.likelihood.log_prior(learned)
                 if value.requires_grad:
-                    for name, slope in zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True):
+                    slopes = torch.autograd.grad(value, list(learned.values()), allow_unused=True, materialize_grads=True)
+                    for name, slope in zip(learned, slopes, strict=True):
                         gradient[name].add_(slope, alpha=factor)
 
     def sum_scores(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:

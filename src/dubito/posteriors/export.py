@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from dubito.curvature.capture import example_count
 from dubito.curvature.layout import layout
-from dubito.model.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, align, average, likelihood_params, quadrature
+from dubito.model.likelihoods import Likelihood, align, average, likelihood_params, quadrature
 from dubito.network.examples import Inputs, outputs_last
 from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior, Samples
@@ -170,7 +170,8 @@ class Readout(nn.Module):
         self.likelihood, self.scale, self.names = likelihood, scale, tuple(learned)
         for i, leaf in enumerate(learned.values()):
             self.register_buffer(f"learned{i}", leaf.detach().clone())
-        if not isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
+        zeros = torch.zeros(1, width)
+        if likelihood.noise_variance(zeros, zeros, {name: leaf.detach().cpu() for name, leaf in learned.items()}) is None:
             points, weights = quadrature(NODES, torch.empty(width, dtype=torch.float64))
             self.register_buffer("nodes", points.clone())
             self.register_buffer("weights", weights)

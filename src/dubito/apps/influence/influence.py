@@ -153,7 +153,7 @@ class Influences:
         require(flat_outputs, f"leverage=True needs one vector of at most 100 outputs for each example; got {list(f.shape)}")
         p = linearized(at.model, x, params=at.params, buffers=at.buffers, covariance=self.inverse.covariance)
         fisher = likelihood.fisher(f, likelihood_params(at.params))
-        if (seen := observed(at.model, target, f)) is not None:
+        if (seen := observed(at.model, target, f, at.params)) is not None:
             fisher = fisher * seen.unsqueeze(-1) * seen.unsqueeze(-2)
         return leverages(fisher, p.covariances[0], slopes)
 

@@ -23,6 +23,7 @@ from dubito.evaluation.metrics.regression import crps_of, interval_penalty, pit_
 from dubito.model.likelihoods import Classes, entropy
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.posteriors.predictive.classes import class_terms
+from dubito.posteriors.predictive.predictive import takes_counts
 from dubito.tensors.checks import require
 
 
@@ -224,6 +225,7 @@ def _terms(p: Predictive, y: Tensor, truth: Tensor, keep: Tensor) -> Terms:
 
 ROOTS = {"rmse": "squares", "sharpness": "variance"}  # metrics that are the root of a mean
 OF_INTERVALS = ("coverage", "width", "interval_score")
+OF_INTERVAL_TARGETS = ("nll", "sharpness", "uncertainty")  # what there is where some targets are only known to lie in an interval
 
 
 class NumberScorer(Scorer):
@@ -236,13 +238,17 @@ class NumberScorer(Scorer):
         self.quantiles = QuantileCounts()
 
     def available(self, p: Predictive, name: str) -> bool:
-        """A likelihood of one's own may have no CRPS and no distribution function."""
+        """A likelihood of one's own may have no CRPS and no distribution function, and intervals are compared with no number."""
+        if p.likelihood.intervals:
+            return name in OF_INTERVAL_TARGETS
         if isinstance(p, LatentMixture) and isinstance(p.marginals[0], Normal):
             return True
         if name == "crps":
             return hasattr(p, "crps")
         if name not in (*OF_INTERVALS, "quantile_error"):
             return True
+        if name == "quantile_error" and isinstance(p, LatentMixture) and takes_counts(p.marginals[0]):
+            return False  # levels of counts are not uniform, however good they are
         if not hasattr(p, "cdf"):
             return name != "quantile_error"
         with suppress(ValueError):
@@ -254,6 +260,9 @@ class NumberScorer(Scorer):
         """Take in a batch: y as it was given, and `target` [B, *D, C]."""
         if not target.numel():
             return
+        if p.likelihood.intervals:
+            of_numbers = set(self.wanted) - set(OF_INTERVAL_TARGETS)
+            target = p.likelihood.numbers(target) if of_numbers else torch.full_like(p.mean, math.nan)
         keep = torch.ones_like(labelled(p, target))
         self.n += keep.numel()
         squares, split = (p.mean - target).double().square(), p.uncertainty

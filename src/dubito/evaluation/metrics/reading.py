@@ -48,7 +48,7 @@ def targets(p: Predictive, y: Array, name: str, *, classes: bool | None = None, 
         raise ValueError(
             f"{name} needs all targets, and some are NaN: leave them out, or use dubito.apps.dense.assess, which does"
         )
-    return found
+    return p.likelihood.numbers(found) if classes is False else found
 
 
 def labelled(p: Predictive, target: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch.distributions import Normal
 
 from dubito.model.likelihoods import Likelihood, Uncertainty, average
 from dubito.model.likelihoods.likelihood import log_average
+from dubito.model.likelihoods.special import log_beta, student_t_tail
 from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT, Units
-from dubito.posteriors.predictive.student_t import log_beta, student_t_tail
 from dubito.tensors import tree
 from dubito.tensors.checks import between
 from dubito.tensors.randomness import fresh_generator

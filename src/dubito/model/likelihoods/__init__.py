@@ -12,8 +12,15 @@ from dubito.model.likelihoods.categorical import Bernoulli as Bernoulli
 from dubito.model.likelihoods.categorical import Categorical as Categorical
 from dubito.model.likelihoods.categorical import Classes as Classes
 from dubito.model.likelihoods.categorical import HeteroscedasticCategorical as HeteroscedasticCategorical
+from dubito.model.likelihoods.censored import CensoredGaussian as CensoredGaussian
+from dubito.model.likelihoods.censored import CensoredLogNormal as CensoredLogNormal
+from dubito.model.likelihoods.censored import CensoredWeibull as CensoredWeibull
+from dubito.model.likelihoods.counts import NegativeBinomial as NegativeBinomial
+from dubito.model.likelihoods.counts import Poisson as Poisson
+from dubito.model.likelihoods.gaussian import BetaNLL as BetaNLL
 from dubito.model.likelihoods.gaussian import Gaussian as Gaussian
 from dubito.model.likelihoods.gaussian import HeteroscedasticGaussian as HeteroscedasticGaussian
+from dubito.model.likelihoods.gaussian import NaturalGaussian as NaturalGaussian
 from dubito.model.likelihoods.likelihood import NOISE as NOISE
 from dubito.model.likelihoods.likelihood import PREFIX as PREFIX
 from dubito.model.likelihoods.likelihood import Likelihood as Likelihood
@@ -24,6 +31,10 @@ from dubito.model.likelihoods.likelihood import entropy as entropy
 from dubito.model.likelihoods.likelihood import likelihood_params as likelihood_params
 from dubito.model.likelihoods.likelihood import nodes as nodes
 from dubito.model.likelihoods.likelihood import quadrature as quadrature
+from dubito.model.likelihoods.mixture import GaussianMixture as GaussianMixture
 from dubito.model.likelihoods.multi_task import MultiTask as MultiTask
+from dubito.model.likelihoods.ordinal import Ordinal as Ordinal
+from dubito.model.likelihoods.student_t import HeteroscedasticStudentT as HeteroscedasticStudentT
+from dubito.model.likelihoods.student_t import StudentT as StudentT
 
 __getattr__ = _renamed(__name__, {"own": "likelihood_params"})

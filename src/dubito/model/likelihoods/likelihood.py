@@ -143,6 +143,9 @@ class Likelihood(ABC):
 
     dim: int = field(default=-1, kw_only=True)
 
+    def __post_init__(self):  # noqa: B027 (those that have something to check do)
+        pass
+
     @property
     def discrete(self) -> bool:
         """Classes or labels rather than numbers: uncertainty is an entropy rather than a variance."""
@@ -156,6 +159,11 @@ class Likelihood(ABC):
     @property
     def separate(self) -> bool:
         """Whether each entry of a target depends on its own output alone, independently of the others, as labels do."""
+        return False
+
+    @property
+    def intervals(self) -> bool:
+        """Whether a target is an interval: lower ends, then upper ends, [..., 2 C]."""
         return False
 
     def mean_noise(self, f: Tensor, params: Params) -> Tensor | None:
@@ -218,6 +226,19 @@ class Likelihood(ABC):
         """log p(y | f) for every position, [...]; y is in the layout that `target` returns."""
         return self(f, params).log_prob(y)
 
+    def objective(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """What training follows the gradient of: `log_prob`, or the same value with another gradient, which `departures` names."""
+        return self.log_prob(f, y, params)
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """In what a fit departs from the posterior of Bayes' rule."""
+        return ()
+
+    def numbers(self, y: Tensor) -> Tensor:
+        """What was observed, [..., C], from targets in the layout of `target`; an error where only intervals are known."""
+        return y
+
     def mean(self, f: Tensor, params: Params) -> Tensor:
         """E[y | f], [..., C]; for classes their probabilities."""
         return self(f, params).mean
@@ -277,6 +298,10 @@ class Likelihood(ABC):
         there for some of its outputs only (several tasks), [..., C]."""
         return None
 
+    def seen_share(self, f: Tensor, y: Tensor, params: Params) -> Tensor | None:
+        """Where only intervals are known of some targets: the share of `fisher` that they tell, [..., C]. None if all are complete."""
+        return None
+
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
         """Draws of f [S, ..., C] with weights [S] to an `Uncertainty`: here the law of total variance."""
         distribution = self(f, params)
@@ -319,3 +344,20 @@ class Likelihood(ABC):
         """Each Gaussian over f [S, ...] as n Gaussians [S, n, ...] of equal weight for which `convolve` has a closed form, or None
         where there is nothing better than nodes without spread."""
         return None
+
+
+@dataclass(frozen=True)
+class DiagonalFisher(Likelihood):
+    """A likelihood whose Fisher information is a diagonal matrix: no output says anything of what another one means."""
+
+    @abstractmethod
+    def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        """The diagonal of the Fisher information, [..., C]."""
+
+    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
+        """The diagonal matrix of `fisher_diagonal`."""
+        return torch.diag_embed(self.fisher_diagonal(f, params))
+
+    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
+        """Its root."""
+        return torch.diag_embed(self.fisher_diagonal(f, params).sqrt()).movedim(-1, 0)

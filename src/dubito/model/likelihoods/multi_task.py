@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, MultivariateNormal
 
-from dubito.model.likelihoods.gaussian import given_nodes
 from dubito.model.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty
+from dubito.model.likelihoods.noise import given_nodes
 from dubito.tensors.tree import Params
 
 

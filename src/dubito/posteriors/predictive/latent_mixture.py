@@ -13,7 +13,14 @@ from torch.distributions import Distribution, Independent, Normal
 
 from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
 from dubito.posteriors.predictive.classes import ClassTerms, class_terms, follows_spread
-from dubito.posteriors.predictive.predictive import Predictive, Units, as_units, normal_mixture_quantile, within_support
+from dubito.posteriors.predictive.predictive import (
+    Predictive,
+    Units,
+    as_units,
+    normal_mixture_quantile,
+    takes_counts,
+    within_support,
+)
 from dubito.tensors import tree
 from dubito.tensors.checks import between, one_of
 from dubito.tensors.randomness import fork_rng, fresh_generator, generator
@@ -321,7 +328,8 @@ class LatentMixture(Predictive):
         return average(below, weights)
 
     def quantile(self, level: float) -> Tensor:
-        """The level-quantile of every output of a regression, [B, *D, C]: a root of the mixture's exact cdf."""
+        """The level-quantile of every output of a regression, [B, *D, C]: a root of the mixture's exact cdf, or the first count at
+        which it is reached."""
         between(0, 1, level=level)
         marginal, weights = self.marginals
         if isinstance(marginal, Normal):
@@ -331,11 +339,14 @@ class LatentMixture(Predictive):
         low = (marginal.mean - math.sqrt((1 - level) / level) * marginal.stddev).amin(0)
         high = (marginal.mean + math.sqrt(level / (1 - level)) * marginal.stddev).amax(0)
         low, high = within_support(marginal, low), within_support(marginal, high)
+        counts = takes_counts(marginal)
         for _ in range(60 if low.dtype == torch.float64 else 30):
             middle = (low + high) / 2
             below = self.cdf(middle) < level
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return (low + high) / 2
+            if counts and bool((high - low < 0.5).all()):  # one whole number at most is left between them
+                break
+        return high.floor() if counts else (low + high) / 2
 
     @cached_property
     def marginals(self) -> tuple[Distribution, Tensor]:

@@ -72,6 +72,14 @@ def within_support(distribution: Distribution, y: Tensor) -> Tensor:
     return y if low is None and high is None else y.clamp(low, high)
 
 
+def takes_counts(distribution: Distribution) -> bool:
+    """Whether a distribution gives whole numbers."""
+    try:
+        return distribution.support is not None and distribution.support.is_discrete
+    except NotImplementedError:  # of a distribution of one's own
+        return False
+
+
 Units = Tensor | np.ndarray | Sequence[float] | float
 FLOOR = math.log(torch.finfo(torch.float64).tiny)  # the least log probability
 

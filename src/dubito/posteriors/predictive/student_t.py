@@ -1,4 +1,4 @@
-"""The predictive of a conjugate regression, and what a Student-t needs."""
+"""The predictive of a conjugate regression."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.likelihoods import Likelihood, Uncertainty
+from dubito.model.likelihoods.special import log_beta, student_t_tail
 from dubito.posteriors.predictive.predictive import Predictive, Units, as_units
 from dubito.tensors import tree
 from dubito.tensors.checks import between
@@ -143,30 +144,3 @@ class StudentT(Predictive):
         """One predictive of all inputs."""
         parts = [self, *others]
         return replace(self, means=torch.cat([p.means for p in parts], 1), spread=torch.cat([p.spread for p in parts], 1))
-
-
-def log_beta(a: Tensor, b: Tensor) -> Tensor:
-    r""":math:`\ln B(a, b)`."""
-    return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-
-
-def student_t_tail(z: Tensor, dof: Tensor) -> Tensor:
-    r"""P(T > z) of a standard Student-t for z >= 0: :math:`\frac12 I_x(\nu/2, 1/2)` at :math:`x = \nu / (\nu + z^2)`.
-
-    The incomplete beta function is its continued fraction, on the side where that converges: 40 terms give all digits for any dof.
-    """
-    ratio = z * z / dof
-    log_x, log_rest = -torch.log1p(ratio), ratio.log() - torch.log1p(ratio)
-    a, b = (dof / 2).expand_as(z), torch.full_like(z, 0.5)
-    direct = log_x.exp() < (a + 1) / (a + 2.5)
-    p, q, x = torch.where(direct, a, b), torch.where(direct, b, a), torch.where(direct, log_x, log_rest).exp()
-    upper, lower = torch.ones_like(x), 1 / (1 - (p + q) * x / (p + 1))
-    fraction = lower
-    for m in range(1, 41):
-        even = m * (q - m) * x / ((p + 2 * m - 1) * (p + 2 * m))
-        odd = -(p + m) * (p + q + m) * x / ((p + 2 * m) * (p + 2 * m + 1))
-        for term in (even, odd):
-            upper, lower = 1 + term / upper, 1 / (1 + term * lower)
-            fraction = fraction * upper * lower
-    value = (a * log_x + b * log_rest - log_beta(a, b)).exp() / p * fraction
-    return 0.5 * torch.where(direct, value, 1 - value)

@@ -1,0 +1,142 @@
+"""Regression with outliers: Student-t noise, whose scale is known, learned, or predicted by the network."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent
+from torch.distributions import StudentT as StudentTDistribution
+
+from dubito.model.likelihoods.likelihood import PREFIX, DiagonalFisher
+from dubito.model.likelihoods.noise import Heteroscedastic, Scaled
+from dubito.model.likelihoods.special import student_t_tail
+from dubito.tensors.checks import require
+from dubito.tensors.tree import Params
+
+LOG_DOF = PREFIX + "log_dof"
+PRIOR = (2.0, 0.1)  # shape and rate of the Gamma prior of dof - 2 (Juarez & Steel 2010)
+
+
+class _StudentT(StudentTDistribution):
+    """With the distribution function that torch's lacks."""
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """P(Y <= value)."""
+        z = ((value - self.loc) / self.scale).double()
+        tail = student_t_tail(z.abs(), self.df.double())
+        return torch.where(z > 0, 1 - tail, tail).to(value.dtype)
+
+
+def student_t(dof: Tensor, mean: Tensor, scale: Tensor) -> Distribution:
+    """Independent Student-t outputs."""
+    return Independent(_StudentT(dof.expand_as(mean), mean, scale.expand_as(mean), validate_args=False), 1)
+
+
+def log_density(z: Tensor, dof: Tensor) -> Tensor:
+    """The log density of a standard Student-t."""
+    constant = torch.lgamma((dof + 1) / 2) - torch.lgamma(dof / 2) - 0.5 * (math.pi * dof).log()
+    return constant - (dof + 1) / 2 * torch.log1p(z * z / dof)
+
+
+@dataclass(frozen=True)
+class Tails(DiagonalFisher):
+    """Degrees of freedom, known or learned as `likelihood:log_dof`."""
+
+    dof: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        fine = self.dof is None or self.dof > 2
+        require(fine, f"dof must be above 2, or the noise has no variance, which uncertainty is made of; got {self.dof}")
+
+    def degrees(self, f: Tensor, params: Params) -> Tensor:
+        """The degrees of freedom, [] or [1]: 2 + exp(likelihood:log_dof) if learned."""
+        if self.dof is None:
+            return 2 + params[LOG_DOF].exp()
+        return torch.as_tensor(self.dof, dtype=f.dtype, device=f.device)
+
+    def parameters(self, y: Tensor | None = None) -> Params:
+        """What is learned of the scale, and `likelihood:log_dof`: 5 degrees of freedom to begin with."""
+        return super().parameters(y) | ({} if self.dof is not None else {LOG_DOF: torch.full((1,), math.log(3.0))})
+
+    def log_prior(self, params: Params) -> Tensor:
+        """That of the scale, and a Gamma(2, 0.1) density of dof - 2 in the coordinate log_dof: Student-t noise of any large dof is
+        Gaussian, so that without a prior the posterior would not be a distribution."""
+        if self.dof is not None:
+            return super().log_prior(params)
+        (shape, rate), log = PRIOR, params[LOG_DOF]
+        return (shape * (log + math.log(rate)) - math.lgamma(shape) - rate * log.exp()).sum() + super().log_prior(params)
+
+
+@dataclass(frozen=True)
+class StudentT(Tails, Scaled):
+    r"""y = f + scale t, where t has a Student-t distribution with `dof` degrees of freedom: outliers pull less than with `Gaussian`.
+
+    .. math:: \ln p(y \mid f) = \ln \frac{\Gamma(\frac{\nu + 1}{2})}{\Gamma(\frac\nu2) \sqrt{\pi\nu}\, s}
+              - \tfrac{\nu + 1}{2} \ln \Big(1 + \tfrac{(y - f)^2}{\nu s^2}\Big), \qquad
+              \mathrm{Var}[y \mid f] = \tfrac{\nu}{\nu - 2} s^2
+
+    Scale and `dof` (above 2) are known if given, else learned along with the weights, as `likelihood:log_scale` and
+    `likelihood:log_dof`; dof - 2 then has a Gamma(2, 0.1) prior. `outputs=3` learns a scale for each of three outputs. The scale is the
+    s of the formula, not the standard deviation, which is larger.
+
+    >>> StudentT(1.0, dof=4.0)(torch.zeros(1, 1), {}).variance
+    tensor([[2.]])
+    """
+
+    def __call__(self, f: Tensor, params: Params) -> Distribution:
+        return student_t(self.degrees(f, params), f, self.noise(f, params))
+
+    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The sum of the log densities of the outputs."""
+        scale = self.noise(f, params)
+        return (log_density((y - f) / scale, self.degrees(f, params)) - scale.log()).sum(-1)
+
+    def mean(self, f: Tensor, params: Params) -> Tensor:
+        """f itself."""
+        return f
+
+    def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        """(dof + 1) / (dof + 3) / scale^2."""
+        dof = self.degrees(f, params)
+        return ((dof + 1) / (dof + 3) / self.noise(f, params) ** 2).expand_as(f)
+
+    def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
+        """dof / (dof - 2) scale^2."""
+        dof = self.degrees(f_mean, params)
+        return (dof / (dof - 2) * self.noise(f_mean, params) ** 2).expand_as(f_mean)
+
+
+@dataclass(frozen=True)
+class HeteroscedasticStudentT(Tails, Heteroscedastic):
+    r"""`StudentT` whose scale the network predicts: f = [means m, log squared scales s], twice as many outputs as targets.
+
+    :math:`y = m(x) + e^{s(x) / 2} t_\nu`, of which the variance is :math:`\frac{\nu}{\nu - 2} e^s`. `dof` is known or learned as in
+    `StudentT`, `missing` is as in `HeteroscedasticGaussian`.
+
+    >>> HeteroscedasticStudentT(dof=4.0)(torch.zeros(1, 2), {}).variance
+    tensor([[2.]])
+    """
+
+    def __call__(self, f: Tensor, params: Params) -> Distribution:
+        mean, log_square = self.moments(f)
+        return student_t(self.degrees(f, params), mean, (0.5 * log_square).exp())
+
+    def densities(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The log densities of the outputs."""
+        mean, log_square = self.moments(f)
+        return log_density((y - mean) * (-0.5 * log_square).exp(), self.degrees(f, params)) - 0.5 * log_square
+
+    def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        """((dof + 1) e^-s, dof / 2) / (dof + 3)."""
+        mean, log_square = self.moments(f)
+        dof = self.degrees(f, params)
+        return torch.cat([(dof + 1) * (-log_square).exp(), (0.5 * dof).expand_as(mean)], -1) / (dof + 3)
+
+    def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
+        """dof / (dof - 2) times the mean of e^s."""
+        dof, square = self.degrees(f_mean, params), super().noise_variance(f_mean, f_var, params)
+        return None if square is None else dof / (dof - 2) * square
