@@ -33,8 +33,8 @@ from dubito.apps.active import (
     mean_std,
 )
 from dubito.apps.active import labels as files
-from dubito.apps.active.batchbald import systematic
-from dubito.apps.active.view import Functions, best
+from dubito.apps.active.acquisitions import systematic
+from dubito.apps.active.pool import Functions, best
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
 from dubito.posteriors.predict.dropout import Dropout

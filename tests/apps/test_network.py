@@ -193,7 +193,7 @@ def test_generators_are_given_back_where_something_is_raised(monkeypatch):
     def head(score):
         return failure.Selective(0.1, score).fit(network, (x, y))
 
-    monkeypatch.setattr(ood.distances._Sums, "add", fails)
+    monkeypatch.setattr(ood.detectors._Sums, "add", fails)
     monkeypatch.setattr(ood.detectors.ODINScore, "direction", fails)
     monkeypatch.setattr(Reservoir, "add", fails)
     settings = failure.ConfidNet((4,), epochs=1)

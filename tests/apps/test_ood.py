@@ -14,7 +14,7 @@ from apps.networks import build
 from dubito.apps import ood
 from dubito.apps.network import networks, posterior_of, score_loader
 from dubito.apps.ood import DETECTORS, ODIN, Energy, Mahalanobis, MaxLogit, Measured, Neighbours, detection
-from dubito.apps.ood.distances import kth_distance
+from dubito.apps.ood.detectors import kth_distance
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic
 from dubito.posteriors.predict.dropout import Dropout
@@ -166,7 +166,7 @@ def test_mahalanobis_against_its_definition(relative):
 def test_shrinkage_against_scikit_learn():
     from sklearn.covariance import oas
 
-    from dubito.apps.ood.distances import _whitening
+    from dubito.apps.ood.detectors import _whitening
 
     points = torch.randn(40, 12, dtype=torch.float64) @ torch.randn(12, 12, dtype=torch.float64)
     points -= points.mean(0)
@@ -182,7 +182,7 @@ def test_dead_units_and_missing_classes():
     x, y = torch.randn(50, 4), torch.tensor([0, 3]).repeat(25)
     x[:, 2] = 1.0
     score = Mahalanobis(shrinkage=0.0).fit(network, (x, y))
-    assert len(score.clusters[0].classes[1]) == 2
+    assert len(score.distances[0].classes[1]) == 2
     assert score(x).isfinite().all()
     moved = x.clone()
     moved[:, 2] = 2.0  # never seen to vary: as far as can be
@@ -214,7 +214,7 @@ def test_networks_of_an_ensemble_have_clusters_of_their_own():
 
 
 def test_neighbours_against_all_distances(monkeypatch):
-    monkeypatch.setattr(ood.distances, "PAIRS", 500)  # several chunks
+    monkeypatch.setattr(ood.detectors, "PAIRS", 500)  # several chunks
     points, bank = torch.randn(33, 5), torch.randn(90, 5)
     expected = torch.cdist(points.double(), bank.double()).sort(-1).values
     for k in (1, 7, 90):
@@ -236,7 +236,7 @@ def test_neighbours_of_normalised_features():
     torch.testing.assert_close(
         Neighbours(k=4, normalized=False).fit(network, x)(at), torch.cdist(at, x).sort(-1).values[:, 3], rtol=1e-4, atol=1e-5
     )
-    assert len(Neighbours(k=4, most=10).fit(network, (x, y)).banks[0]) == 10
+    assert len(Neighbours(k=4, most=10).fit(network, (x, y)).distances[0].features) == 10
     with pytest.raises(ValueError, match="have no 61-th nearest"):
         Neighbours(k=61).fit(network, (x, y))
 

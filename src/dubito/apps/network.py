@@ -7,9 +7,10 @@ network runs; afterwards the network has no hook more than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from dubito.inference.batches import batches
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical, likelihood_params
+from dubito.network.examples import Inputs
 from dubito.network.weights import in_mode
 from dubito.posteriors import Point, Posterior
 from dubito.posteriors.posterior import inputs_of
@@ -51,17 +53,13 @@ class Network:
 
         Positions that the output does not have (those of a convolution, of the words of a text) are averaged over.
         """
-        modules, seen = dict(self.model.network.named_modules(remove_duplicate=False)), []
+        modules = dict(self.model.network.named_modules(remove_duplicate=False))
         require(layer in modules, f"the network has no layer {layer!r}; it has {[name for name in modules if name]}")
-        module = modules[layer]
-        hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(_first(args, kwargs)), with_kwargs=True)
-        try:
+        with layer_inputs({layer: modules[layer]}) as inputs:
             f = self(x)
-        finally:
-            hook.remove()
-        require(seen, f"the layer {layer!r} is not called when the network runs: name another one")
-        phi = seen[-1].movedim(1, -1) if isinstance(module, CONVOLUTIONS) else seen[-1]
-        phi = phi.float() if phi.dtype.itemsize < 4 else phi  # distances and heads need more than half precision
+        require(inputs, f"the layer {layer!r} is not called when the network runs: name another one")
+        phi = tree.full_precision(inputs[-1][1])  # distances and heads need more than half precision
+        phi = phi.movedim(1, -1) if isinstance(modules[layer], CONVOLUTIONS) else phi
         if phi.shape[:-1] == f.shape[:-1]:
             return phi, f
         if f.ndim == 2 and len(phi) == len(f):
@@ -83,8 +81,33 @@ class Network:
         return tree.move(tree.tensors(x, next(self.model.network.parameters()).dtype), self.model.device)
 
 
-def _first(args: tuple, kwargs: dict) -> Tensor:
-    return args[0] if args else next(iter(kwargs.values()))
+@contextmanager
+def layer_inputs(layers: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The name and the first input of every call of these layers while the block runs, in the order of the calls."""
+    calls: list[tuple[str, Tensor]] = []
+
+    def note(name: str, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Remember a call."""
+        calls.append((name, args[0] if args else next(iter(kwargs.values()))))
+
+    hooks = [layer.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def call(network: nn.Module, x: Inputs) -> Any:
+    """The network at x: a tensor, a tuple of arguments or a dict of them."""
+    if isinstance(x, dict):
+        return network(**x)
+    return network(*as_tuple(x))
+
+
+def as_tuple(value: Any) -> tuple:
+    """A tuple or list as a tuple, and anything else as a tuple of one."""
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def last_linear(network: Network, x: Any) -> str:
@@ -95,24 +118,14 @@ def last_linear(network: Network, x: Any) -> str:
     >>> last_linear(networks(posterior_of(net))[0], torch.zeros(1, 2))
     '2'
     """
-    names: list[Any] = []
-    hooks = []
-    try:
-        for name, module in network.model.network.named_modules():
-            if isinstance(module, nn.Linear):
-                hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: names.append(name)))
-        with torch.no_grad():
-            network(network.ready(x))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not names:
-        found = [name for name, module in network.model.network.named_modules() if isinstance(module, CONVOLUTIONS)]
-        raise ValueError(
-            "the network calls no nn.Linear, whose input could serve as features: name a layer with layer=..."
-            + (f", such as {found[-1]!r}" if found else "")
-        )
-    return names[-1]
+    modules = dict(network.model.network.named_modules())
+    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    with torch.no_grad(), layer_inputs(linear) as inputs:
+        network(network.ready(x))
+    convolutions = [name for name, module in modules.items() if isinstance(module, CONVOLUTIONS)]
+    example = f", such as {convolutions[-1]!r}" if convolutions else ""
+    require(inputs, f"the network calls no nn.Linear, whose input could serve as features: name a layer with layer=...{example}")
+    return inputs[-1][0]
 
 
 def posterior_of(given: Posterior | Model | nn.Module) -> Posterior:
@@ -123,12 +136,18 @@ def posterior_of(given: Posterior | Model | nn.Module) -> Posterior:
     """
     if isinstance(given, Posterior):
         return given
-    model = Model(given, Categorical()) if isinstance(given, nn.Module) else given
-    if not isinstance(model, Model):
-        raise TypeError(f"a posterior, a dubito.Model or a classifier (torch.nn.Module) is needed; got a {type(given).__name__}")
+    model = model_of(given)
     weights = dict(model.network.named_parameters())  # all: a network that is frozen is no less a network
     learned = tree.move(model.likelihood.parameters(None), model.device)
     return Point(model, tree.clone({**weights, **learned}), tree.clone(dict(model.network.named_buffers())))
+
+
+def model_of(given: Model | nn.Module) -> Model:
+    """A model as it is, or that of a classifier that returns logits."""
+    model = Model(given, Categorical()) if isinstance(given, nn.Module) else given
+    if not isinstance(model, Model):
+        raise TypeError(f"a posterior, a dubito.Model or a classifier (torch.nn.Module) is needed; got a {type(given).__name__}")
+    return model
 
 
 def networks(posterior: Posterior, *, draws: int = 10) -> tuple[Network, ...]:
@@ -148,12 +167,10 @@ def only_network(posterior: Posterior, name: str) -> Network:
     return several[0]
 
 
-def average_over(found: Sequence[Network], score: Callable[[Network, int], Tensor]) -> Tensor:
+def average_over(networks: Sequence[Network], score: Callable[[Network, int], Tensor]) -> Tensor:
     """A score of each network and its number, averaged by their weights."""
-    total = found[0].weight * score(found[0], 0)
-    for i, one in enumerate(found[1:], 1):
-        total = total + one.weight * score(one, i)
-    return total
+    terms = (network.weight * score(network, i) for i, network in enumerate(networks))
+    return sum(terms, start=next(terms))
 
 
 def examples(model: Model, data: Any, *, size: int = SIZE, seed: int = 0) -> Generator[tuple[Any, Any]]:

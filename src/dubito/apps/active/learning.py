@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dubito.apps.active.acquisitions import acquisition as named
 from dubito.apps.active.labels import Folder, Indices, Labels, Round, check_targets, pool_indices, read
-from dubito.apps.active.pool import Pool
-from dubito.apps.active.view import Acquisition, View
+from dubito.apps.active.pool import Acquisition, Pool, View
 from dubito.apps.network import joined, only_network
 from dubito.apps.sequence import Methods, chain, fit_in_turn
 from dubito.evaluation.judge import judge
@@ -37,6 +36,7 @@ from dubito.tensors.tree import Params
 Oracle = Callable[[Tensor], Any]  # indices [k] -> their labels
 
 
+@dataclass(eq=False, repr=False)
 class ActiveLearning:
     """Labels for a model, asked for one batch after another.
 
@@ -68,44 +68,39 @@ class ActiveLearning:
     True
     """
 
-    def __init__(
-        self,
-        model: Model,
-        method: Methods,
-        pool: Any,
-        *,
-        acquisition: str | Acquisition | Callable[[Predictive], Tensor] = "bald",
-        oracle: Oracle | None = None,
-        held_out: Any = None,
-        start: Literal["network", "anew", "last"] = "network",
-        bayesian: bool = True,
-        how: str | None = None,
-        draws: int | None = None,
-        most: int | None = None,
-        memory: float = 1.0,
-        size: int = 500,
-        batch_size: int = 128,
-        validation: Any = None,
-        patience: int | None = None,
-        seed: int = 0,
-        folder: str | os.PathLike | None = None,
-        progress: bool | None = False,
-    ):
-        several = isinstance(model.likelihood, MultiTask)
+    model: Model
+    method: Methods
+    pool: Any
+    _: KW_ONLY
+    acquisition: str | Acquisition | Callable[[Predictive], Tensor] = "bald"
+    oracle: Oracle | None = None
+    held_out: Any = None
+    start: Literal["network", "anew", "last"] = "network"
+    bayesian: bool = True
+    how: str | None = None
+    draws: int | None = None
+    most: int | None = None
+    memory: float = 1.0
+    size: int = 500
+    batch_size: int = 128
+    validation: Any = None
+    patience: int | None = None
+    seed: int = 0
+    folder: InitVar[str | os.PathLike | None] = None
+    progress: bool | None = False
+
+    def __post_init__(self, folder: str | os.PathLike | None):
+        several = isinstance(self.model.likelihood, MultiTask)
         require(not several, "active learning is for one task at a time; got a MultiTask likelihood")
-        one_of(("network", "anew", "last"), start=start)
-        anew = start == "last" and any(traits_of(step).starts_anew for step in chain(method, 1))
+        one_of(("network", "anew", "last"), start=self.start)
+        anew = self.start == "last" and any(traits_of(step).starts_anew for step in chain(self.method, 1))
         require(not anew, "this method initializes its members anew and cannot continue from the last fit: use start='network'")
-        at_least(1, most=most, size=size)
-        self.model, self.method = model, method
-        self.pool = pool if isinstance(pool, Pool) else Pool(pool)
-        self.acquisition, self.oracle, self.held_out = named(acquisition), oracle, held_out
-        self.start, self.bayesian, self.how, self.draws, self.most = start, bayesian, how, draws, most
-        self.memory, self.size, self.batch_size = memory, size, batch_size
-        self.validation, self.patience, self.seed, self.progress = validation, patience, seed, progress
+        at_least(1, most=self.most, size=self.size)
+        self.pool = self.pool if isinstance(self.pool, Pool) else Pool(self.pool)
+        self.acquisition = named(self.acquisition)
         self._lock = threading.RLock()
         # Labels are tried on a network of their own, copied while nobody else has it: during a fit that of the user holds other weights
-        self._trial = replace(model, network=copy_network(model.network))
+        self._trial = replace(self.model, network=copy_network(self.model.network))
         self._at_work = 0  # fits and predictions that are going on, in any thread
         self._labels, self._inputs = Labels(), []
         self._fitted: tuple[str, Posterior] | None = None  # of which labels, and what came of them
@@ -113,7 +108,7 @@ class ActiveLearning:
             {},
             {},
             "",
-        )  # before and after the last fit, and of which labels: start="last"
+        )  # for start="last": before and after the last fit, and of which labels
         self._folder: Folder | None = None
         self._known: dict[str, Any] = {}  # what is written beside the labels, once it has been found
         if folder is not None:
@@ -318,7 +313,7 @@ class ActiveLearning:
             derive_seed(self.seed, "draws", digest),
         )  # fmt: skip
         with torch.no_grad(), self._working():
-            choice = self.acquisition.choose(view, k, source)
+            choice = named(self.acquisition).choose(view, k, source)
         asked = candidates[choice.positions.cpu()]
         indices, scores = tuple(asked.tolist()), tuple(choice.scores.tolist())
         with self._lock:

@@ -18,7 +18,6 @@ from dubito._moved import renamed
 from dubito.apps.bandits.agents import Agent, AgentState
 from dubito.apps.bandits.problems import Bandit
 from dubito.inference.progress import Progress
-from dubito.model import Model
 from dubito.tensors import store
 from dubito.tensors.checks import require
 from dubito.tensors.text import TextTable
@@ -106,7 +105,7 @@ def _identity(agent: Agent) -> AgentState:
     """Name, seed and settings of an agent, as far as they can be compared: a function that chooses methods cannot."""
     settings = {name: getattr(agent, name) for name in SETTINGS if hasattr(agent, name)}
     model, method = getattr(agent, "model", None), getattr(agent, "method", None)
-    if isinstance(model, Model):
+    if model is not None:
         shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
         settings |= {"network": shapes, "likelihood": repr(model.likelihood), "prior of the model": repr(model.prior)}
     if method is not None and (hasattr(method, "init") or not callable(method)):

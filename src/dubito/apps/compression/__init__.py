@@ -5,9 +5,9 @@
 
 from dubito.apps.compression.compress import Report as Report
 from dubito.apps.compression.compress import compress as compress
+from dubito.apps.compression.compress import prune as prune
+from dubito.apps.compression.compress import thresholds as thresholds
+from dubito.apps.compression.cutting import Compressed as Compressed
 from dubito.apps.compression.cutting import cut as cut
-from dubito.apps.compression.pruning import prune as prune
-from dubito.apps.compression.pruning import thresholds as thresholds
 from dubito.apps.compression.storage import load as load
 from dubito.apps.compression.storage import save as save
-from dubito.apps.compression.writing import Compressed as Compressed

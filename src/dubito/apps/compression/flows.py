@@ -125,13 +125,6 @@ def nothing(n: int) -> Tensor:
     return torch.full((n,), math.nan, dtype=torch.float64)
 
 
-def has_padding(padding: Any) -> bool:
-    """Whether a layer puts zeros around its input."""
-    if isinstance(padding, str):
-        return padding != "valid"
-    return any(padding) if isinstance(padding, tuple | list) else bool(padding)
-
-
 def matrix(weight: Tensor, row: int, groups: int = 1) -> Tensor:
     """A layer's weight as [O, I, positions of the kernel]; of one with groups, with the zeros between them."""
     weight = weight.detach() if row == 0 else weight.detach().transpose(0, 1)

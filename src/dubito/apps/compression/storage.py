@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dubito.apps.compression import coding
-from dubito.apps.compression.cutting import follow
+from dubito.apps.compression.cutting import Compressed, Plan, architecture, choices, follow, signature, write
 from dubito.apps.compression.flows import Flows
-from dubito.apps.compression.writing import Compressed, Plan, architecture, choices, signature, write
 from dubito.network.examples import pick_output
 from dubito.tensors import store, tree
 from dubito.tensors.randomness import fork_rng

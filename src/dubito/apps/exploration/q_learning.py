@@ -359,7 +359,10 @@ class QLearning:
         saved = time.monotonic()
         with Progress(f"Q-learning, {type(self.explore).__name__}", steps, show=progress) as bar:
             while self.total < steps and (until is None or time.time() < until):
-                self._episode(env)
+                seed = derive_seed(self.seed, "episode", len(self.history.returns))
+                total, length = self._play(env, seed, lambda observation, step: self.act(observation, step=step), self.update)
+                self.history.returns.append(total)
+                self.history.lengths.append(length)
                 bar.update(self.total, {"return": self.history.returns[-1]})
                 if path is not None and time.monotonic() - saved > save_every:
                     self.save(path)
@@ -379,30 +382,30 @@ class QLearning:
             self.load(path)
         return path
 
-    def _episode(self, env: Environment) -> None:
-        episode, step, total, done = len(self.history.returns), 0, 0.0, False
-        observation = self.observe(env.reset(seed=derive_seed(self.seed, "episode", episode) % 2**31)[0])
+    def _play(
+        self, env: Environment, seed: int, act: Callable[[Tensor, int], int], update: Callable[..., object] | None = None
+    ) -> tuple[float, int]:
+        """Run an episode: its return and its length."""
+        observation, step, total, done = self.observe(env.reset(seed=seed % 2**31)[0]), 0, 0.0, False
         while not done:
-            action = self.act(observation, step=step)
+            action = act(observation, step)
             shown, reward, terminated, truncated, _ = env.step(action)
             following = self.observe(shown)
-            self.update(observation, action, float(reward), following, bool(terminated))
+            if update is not None:
+                update(observation, action, float(reward), following, bool(terminated))
             observation, step, total, done = following, step + 1, total + float(reward), terminated or truncated
-        self.history.returns.append(total)
-        self.history.lengths.append(step)
+        return total, step
 
     def evaluate(self, env: Environment, episodes: int = 10) -> list[float]:
         """The returns of episodes in which the network at the center of the posterior acts greedily."""
-        center, returns = only_network(self.posterior, "Q-learning"), []
-        for episode in range(episodes):
-            shown, done, total = env.reset(seed=derive_seed(self.seed, "evaluate", episode) % 2**31)[0], False, 0.0
-            while not done:
-                with torch.no_grad():
-                    action = int(center((self._ready(self.observe(shown)).unsqueeze(0),)).argmax())
-                shown, reward, terminated, truncated, _ = env.step(action)
-                total, done = total + float(reward), terminated or truncated
-            returns.append(total)
-        return returns
+        center = only_network(self.posterior, "Q-learning")
+
+        def best(observation: Tensor, _: int) -> int:
+            """The best action by the network."""
+            with torch.no_grad():
+                return int(center((self._ready(observation).unsqueeze(0),)).argmax())
+
+        return [self._play(env, derive_seed(self.seed, "evaluate", episode), best)[0] for episode in range(episodes)]
 
     # -- files
 

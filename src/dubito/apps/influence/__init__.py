@@ -1,7 +1,7 @@
 """Which training examples made a model say what it says: what would change if one of them weighed more, were left out, or were other.
 
 `Influence(solver=...).fit(posterior, data)` gives `Influences`; `inspection` tells how well a score finds labels that are wrong. Read
-`influence` first, then `inverse` (solvers) and `gradients` (one by one, of data in their order).
+`influence` first, then `gradients` (one by one, of data in their order).
 """
 
 from dubito.apps.influence.influence import Influence as Influence

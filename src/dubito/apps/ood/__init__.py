@@ -11,11 +11,11 @@ from dubito.apps.ood.detectors import ODIN as ODIN
 from dubito.apps.ood.detectors import Detection as Detection
 from dubito.apps.ood.detectors import Detector as Detector
 from dubito.apps.ood.detectors import Energy as Energy
+from dubito.apps.ood.detectors import Mahalanobis as Mahalanobis
 from dubito.apps.ood.detectors import MaxLogit as MaxLogit
 from dubito.apps.ood.detectors import Measured as Measured
+from dubito.apps.ood.detectors import Neighbours as Neighbours
 from dubito.apps.ood.detectors import detection as detection
-from dubito.apps.ood.distances import Mahalanobis as Mahalanobis
-from dubito.apps.ood.distances import Neighbours as Neighbours
 
 DETECTORS: dict[str, Callable[..., Detector]] = {
     "msp": partial(Measured, "one_minus_max"),

@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from dubito.apps.network import Network, networks, posterior_of
+from dubito.apps.network import CONVOLUTIONS, Network, as_tuple, call, layer_inputs, networks, posterior_of
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.weights import copy_network, in_mode
@@ -289,8 +288,7 @@ def _affine(step: Step, live: int) -> bool:
 def _moves(step: Step) -> bool:
     """Whether numbers are moved about or left out, and none is there twice, as in x[:, [0, 0]]."""
     if step.name == "getitem":
-        index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
-        return all(place is None or place is ... or isinstance(place, int | slice | Size) for place in index)
+        return all(place is None or place is ... or isinstance(place, int | slice | Size) for place in as_tuple(step.args[1]))
     return step.name in MOVES
 
 
@@ -299,10 +297,10 @@ def _double(value: Any) -> Any:
 
 
 def _each(value: Any, axes: int) -> list[int]:
-    return list(value) * (axes if len(value) == 1 else 1) if isinstance(value, tuple | list) else [int(value)] * axes
+    values = as_tuple(value)
+    return [int(value) for value in values] * (axes if len(values) == 1 else 1)
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS)
 FIRST = 30  # power iterations before training
 
@@ -411,18 +409,7 @@ class Scaled(nn.Module):
 
 def _shapes(network: nn.Module, layers: dict[str, nn.Module], x: Inputs) -> dict[str, torch.Size]:
     """The shape of what comes into each convolution."""
-    shapes: dict[str, torch.Size] = {}
-
-    def _note(name: str, _: nn.Module, args: tuple) -> None:
-        shapes[name] = args[0].shape
-
     convolutions = {name: layer for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)}
-    hooks = [layer.register_forward_pre_hook(partial(_note, name)) for name, layer in convolutions.items()]
-    try:
-        with torch.no_grad(), in_mode(network, False):
-            args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
-            network(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return shapes
+    with torch.no_grad(), in_mode(network, False), layer_inputs(convolutions) as inputs:
+        call(network, x)
+    return {name: value.shape for name, value in inputs}

@@ -7,6 +7,7 @@ import re
 import secrets
 import sys
 import threading
+from contextlib import suppress
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -113,15 +114,13 @@ class Handler(BaseHTTPRequestHandler):
             self._image(path)
 
     def _image(self, path: str) -> None:
-        shown = self.server.session.task
-        found = re.fullmatch(r"input/(\d{1,12})(/small)?", path)
-        image = None
-        if found and int(found[1]) < len(shown.pool):
-            image = shown.shown.png(int(found[1]), small=found[2] is not None)
+        task, image = self.server.session.task, None
+        match = re.fullmatch(r"input/(\d{1,12})(/small)?", path)
+        if match and int(match[1]) < len(task.pool):
+            image = task.shown.png(int(match[1]), small=match[2] is not None)
         if image is None:
-            self._refuse(HTTPStatus.NOT_FOUND, NOTHING)
-        else:
-            self._send(HTTPStatus.OK, "image/png", image, cache="private, max-age=3600")
+            return self._refuse(HTTPStatus.NOT_FOUND, NOTHING)
+        return self._send(HTTPStatus.OK, "image/png", image, cache="private, max-age=3600")
 
     def do_POST(self) -> None:
         """Save an answer, take one back, or stop; answer with the new state."""
@@ -160,19 +159,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> dict[str, Any] | None:
         """The JSON of a request. Browsers do not let pages of other sites send this content type."""
-        length = self.headers.get("Content-Length", "")
+        length, body = self.headers.get("Content-Length", ""), None
         short = re.fullmatch(r"[0-9]{1,9}", length) is not None and int(length) <= LARGEST
-        if not short or self.headers.get("Content-Type") != "application/json":
-            self._refuse(HTTPStatus.BAD_REQUEST, "a request must be a short JSON object")
-            return None
-        try:
-            body = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            self._refuse(HTTPStatus.BAD_REQUEST, "a request must be a short JSON object")
-            return None
-        return body
+        if short and self.headers.get("Content-Type") == "application/json":
+            with suppress(ValueError, RecursionError):
+                body = json.loads(self.rfile.read(int(length)))
+        if isinstance(body, dict):
+            return body
+        return self._refuse(HTTPStatus.BAD_REQUEST, "a request must be a short JSON object")
 
     def _json(self, status: HTTPStatus, content: dict[str, Any]) -> None:
         self._send(status, "application/json", json.dumps(content).encode())

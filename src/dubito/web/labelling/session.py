@@ -8,6 +8,7 @@ import math
 import random
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dubito.model.priors import Normal
 from dubito.network.weights import copy_network
 from dubito.posteriors.predict.dropout import drops
 from dubito.tensors import randomness, store
-from dubito.tensors.checks import at_least, between
+from dubito.tensors.checks import at_least, between, require
 from dubito.web.labelling.journal import Answer, Journal
 from dubito.web.labelling.task import Task
 
@@ -32,9 +33,11 @@ ANSWERS, ABOUT, LABELS, MODEL = "answers.jsonl", "task.json", "labels.csv", "mod
 STEPS = 300  # training steps of a fit, however few labels there are
 SCALE = 3.0  # of the prior: under a narrower one, a handful of labels would not move the weights from zero
 RECENT = 8  # answers on the page that can be taken back
+STOPPED = "the session is stopped: start it again to continue"
 AHEAD = 3  # inputs after the current one that the page may preload
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The state behind the page, for one task in one folder.
 
@@ -61,68 +64,60 @@ class Session:
     True
     """
 
-    def __init__(
-        self,
-        task: Task,
-        folder: str | Path,
-        *,
-        acquisition: str = "bald",
-        batch: int = 20,
-        draws: int = 30,
-        most: int | None = 5000,
-        rate: float = 0.25,
-        network: nn.Module | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ):
-        at_least(2, batch=batch)
-        between(0, 1, rate=rate)
-        self.task, self.folder, self.batch, self.acquisition = task, Path(folder), batch, acquisition
+    task: Task
+    folder: str | Path
+    _: KW_ONLY
+    acquisition: str = "bald"
+    batch: int = 20
+    draws: int = 30
+    most: int | None = 5000
+    rate: float = 0.25
+    network: nn.Module | None = None
+    device: torch.device | str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self):
+        at_least(2, batch=self.batch)
+        between(0, 1, rate=self.rate)
+        self._path = Path(self.folder)
         self._lock = ExitStack()
-        self._lock.enter_context(store.lock_folder(self.folder))  # or another process could answer here, too
+        self._lock.enter_context(store.lock_folder(self._path))  # or another process could answer here, too
         try:
             for name in (ANSWERS, ABOUT, LABELS):
-                for scratch in self.folder.glob(f".{name}.*"):  # unfinished files of a process that was killed
+                for scratch in self._path.glob(f".{name}.*"):  # unfinished files of a process that was killed
                     scratch.unlink(missing_ok=True)
             self._check_about()
-            self.journal = Journal(self.folder / ANSWERS)
-            self.learning = self._make_learning(acquisition, draws, most, rate, network, device, seed)
+            self.journal = Journal(self._path / ANSWERS)
+            self.learning = self._make_learning()
             self._restore()
         except BaseException:
             self._lock.close()
             raise
 
-    def _make_learning(
-        self,
-        acquisition: str,
-        draws: int,
-        most: int | None,
-        rate: float,
-        network: nn.Module | None,
-        device: torch.device | str,
-        seed: int,
-    ) -> ActiveLearning:
-        with randomness.fork_rng(seed):
-            own = self.task.build() if network is None else copy_network(network)
-        training = self.task.training
-        own_dropout = network is not None and any(map(drops, network.modules()))
-        # the user's network has its own dropout, or gets some before every layer
-        at = self.task.at if network is None else None if own_dropout else ""
+    def _make_learning(self) -> ActiveLearning:
+        training, at, network = self.task.training, self.task.at, self.network
+        if network is None:
+            with randomness.fork_rng(self.seed):
+                network = self.task.build()
+        else:  # the user's network has its own dropout, or gets some before every layer
+            network, at = copy_network(network), None if any(map(drops, network.modules())) else ""
 
         def method(n: int) -> MCDropout:
             """MC dropout for n labels."""
             epochs = math.ceil(STEPS / math.ceil(n / training.batch_size))
-            return MCDropout(epochs=epochs, learning_rate=training.learning_rate, clip=1.0, at=at, rate=rate, draws=draws)
+            return MCDropout(
+                epochs=epochs, learning_rate=training.learning_rate, clip=1.0, at=at, rate=self.rate, draws=self.draws
+            )
 
-        model = Model(own.to(device), Categorical(), Normal(scale=SCALE))
+        model = Model(network.to(self.device), Categorical(), Normal(scale=SCALE))
         options: dict[str, Any] = {
-            "acquisition": acquisition, "held_out": self.task.held_out, "start": "anew" if network is None else "network",
-            "most": most, "batch_size": training.batch_size, "progress": False,
+            "acquisition": self.acquisition, "held_out": self.task.held_out, "start": "anew" if self.network is None else "network",
+            "most": self.most, "batch_size": training.batch_size, "progress": False,
         }  # fmt: skip
-        place = self.folder / MODEL
+        place = self._path / MODEL
         if (place / FILE).exists():
             return ActiveLearning.load(place, model, method, self.task.pool, **options)
-        return ActiveLearning(model, method, self.task.pool, **options, seed=seed, folder=place)
+        return ActiveLearning(model, method, self.task.pool, **options, seed=self.seed, folder=place)
 
     def _restore(self) -> None:
         said = self.journal.standing
@@ -160,12 +155,10 @@ class Session:
     def answer(self, index: int, label: int | None) -> None:
         """Save the class of an input that was asked, or None to skip it."""
         with self._changed:
-            if self._stopping:
-                raise ValueError("the session is stopped: start it again to continue")
-            if index not in self.queue:
-                raise ValueError(f"input {index} is not in the queue: it may have been answered in another window")
-            if not _is_class(label, self.task.classes):
-                raise ValueError(f"label must be a whole number from 0 to {len(self.task.classes) - 1}; got {label!r}")
+            require(not self._stopping, STOPPED)
+            require(index in self.queue, f"input {index} is not in the queue: it may have been answered in another window")
+            known = _is_class(label, self.task.classes)
+            require(known, f"label must be a whole number from 0 to {len(self.task.classes) - 1}; got {label!r}")
             probabilities = self.guesses.get(index)
             guess = None if probabilities is None else max(range(len(probabilities)), key=probabilities.__getitem__)
             self.journal.add(Answer(index, label, guess=guess))
@@ -176,15 +169,11 @@ class Session:
     def undo(self, index: int | None = None) -> None:
         """Take back an answer, by default the last one; its input is asked again next."""
         with self._changed:
-            if self._stopping:
-                raise ValueError("the session is stopped: start it again to continue")
-            said = self.journal.standing
-            if index is None:
-                if not said:
-                    raise ValueError("there is no answer to take back")
-                index = list(said)[-1]
-            if index not in said:
-                raise ValueError(f"input {index} has no answer to take back")
+            require(not self._stopping, STOPPED)
+            answers = self.journal.standing
+            require(answers, "there is no answer to take back")
+            index = list(answers)[-1] if index is None else index
+            require(index in answers, f"input {index} has no answer to take back")
             self.journal.add(Answer(index, undone=True))
             self.queue.insert(0, index)
             self._left += 1
@@ -349,7 +338,7 @@ class Session:
 
     def _write_labels(self) -> None:
         """Write `labels.csv`: the row number of each labelled input in the source, from 0, and its class."""
-        path, numbers = self.folder / LABELS, self.task.rows
+        path, numbers = self._path / LABELS, self.task.rows
         try:
             with self._changed, store.atomic_write(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
                 rows = csv.writer(file)
@@ -367,7 +356,7 @@ class Session:
         """The inputs whose answers are in `labels.csv` or in the model's folder, which are written after the journal."""
         saved = {*self.learning.labelled.tolist(), *self.learning.skipped.tolist()}
         numbers = {str(number): index for index, number in enumerate(self.task.rows or range(len(self.task.pool)))}
-        with suppress(FileNotFoundError), (self.folder / LABELS).open(newline="", encoding="utf-8", errors="replace") as file:
+        with suppress(FileNotFoundError), (self._path / LABELS).open(newline="", encoding="utf-8", errors="replace") as file:
             saved |= {numbers[row[0]] for row in csv.reader(file) if row and row[0] in numbers}
         return saved
 
@@ -377,7 +366,7 @@ class Session:
     def _check_about(self) -> None:
         """Check that the task is the one with which the session in this folder began."""
         about = {"task": self.task.name, "classes": list(self.task.classes), "pool": len(self.task.pool)}
-        path = self.folder / ABOUT
+        path = self._path / ABOUT
         if not path.exists():
             with store.atomic_write(path) as scratch:
                 scratch.write_text(json.dumps(about) + "\n")

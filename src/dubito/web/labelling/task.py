@@ -32,7 +32,7 @@ class Shown(Protocol):
 
     def png(self, index: int, *, small: bool = False) -> bytes | None:
         """The input as a PNG image; None if it is not an image."""
-        ...
+        return None
 
     def select(self, rows: Sequence[int]) -> Self:
         """Only some of the inputs, in this order."""
@@ -74,16 +74,8 @@ class Images:
         return replace(self, x=self.x[list(rows)])
 
 
-class _NoImage:
-    """Inputs that are not images."""
-
-    def png(self, index: int, *, small: bool = False) -> bytes | None:
-        """None: there is no image."""
-        return None
-
-
 @dataclass(frozen=True)
-class Rows(_NoImage):
+class Rows(Shown):
     """Rows of a table [N, F], in their original units, with the names of the columns."""
 
     x: Tensor
@@ -100,7 +92,7 @@ class Rows(_NoImage):
 
 
 @dataclass(frozen=True)
-class Lines(_NoImage):
+class Lines(Shown):
     """Lines of text."""
 
     lines: tuple[str, ...]
