@@ -16,8 +16,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from dubito.data.examples import Examples
-from dubito.data.root import locate
+from dubito.data.examples import Examples, locate
 from measure import show, write
 from mnist import OTHERS, evaluate, laplaces
 from networks import resnet20

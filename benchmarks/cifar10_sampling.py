@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dubito.data.root import locate
+from dubito.data.examples import locate
 from measure import show, write
 from torch import Tensor, nn
 

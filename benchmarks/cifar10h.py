@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from cifar10 import normalised
-from dubito.data.root import locate
+from dubito.data.examples import locate
 from measure import show, write
 from networks import resnet20
 from safetensors.torch import load_file

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from dubito.data.root import locate
+from dubito.data.examples import locate
 from measure import earlier, mean_and_error, show, write
 from mnist import OTHERS, lenet
 from networks import CIFAR_MEAN, CIFAR_STD, resnet20

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dubito.data.root import locate
+from dubito.data.examples import locate
 from dubito.data.uci import standardize
 from measure import mean_and_error, show, write
 from networks import CIFAR_MEAN, CIFAR_STD, resnet20

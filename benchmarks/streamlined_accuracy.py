@@ -35,8 +35,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from cifar10 import normalised
-from dubito.data.examples import Examples
-from dubito.data.root import locate
+from dubito.data.examples import Examples, locate
 from measure import earlier, interleaved, ratio, show, write
 from networks import lenet, mlp, resnet20
 from safetensors.torch import load_file

@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 from cifar10 import normalised
-from dubito.data.examples import Examples
-from dubito.data.root import locate
+from dubito.data.examples import Examples, locate
 from measure import mean_and_error, show, write
 from networks import ViT, last_values, lenet, mlp, resnet20
 from safetensors.torch import load_file

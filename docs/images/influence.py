@@ -18,7 +18,7 @@ from torch import nn
 import dubito
 from dubito.apps.influence import Influence
 from dubito.data import mnist
-from dubito.report.influence import influential, sheet
+from dubito.report.images import influential, sheet
 
 HERE = Path(__file__).parent
 

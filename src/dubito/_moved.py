@@ -142,6 +142,14 @@ JOINED = {  # modules that became parts of another one in the same package; thes
     "report.html": ("templates",),
     "web.labelling.server": ("page",),
     "web.labelling.task": ("rendering",),
+    "evaluation.data.examples": ("root",),
+    "evaluation.data.images": ("cifar10", "cifar10h", "digits", "idx"),
+    "evaluation.data.sentences": ("polarity",),
+    "evaluation.judge.judgement": ("score",),
+    "evaluation.judge.scorers": ("means",),
+    "evaluation.judge.stream": ("batches",),
+    "evaluation.shift.corruptions": ("rotation",),
+    "report.images": ("influence",),
 }
 MOVED |= {f"{new.rpartition('.')[0]}.{old}": new for new, parts in JOINED.items() for old in parts}
 

@@ -17,7 +17,7 @@ from dubito.apps.influence import Influence, Influences, inspection
 from dubito.data import digits
 from dubito.posteriors import Gaussian, Point
 from dubito.priors import Normal, StudentT
-from dubito.report.influence import influential, sheet
+from dubito.report.images import influential, sheet
 from dubito.tensors import tree
 
 

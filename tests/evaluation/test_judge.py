@@ -234,7 +234,7 @@ def test_the_progress_is_told(fitted, monkeypatch):
             seen.append((done, self.total, info["examples"]))
             return super().update(done, info)
 
-    monkeypatch.setattr("dubito.evaluation.judge.batches.Progress", Told)
+    monkeypatch.setattr("dubito.evaluation.judge.stream.Progress", Told)
     judge(posterior, (x, y), size=115)
     assert seen == [(1, 2, 115), (2, 2, 230)]
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from dubito._moved import renamed, renamed_fields
 from dubito.evaluation import data
-from dubito.evaluation.data.cifar10 import CLASSES
-from dubito.evaluation.data.examples import Examples
-from dubito.evaluation.data.root import locate
+from dubito.evaluation.data.examples import Examples, locate
+from dubito.evaluation.data.images import CLASSES
 from dubito.evaluation.data.uci import FOLDERS
 from dubito.inference.presets import Training, table_training
 from dubito.tensors import randomness, store

@@ -4,7 +4,7 @@
 - `report`: `Report`, which prints and writes it
 - `html` with the folder `assets`, and `terminal`: how it is shown
 - `canvas`: drawing with matplotlib; one module per kind of picture draws on it: `calibration`, `comparison`, `functions`, `images`,
-  `dense`, `influence`, `shift`, `stability`
+  `dense`, `shift`, `stability`
 - `diagnosis`: the report on the chains of a sampler
 
 May import `apps` and the rooms below it.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dubito.evaluation import metrics
 from dubito.evaluation.judge import Counts, Decision
 from dubito.evaluation.metrics import QuantileCalibration, Reliability
-from dubito.report.canvas import BLUE, INK, LINE, SOFT, VERMILION, Drawing, grid, line_style, picture
+from dubito.report.canvas import BLUE, INK, LINE, SOFT, VERMILION, Axes, Drawing, grid, line_style, picture
 from dubito.report.content import Picture
 from dubito.tensors.checks import require
 
@@ -45,12 +45,12 @@ def reliability(label: str, probs: Tensor, y: Tensor, *, n: int = 15) -> Picture
     return diagram(label, _reliability(probs, y, n))
 
 
-def diagram(label: str, found: Reliability) -> Picture:
+def diagram(label: str, bins: Reliability) -> Picture:
     """A reliability diagram of given bins, from `metrics.reliability` or `judge`, of equal width or equal mass."""
-    total, ece = int(found.count.sum()), float(found.ece)
+    total, ece = int(bins.count.sum()), float(bins.ece)
     require(total, f"no predictions for the reliability diagram of {label}")
-    some, edges = found.count > 0, found.edges
-    parts = (edges[:-1], edges.diff(), found.count, found.confidence, found.accuracy, found.lower, found.upper)
+    some, edges = bins.count > 0, bins.edges
+    parts = (edges[:-1], edges.diff(), bins.count, bins.confidence, bins.accuracy, bins.lower, bins.upper)
     left, widths, count, confidence, accuracy, low, high = (t[some].cpu().numpy() for t in parts)
 
     def _draw(figure: Drawing) -> None:
@@ -79,26 +79,47 @@ def diagram(label: str, found: Reliability) -> Picture:
     return picture(_draw, (3.6, 3.7), alt=alt)
 
 
-def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture:
-    """Accuracy on the most confident share of the inputs. `scores`: by label, (uncertainty [N], is wrong [N])."""
-    curves = {label: metrics.risk_coverage(doubt, wrong.float()) for label, (doubt, wrong) in scores.items()}
-
-    shown = {label: (share[share >= LEAST], 1 - risk[share >= LEAST]) for label, (share, risk) in curves.items()}
-    floor = min(float(accuracy.min()) for _, accuracy in shown.values())
-    # leave out the coverages at which every method is always right
-    perfect = min(float(share[accuracy < 1].min()) if (accuracy < 1).any() else 1.0 for share, accuracy in shown.values())
-    left = max(0.0, math.floor(10 * perfect) / 10 - 0.1)
+def _curves(
+    title: str,
+    curves: Mapping[str, tuple[Tensor, Tensor]],
+    *,
+    size: tuple[float, float] = (4.6, 3.3),
+    alt: str,
+    legend: str,
+    behind: Callable[[Axes], object] = id,
+    **settings: Any,
+) -> Picture:
+    """A line for every label. `behind` draws what lies behind them; `settings` are those of the axes."""
 
     def _draw(figure: Drawing) -> None:
         axes = figure.subplots()
-        for i, (label, (share, accuracy)) in enumerate(shown.items()):
-            axes.plot(share, accuracy, label=label, **line_style(i))
-        axes.set(xlim=(left, 1), ylim=(floor - 0.08 * (1 - floor) - 1e-3, 1 + 0.04 * (1 - floor) + 1e-3))
-        axes.set(title=title, xlabel="coverage: share of inputs answered", ylabel="accuracy on these")
+        behind(axes)
+        for i, (label, (x, y)) in enumerate(curves.items()):
+            axes.plot(x.cpu(), y.cpu(), label=label, **line_style(i))
+        axes.set(title=title, **settings)
         grid(axes)
-        axes.legend(loc="lower left", handlelength=2.6)
+        axes.legend(loc=legend, handlelength=2.6)
 
-    return picture(_draw, (4.6, 3.3), alt=f"{title}: accuracy against coverage for {', '.join(curves)}.")
+    return picture(_draw, size, alt=alt)
+
+
+def coverage(title: str, scores: Mapping[str, tuple[Tensor, Tensor]]) -> Picture:
+    """Accuracy on the most confident share of the inputs. `scores`: by label, (uncertainty [N], is wrong [N])."""
+    risks = {label: metrics.risk_coverage(doubt, wrong.float()) for label, (doubt, wrong) in scores.items()}
+    curves = {label: (share[share >= LEAST], 1 - risk[share >= LEAST]) for label, (share, risk) in risks.items()}
+    floor = min(float(accuracy.min()) for _, accuracy in curves.values())
+    # leave out the coverages at which every method is always right
+    perfect = min(float(share[accuracy < 1].min()) if (accuracy < 1).any() else 1.0 for share, accuracy in curves.values())
+    return _curves(
+        title,
+        curves,
+        alt=f"{title}: accuracy against coverage for {', '.join(curves)}.",
+        legend="lower left",
+        xlim=(max(0.0, math.floor(10 * perfect) / 10 - 0.1), 1),
+        ylim=(floor - 0.08 * (1 - floor) - 1e-3, 1 + 0.04 * (1 - floor) + 1e-3),
+        xlabel="coverage: share of inputs answered",
+        ylabel="accuracy on these",
+    )
 
 
 def _reliability(probs: Tensor, y: Tensor, n: int) -> Reliability:
@@ -109,29 +130,27 @@ def _reliability(probs: Tensor, y: Tensor, n: int) -> Reliability:
 LEGEND = ((BLUE, "successes"), (VERMILION, "errors"))
 
 
-def risk(title: str, found: Mapping[str, Decision], *, loss: str = "risk: share of errors among these") -> Picture:
+def risk(title: str, decisions: Mapping[str, Decision], *, loss: str = "risk: share of errors among these") -> Picture:
     """Mean error on the most confident share of the inputs, by label, with the area under the curve."""
-    require(found, f"no curves for the figure {title!r}")
-    shown = {label: (one.coverage[one.coverage >= LEAST], one.risk[one.coverage >= LEAST]) for label, one in found.items()}
-    top = 1.06 * max(float(risk.max()) for _, risk in shown.values()) or 1.0
-    areas = {label: float(one.values.get("aurc", one.risk.mean())) for label, one in found.items()}
-
-    def _draw(figure: Drawing) -> None:
-        axes = figure.subplots()
-        for i, (label, (share, risk)) in enumerate(shown.items()):
-            name = f"{label} · AURC {areas[label]:.3g}"
-            axes.plot(share, risk, label=name, **line_style(i))
-        axes.set(xlim=(0, 1), ylim=(0, top), title=title, xlabel="coverage: share of inputs answered", ylabel=loss)
-        grid(axes)
-        axes.legend(loc="upper left", handlelength=2.6)
-
+    require(decisions, f"no curves for the figure {title!r}")
+    areas = {label: float(decision.values.get("aurc", decision.risk.mean())) for label, decision in decisions.items()}
+    curves = {
+        f"{label} · AURC {areas[label]:.3g}": (
+            decision.coverage[decision.coverage >= LEAST],
+            decision.risk[decision.coverage >= LEAST],
+        )
+        for label, decision in decisions.items()
+    }
+    top = 1.06 * max(float(risk.max()) for _, risk in curves.values()) or 1.0
     words = ", ".join(f"{label} {area:.3g}" for label, area in areas.items())
-    return picture(_draw, (4.6, 3.3), alt=f"{title}: risk against coverage; area under the curve: {words}.")
+    alt = f"{title}: risk against coverage; area under the curve: {words}."
+    axes = {"xlim": (0, 1), "ylim": (0, top), "xlabel": "coverage: share of inputs answered", "ylabel": loss}
+    return _curves(title, curves, alt=alt, legend="upper left", **axes)
 
 
 def scores(title: str, counts: Counts, *, xlabel: str = "score of uncertainty") -> Picture:
     """Histograms of a score for successes and for errors; each adds up to 100 %, since errors are few."""
-    groups = [(100 * one.double() / max(1.0, float(one.sum()))).cpu().numpy() for one in (counts.right, counts.wrong)]
+    groups = [(100 * group.double() / max(1.0, float(group.sum()))).cpu().numpy() for group in (counts.right, counts.wrong)]
     edges, number = counts.edges.cpu().numpy(), [int(counts.right.sum()), int(counts.wrong.sum())]
 
     def _draw(figure: Drawing) -> None:
@@ -150,29 +169,25 @@ def scores(title: str, counts: Counts, *, xlabel: str = "score of uncertainty") 
 BAND = 0.95  # share of the points of calibrated predictives that lie inside the band
 
 
-def quantiles(title: str, found: Mapping[str, QuantileCalibration]) -> Picture:
+def quantiles(title: str, calibrations: Mapping[str, QuantileCalibration]) -> Picture:
     """Observed share of targets below each quantile against its nominal level, by label. Calibrated curves stay inside the band."""
     from scipy.stats import binom
 
-    require(found, f"no curves for the figure {title!r}")
-    n = min(one.n for one in found.values())  # the widest band
-    levels = next(iter(found.values())).levels.cpu().numpy()
+    require(calibrations, f"no curves for the figure {title!r}")
+    n = min(quantile.n for quantile in calibrations.values())  # the widest band
+    levels = next(iter(calibrations.values())).levels.cpu().numpy()
     low, high = (binom.ppf(q, n, levels) / n for q in ((1 - BAND) / 2, (1 + BAND) / 2))
 
-    def _draw(figure: Drawing) -> None:
-        axes = figure.subplots()
+    def _band(axes: Axes) -> None:
         axes.fill_between(levels, low, high, color=LINE, linewidth=0, label=f"calibrated, {BAND:.0%}")
         axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
-        for i, (label, one) in enumerate(found.items()):
-            name = f"{label} · {float(one.error):.3f}"
-            axes.plot(one.levels.cpu(), one.observed.cpu(), label=name, **line_style(i))
-        axes.set(xlim=(0, 1), ylim=(0, 1), title=title, xlabel="nominal quantile level", ylabel="observed share of targets")
-        grid(axes)
-        axes.legend(loc="upper left", handlelength=1.8)
 
-    errors = ", ".join(f"{label} {float(one.error):.3f}" for label, one in found.items())
-    alt = f"{title}: observed share of targets below each quantile; average gap between nominal and observed levels: {errors}."
-    return picture(_draw, (3.8, 3.5), alt=alt)
+    errors = {label: f"{float(quantile.error):.3f}" for label, quantile in calibrations.items()}
+    curves = {f"{label} · {errors[label]}": (quantile.levels, quantile.observed) for label, quantile in calibrations.items()}
+    words = ", ".join(f"{label} {error}" for label, error in errors.items())
+    alt = f"{title}: observed share of targets below each quantile; average gap between nominal and observed levels: {words}."
+    axes = {"xlim": (0, 1), "ylim": (0, 1), "xlabel": "nominal quantile level", "ylabel": "observed share of targets"}
+    return _curves(title, curves, size=(3.8, 3.5), alt=alt, legend="upper left", behind=_band, **axes)
 
 
 def pit(title: str, counts: Tensor) -> Picture:

@@ -1,4 +1,4 @@
-"""Images and the predictions for them: class probabilities as bars, and many draws as a scatter plot."""
+"""Images and the predictions for them: class probabilities, draws as a scatter plot, and the training images that influenced one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dubito.report.canvas import BLUE, INK, SOFT, VERMILION, Axes, Drawing, grid, picture, pixels
 from dubito.report.content import Picture
+from dubito.tensors.checks import at_least, require
 
 NAME = 14  # letters of a class that fit under a small image
 
@@ -40,8 +41,7 @@ def strip(guesses: Sequence[Guess], *, title: str) -> Picture:
         axes.set_title(title)
         for i, guess in enumerate(guesses):
             left, wrong = 1.12 * i, guess.said != guess.truth
-            _image(axes, guess.image, extent=(left, left + 1, 0, 1))
-            axes.plot([left, left + 1, left + 1, left, left], [0, 0, 1, 1, 0], color=SOFT, linewidth=0.8)
+            _put(axes, guess.image, left, 0.0, SOFT)
             words = f"{_short(guess.said)}  {guess.confidence:.2f}" + (f"\ntruly {_short(guess.truth)}" if wrong else "")
             colour = VERMILION if wrong else INK
             axes.text(left + 0.5, -0.07, words, ha="center", va="top", fontsize=8.5, color=colour, linespacing=1.35)
@@ -113,3 +113,72 @@ def _image(axes: Axes, image: Tensor, extent: tuple[float, float, float, float] 
     axes.imshow(pixels(image), cmap="gray_r", interpolation="nearest", vmin=0, vmax=1, extent=extent)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(True)
+
+
+def _put(axes: Axes, image: Tensor, left: float, bottom: float, colour: str) -> None:
+    """An image in a frame, one unit wide and high."""
+    _image(axes, image, extent=(left, left + 1, bottom, bottom + 1))
+    axes.plot([left, left + 1, left + 1, left, left], torch.tensor([0, 0, 1, 1, 0]) + bottom, color=colour, linewidth=0.9)
+
+
+def influential(values: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:
+    """Positions of the most helpful and of the most harmful examples, the strongest first, from influences [N] on a loss.
+
+    Helpful ones have negative influences (`Influences.of`: with more of them the loss falls), harmful ones positive.
+
+    >>> influential(torch.tensor([0.1, -0.5, 0.3, -0.2]), 2)
+    (tensor([1, 3]), tensor([2, 0]))
+    """
+    at_least(1, count=count)
+    require(values.ndim == 1, f"values must have the shape [N]; got {list(values.shape)}")
+    order = values.argsort()
+    helpful, harmful = order[:count], order.flip(0)[:count]
+    return helpful[values[helpful] < 0], harmful[values[harmful] > 0]
+
+
+def sheet(
+    image: Tensor,
+    said: str,
+    images: Tensor,
+    labels: Sequence[str],
+    values: Tensor,
+    *,
+    count: int = 5,
+    title: str = "",
+    kind: str = "svg",
+) -> Picture:
+    """A test image beside the training images that helped and harmed most, with their labels and influences on its loss.
+
+    `images` [N, H, W] or [N, C, H, W] are all training images, in [0, 1], `labels` and `values` [N] theirs; `said` is the
+    caption of the test image.
+    """
+    lengths = len(images), len(labels), len(values)
+    require(len(set(lengths)) == 1, f"images, labels and values must have the same length; got {lengths}")
+    chosen = influential(values, count)
+    places = max(1, *(len(one) for one in chosen))
+
+    def _draw(figure: Drawing) -> None:
+        axes = figure.subplots()  # one pair for all images: as many as there are images would take ten times as long to lay out
+        axes.axis("off")
+        if title:
+            axes.set_title(title)
+        _put(axes, image, 0.0, 0.7, INK)
+        axes.text(0.5, 0.62, said, ha="center", va="top", fontsize=8.5)
+        for row, (which, name, colour) in enumerate(zip(chosen, ("helpful", "harmful"), (BLUE, VERMILION), strict=True)):
+            bottom = 1.5 * (1 - row)
+            style = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 9.5, "fontweight": "bold"}
+            axes.text(1.42, bottom + 0.5, name, color=colour, **style)
+            for i, n in enumerate(which.tolist()):
+                left = 1.5 + 1.12 * i
+                _put(axes, images[n], left, bottom, colour)
+                words = f"{labels[n]}   {float(values[n]):+.2g}"
+                axes.text(left + 0.5, bottom - 0.06, words, ha="center", va="top", fontsize=8, color=SOFT)
+        axes.set(xlim=(-0.05, 1.5 + 1.12 * places), ylim=(-0.3, 2.55), aspect="equal")
+
+    told = [
+        f"most {name} is example {int(which[0])}, labelled {labels[int(which[0])]} ({float(values[which[0]]):+.2g})"
+        for which, name in zip(chosen, ("helpful", "harmful"), strict=True)
+        if len(which)
+    ]
+    alt = f"{title or 'Influential training images'}: for {said}, the {'; '.join(told) or 'examples have no influence'}."
+    return picture(_draw, (1.5 + 1.12 * places, 2.9), alt=alt, kind=kind)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from dubito.data.cifar10 import CLASSES
+from dubito.data.images import CLASSES
 from PIL import Image
 
 from dubito.data import cifar10

@@ -3,7 +3,7 @@ import gzip
 import numpy as np
 import pytest
 import torch
-from dubito.data.idx import read_idx
+from dubito.data.images import read_idx
 
 from dubito.data import fashion_mnist, kmnist, mnist, notmnist
 

@@ -1,5 +1,5 @@
 import pytest
-from dubito.data.root import locate
+from dubito.data.examples import locate
 
 from dubito.data import cifar10, fashion_mnist, kmnist, mnist, notmnist, uci
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from dubito.apps.dense.maps import Maps, Piece, Portions, pieces, predictives
 from dubito.evaluation.judge import finite
-from dubito.evaluation.judge.batches import Predictor, for_each_batch, model_of, predictor
 from dubito.evaluation.judge.judgement import MEANINGS as USUAL
 from dubito.evaluation.judge.judgement import rows, score_text
-from dubito.evaluation.judge.means import Means, QuantileCounts
-from dubito.evaluation.judge.stream import check_names
+from dubito.evaluation.judge.scorers import Means, QuantileCounts
+from dubito.evaluation.judge.stream import Predictor, check_names, for_each_batch, model_of, predictor
 from dubito.evaluation.metrics import QuantileCalibration, Reliability
 from dubito.evaluation.metrics.decisions import Ranking
 from dubito.model.likelihoods import MultiTask

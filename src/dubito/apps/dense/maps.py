@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.evaluation.judge.batches import Predictor, input_dtype, model_of, predictor
+from dubito.evaluation.judge.stream import Predictor, input_dtype, model_of, predictor
 from dubito.inference.progress import Progress
 from dubito.model import Model
 from dubito.model.likelihoods import HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask, average, entropy

@@ -20,7 +20,7 @@ from dubito.apps.network import score_loader
 from dubito.apps.ood import DETECTORS
 from dubito.evaluation import measures, metrics
 from dubito.evaluation.judge import rank, score, separation
-from dubito.evaluation.judge.batches import predict_in_batches, predictor
+from dubito.evaluation.judge.stream import predict_in_batches, predictor
 from dubito.evaluation.problems import Problem, Split
 from dubito.evaluation.shift import corrupt
 from dubito.posteriors import Posterior

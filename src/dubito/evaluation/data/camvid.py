@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.evaluation.data.examples import Examples
-from dubito.evaluation.data.root import locate
+from dubito.evaluation.data.examples import Examples, locate
 from dubito.tensors.checks import require
 
 CLASSES = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "cyclist")

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.evaluation.data.examples import Split
-from dubito.evaluation.data.root import locate
+from dubito.evaluation.data.examples import Split, locate
 from dubito.tensors.checks import require
 
 FOLDERS = {

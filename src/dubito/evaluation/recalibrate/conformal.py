@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito._moved import renamed_fields
-from dubito.evaluation.judge.means import Means
+from dubito.evaluation.judge.scorers import Means
 from dubito.evaluation.metrics.reading import Array, labelled, targets
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches, refuse

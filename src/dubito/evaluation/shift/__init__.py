@@ -7,7 +7,7 @@ from dubito.evaluation.shift.corruptions import COMMON as COMMON
 from dubito.evaluation.shift.corruptions import CORRUPTIONS as CORRUPTIONS
 from dubito.evaluation.shift.corruptions import EXTRA as EXTRA
 from dubito.evaluation.shift.corruptions import corrupt as corrupt
-from dubito.evaluation.shift.rotation import rotate as rotate
+from dubito.evaluation.shift.corruptions import rotate as rotate
 from dubito.evaluation.shift.sweep import Attacks as Attacks
 from dubito.evaluation.shift.sweep import Corruptions as Corruptions
 from dubito.evaluation.shift.sweep import Rotations as Rotations

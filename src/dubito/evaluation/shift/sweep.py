@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.judge import score
-from dubito.evaluation.judge.batches import predict_in_batches, predictor
+from dubito.evaluation.judge.stream import predict_in_batches, predictor
 from dubito.evaluation.metrics import METRICS
 from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.shift.attack import Bounds, Norm, Transform, fgsm, pgd
 from dubito.evaluation.shift.attack import check as check_attack
-from dubito.evaluation.shift.corruptions import COMMON, check, corrupt
-from dubito.evaluation.shift.rotation import rotate
+from dubito.evaluation.shift.corruptions import COMMON, check, corrupt, rotate
 from dubito.posteriors import Posterior
 from dubito.tensors.checks import at_least, one_of, require
 

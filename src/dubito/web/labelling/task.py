@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.evaluation import data
-from dubito.evaluation.data.polarity import CLASSES as OPINIONS
+from dubito.evaluation.data.sentences import CLASSES as OPINIONS
 from dubito.evaluation.data.sentences import PADDING, Vocabulary
 from dubito.evaluation.problems import IMAGES, TABLES, lenet, perceptron, problem, some
 from dubito.inference.presets import Training
