@@ -18,6 +18,8 @@ __version__ = "0.2.0.dev0"
 if TYPE_CHECKING:
     from dubito import posteriors as posteriors
     from dubito.apps.compression import compress as compress
+    from dubito.apps.tables import TableModel as TableModel
+    from dubito.apps.tables import fit_table as fit_table
     from dubito.cli import compare as compare
     from dubito.evaluation import data as data
     from dubito.evaluation import measures as measures
@@ -82,6 +84,8 @@ if TYPE_CHECKING:
 _MODULES = ("posteriors", *_moved.SHORT)
 _NAMES = {
     "compress": "apps.compression",
+    "TableModel": "apps.tables",
+    "fit_table": "apps.tables",
     "judge": "evaluation.judge",
     "elbo": "inference.elbo",
     "fit": "inference.fit",

@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group
@@ -23,9 +24,11 @@ from dubito.cli.commands.diagnose import diagnose
 from dubito.cli.commands.errors import UsageError, error_text
 from dubito.cli.commands.evaluate import evaluate
 from dubito.cli.commands.fit import fit
+from dubito.cli.commands.fit_table import fit_table
 from dubito.cli.commands.flags import headline
 from dubito.cli.commands.label import label
 from dubito.cli.commands.predict import predict
+from dubito.evaluation.data.csv_table import is_table
 from dubito.inference.registry import METHODS
 from dubito.tensors.checks import suggestion
 
@@ -42,12 +45,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk or quota is not a bug
 
 EXAMPLES = """\
-dubito fit ensemble houses.csv --target price --out houses
+dubito fit houses.csv --target price
 dubito predict houses new.csv --out predictions.csv
 dubito evaluate houses test.csv
 dubito compare --data houses.csv --target price --methods map ensemble laplace"""
 
 FIT_EXAMPLES = """\
+dubito fit houses.csv --target price
 dubito fit map houses.csv --target price --out houses --epochs 200
 dubito fit mc_dropout iris.csv --target species --out iris --dropout 0.1
 dubito fit laplace houses.csv --target price --out houses --epochs 200
@@ -55,7 +59,9 @@ dubito fit ensemble:mc_dropout data.npz --target y --out ours --dropout 0.1
 dubito fit map data.npz --target y --out ours --network mynets:make"""
 
 FIT = """\
-Fit a network to a table by one of these methods, and save its posterior in a folder. Each method has its own flags: \
+Fit a table, and save what was fitted in a folder. Without a method, calibrated predictions need no setting: \
+dubito fit TABLE --target COLUMN; its flags: \
+dubito fit TABLE --help. Or fit a network by one of these methods, each with flags of its own: \
 dubito fit map --help. An ensemble has members fitted by map; ensemble:mc_dropout has members fitted by mc_dropout. \
 Methods that start from a trained network (laplace, neural_linear, swag, ivon, sghmc, variational) run map first."""
 
@@ -103,15 +109,18 @@ def _dispatch(args: list[str]) -> None:
 
 def _fit(args: list[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
-        _overview("dubito fit METHOD DATA --target COLUMN --out FOLDER [OPTIONS]", FIT, "methods", METHODS, FIT_EXAMPLES)
+        _overview("dubito fit [METHOD] TABLE --target COLUMN [--out FOLDER] [OPTIONS]", FIT, "methods", METHODS, FIT_EXAMPLES)
         return
     name = args[0].replace("-", "_")
-    for part in name.split(":"):
-        if args[0].startswith("-") or os.path.exists(args[0]):
-            raise UsageError(f"the method comes first, as in `dubito fit map DATA ...`; choose from {', '.join(METHODS)}")
-        if part not in METHODS:
-            raise UsageError(f"no method is called {part!r}; {suggestion(part, METHODS)}")
-    fit(name, args[1:])
+    unknown = [part for part in name.split(":") if part not in METHODS]
+    if not unknown:
+        fit(name, args[1:])
+    elif args[0].startswith("-") or os.path.isfile(args[0]) or is_table(Path(args[0])):
+        fit_table(args)
+    else:
+        raise UsageError(
+            f"no method is called {unknown[0]!r}; {suggestion(unknown[0], METHODS)}; nor is there a file of that name"
+        )
 
 
 def _overview(usage: str, about: str, title: str, parts: Mapping[str, Callable[..., object]], examples: str) -> None:

@@ -1,4 +1,7 @@
+import gzip
 import re
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -145,7 +148,6 @@ def test_known_classes(csv):
         ("y\n1\n", "no column is left for the inputs"),
         ("a,a,y\n1,2,3\n", "two columns are called 'a'"),
         (",a,y\n0,1,2\n", "column 1 has no name"),
-        ("a;y\n1;2\n", "separate the columns by commas"),
         ("a,y\n1,2\n3\n", "row 2 \\(line 3\\): 1 cells, the header has 2"),
         ("a,y\n1,2\n\n3,4,5\n", "row 2 \\(line 4\\): 3 cells, the header has 2"),
         ("a,y\n1,2\n,\n", "row 2 \\(line 3\\), column 'y': the cell is empty"),
@@ -206,7 +208,7 @@ def test_no_such_file(tmp_path):
 
 
 def test_unknown_ending(csv):
-    refused("only .csv and .npz files", csv("a,y\n1,2\n", name="t.xlsx"))
+    refused("only .csv, .tsv .* files can be read", csv("a,y\n1,2\n", name="t.xlsx"))
 
 
 def test_bad_arguments(csv):
@@ -307,3 +309,52 @@ def test_detect_arrays_and_refusals(csv, npz):
         detect(csv("a,y\n1,2\n"), "z")
     with pytest.raises(ValueError, match="no array is called 'z'"):
         detect(npz(y=np.zeros(4)), "z")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.csv", "a;b;y\n1,5;x;2\n2.000,25;z;3\n;z;4\n"),
+        ("t.tsv", "a\tb\ty\n1,5\tx\t2\n2.000,25\tz\t3\n\tz\t4\n"),
+        ("t.csv", "a|b|y\n1.5|x|2\n2000.25|z|3\n|z|4\n"),
+        ("t.csv", 'a,b,y\n"1.5",x,2\n2000.25,z,3\n,z,4\n'),
+    ],
+)
+def test_separators_and_decimal_commas(name, text, csv):
+    found = table(csv(text, name=name), "y")
+    assert found.features == ("a", "a=?", "b=x", "b=z")
+    assert found.x[:2, 0].tolist() == [1.5, 2000.25]
+    assert found.y is not None
+    assert found.y.flatten().tolist() == [2, 3, 4]
+
+
+def test_compressed_csv(tmp_path):
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(gzip.compress(b"a,y\n1,2\n3,4\n"))
+    assert table(path, "y").x.flatten().tolist() == [1, 3]
+    path.write_bytes(b"a,y\n1,2\n")
+    refused("cannot be read as CSV", path)
+
+
+def test_parquet_without_its_reader_names_the_extra(tmp_path, monkeypatch):
+    for name in ("polars", "pandas"):
+        monkeypatch.setitem(sys.modules, name, None)
+    path = tmp_path / "t.parquet"
+    path.write_bytes(b"PAR1")
+    refused(r"t.parquet: Parquet needs polars or pandas with pyarrow: pip install 'dubito\[tables\]'", path)
+
+
+def test_parquet(tmp_path):
+    frames = pytest.importorskip("polars")
+    frames.DataFrame({"a": [1.5, None, 2.0], "b": ["x", "y", "x"], "y": [1, 2, 3]}).write_parquet(tmp_path / "t.parquet")
+    found = table(tmp_path / "t.parquet", "y")
+    assert found.features == ("a", "a=?", "b=x", "b=y")
+    assert found.x[0, 0] == 1.5
+
+
+def test_many_columns_take_linear_time(csv):
+    names = [f"c{i}" for i in range(20_000)]
+    started = time.process_time()
+    found = table(csv(",".join([*names, "y"]) + "\n" + (",".join(["1"] * 20_001) + "\n") * 3), "y")
+    assert found.x.shape == (3, 20_000)
+    assert time.process_time() - started < 3  # 20,000 squared comparisons took 6 seconds

@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 import dubito
 from dubito.cli.commands.errors import UsageError, check_not_overwritten
-from dubito.cli.commands.fitted import Fitted, Reading
+from dubito.cli.commands.fitted import Fitted, FittedTable, Reading
 from dubito.cli.commands.flags import parse
 from dubito.cli.commands.recipe import NAME as RECIPE
 from dubito.evaluation.data import Table
@@ -56,7 +56,11 @@ def diagnose(args: Sequence[str]) -> None:
     options: Diagnose = parse(Diagnose, args, prog="dubito diagnose", about=diagnose.__doc__ or "")
     fitted = Reading(options.folder, options.data or Path(), network=options.network, device=options.device).open()
     posterior = fitted.posterior.in_memory()
-    if not isinstance(posterior, Samples) or not (posterior.sampler or posterior.trace or posterior.chains > 1):
+    if (
+        isinstance(fitted, FittedTable)
+        or not isinstance(posterior, Samples)
+        or not (posterior.sampler or posterior.trace or posterior.chains > 1)
+    ):
         raise UsageError(
             f"{options.folder} was fitted by {_name(fitted)}, which has no chains to diagnose. "
             "To score its predictions, use dubito evaluate FOLDER DATA"
@@ -79,8 +83,8 @@ def diagnose(args: Sequence[str]) -> None:
         title=f"The chains of {options.folder.resolve().name}",
         predictions=predictions,
         scores=scores,
-        names=fitted.recipe.outputs,
-        label="probability" if fitted.recipe.kind == "classification" else "mean",
+        names=fitted.outputs,
+        label="probability" if fitted.kind == "classification" else "mean",
         facts=_facts(fitted, options, predictions),
     )
     report.write(path)
@@ -105,5 +109,5 @@ def _facts(fitted: Fitted, options: Diagnose, predictions: Tensor | None) -> dic
     return facts
 
 
-def _name(fitted: Fitted) -> str:
-    return fitted.recipe.method.partition("(")[0]
+def _name(fitted: Fitted | FittedTable) -> str:
+    return fitted.method

@@ -30,12 +30,10 @@ def evaluate(args: Sequence[str]) -> None:
     """
     options: Evaluate = parse(Evaluate, args, prog="dubito evaluate", about=evaluate.__doc__ or "")
     fitted = options.open()
-    found = fitted.read(options.data, targets=True)
-    assert found.y is not None
-    p = fitted.predict(found.x)
-    values = score(p, found.y)
-    errors = standard_errors(p, found.y, list(values))
+    p, y = fitted.judged(options.data)
+    values = score(p, y)
+    errors = standard_errors(p, y, list(values))
     if options.json:
-        print(json.dumps({"rows": len(found.x), **finite(values), "standard_errors": finite(errors)}, indent=2))
+        print(json.dumps({"rows": len(y), **finite(values), "standard_errors": finite(errors)}, indent=2))
     else:
-        show(values, errors, f"{options.data}: {len(found.x)} rows", departure=fitted.posterior.label)
+        show(values, errors, f"{options.data}: {len(y)} rows", departure=fitted.posterior.label)

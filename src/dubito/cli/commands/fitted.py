@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 from tyro.conf import Positional, arg
 
+from dubito.apps.tables import TableModel
+from dubito.apps.tables.frames import as_frame
 from dubito.cli.commands.errors import UsageError, usage_errors
+from dubito.cli.commands.notes import RELY, calibration_note
 from dubito.cli.commands.recipe import NAME, Recipe
 from dubito.evaluation.data import Table, table
+from dubito.evaluation.data.cells import require_name
 from dubito.posteriors import Posterior, io
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors.checks import require
 
 POSTERIOR = "posterior.safetensors"
+TABLE = "table.safetensors"  # of a fit without a method
 CHECKPOINT = "checkpoint"
 ROWS = 1024  # rows predicted at a time
 
@@ -41,11 +46,13 @@ class Reading:
     def __post_init__(self):
         require(self.draws is None or self.draws >= 1, f"--draws must be at least 1; got {self.draws}")
 
-    def open(self) -> Fitted:
+    def open(self) -> Fitted | FittedTable:
         """Read the folder."""
         path = self.folder / NAME
         if not self.folder.is_dir():
             raise UsageError(f"{self.folder}: there is no such folder")
+        if (self.folder / TABLE).is_file():
+            return self._open_table()
         if not path.is_file():
             if (self.folder / CHECKPOINT).is_dir():
                 raise UsageError(f"{self.folder}: this fit is not finished; continue it with `dubito fit ... --resume`")
@@ -56,6 +63,16 @@ class Reading:
         with usage_errors(ValueError, FileNotFoundError):
             posterior = io.load(self.folder / POSTERIOR, model)
         return Fitted(recipe, posterior, self.draws)
+
+    def _open_table(self) -> FittedTable:
+        given = {"--network": self.network, "--draws": self.draws, "--device": None if self.device == "cpu" else self.device}
+        for flag, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"{flag} {value}: {self.folder} was fitted without a method, and all its networks are used on the CPU"
+                )
+        with usage_errors(ValueError):
+            return FittedTable(TableModel.load(self.folder / TABLE))
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,35 @@ class Fitted:
             raise UsageError(f"{path}: targets must have the shape [N, {len(r.outputs)}]; got {list(found.y.shape)}")
         return found
 
+    @property
+    def kind(self) -> str:
+        """Regression or classification."""
+        return self.recipe.kind
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the classes, or of the targets."""
+        return self.recipe.outputs
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return self.recipe.method.partition("(")[0]
+
+    def remarks(self) -> Iterator[str]:
+        """What to know before the predictions are used."""
+        yield from calibration_note(self.recipe.metrics, self.recipe.training.get("held_out_rows", 0))
+
+    def answers(self, path: Path) -> Iterator[tuple[Predictive, list[str]]]:
+        """Predictives of consecutive blocks of rows, and no notes."""
+        return ((p, []) for p in self.predictives(self.read(path, targets=False).x))
+
+    def judged(self, path: Path) -> tuple[Predictive, Tensor]:
+        """The predictive of all rows, and the targets."""
+        found = self.read(path, targets=True)
+        assert found.y is not None
+        return self.predict(found.x), found.y
+
     def predictives(self, x: Tensor) -> Iterator[Predictive]:
         """Predictives of consecutive blocks of rows, on the CPU."""
         for rows in x.split(ROWS):
@@ -92,6 +138,52 @@ class Fitted:
 
     def _original(self, p: Predictive) -> Predictive:
         return p if self.recipe.y is None else self.recipe.y.undo(p)
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """A table that was fitted without a method."""
+
+    model: TableModel
+    method: str = "tables"
+
+    @property
+    def kind(self) -> str:
+        """Regression or classification."""
+        return self.model.kind
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the classes, or of the targets."""
+        return self.model.outputs
+
+    @property
+    def posterior(self) -> Posterior:
+        """What Bayes gave."""
+        return self.model.posterior
+
+    def remarks(self) -> Iterator[str]:
+        """What to know before the predictions are used."""
+        yield from calibration_note(self.model.scores, len(self.model.out_of_fold.y), "out-of-fold", RELY)
+
+    def answers(self, path: Path) -> Iterator[tuple[Predictive, list[str]]]:
+        """The predictive of all rows, and a note on each."""
+        with usage_errors(ValueError, about=str(path)):
+            yield self.model.answer(as_frame(path))
+
+    def judged(self, path: Path) -> tuple[Predictive, Tensor]:
+        """The predictive of all rows, and the targets."""
+        with usage_errors(ValueError):
+            frame = as_frame(path)
+            for name in self.model.targets:
+                require_name(path, name, frame, "column")
+            y = self.model.encode_targets(frame)
+        unknown = (y < 0) if self.model.classes else ~y.isfinite().all(1)
+        if bool(unknown.any()):
+            row = int(unknown.nonzero()[0])
+            raise UsageError(f"{path}, row {row + 1}: the target is missing, or is not one that the training had")
+        with usage_errors(ValueError, about=str(path)):
+            return self.model.predict(frame), y
 
 
 def find_device(device: str) -> torch.device:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 ENOUGH = 50  # held-out rows from which the coverage of intervals is judged
 USUAL = (0.75, 0.99)  # coverage of 90 % intervals that calls for no note
+RELY = "check it on further rows with `dubito evaluate` before you rely on it"
+REMEDY = "`dubito fit TABLE` without a method calibrates it, as does dubito.recalibrate.Variance"
 ADVICE = {
     "epochs": "more --epochs",
     "learning_rate": "another --learning-rate",
@@ -30,10 +32,22 @@ def notes(scores: Mapping[str, float], train: Tensor, held_out: Tensor, flags: C
         advice = [text for flag, text in ADVICE.items() if flag in flags and not (flag == "burn_in" and "epochs" in flags)]
         hint = f": try {' or '.join(advice)}" if advice else ""
         yield f"on the held-out rows the fit is no better than always predicting {constant}{hint}"
-    coverage = scores.get("coverage", 0.9)
-    if len(held_out) >= ENOUGH and not USUAL[0] <= coverage <= USUAL[1]:
-        size = "small" if coverage < 0.9 else "large"
-        yield f"the 90 % intervals contain {coverage:.0%} of the held-out targets: the predicted uncertainty is too {size}"
+    yield from calibration_note(scores, len(held_out))
+
+
+def calibration_note(
+    scores: Mapping[str, float | None], rows: int, where: str = "held-out", remedy: str = REMEDY
+) -> Iterator[str]:
+    """A note on intervals that contain too few or too many of the targets, and what to do.
+
+    >>> next(calibration_note({"coverage": 0.5}, 100)).partition(":")[0]
+    'the 90 % intervals contain 50% of the held-out targets'
+    """
+    coverage = scores.get("coverage")
+    if coverage is None or rows < ENOUGH or USUAL[0] <= coverage <= USUAL[1]:
+        return
+    size = "small" if coverage < 0.9 else "large"
+    yield f"the 90 % intervals contain {coverage:.0%} of the {where} targets: the predicted uncertainty is too {size}; {remedy}"
 
 
 def _against_mean(scores: Mapping[str, float], train: Tensor, held_out: Tensor) -> tuple[bool, str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,9 @@ import torch
 from tyro.conf import arg
 
 from dubito.cli.commands.errors import UsageError, check_not_overwritten
-from dubito.cli.commands.fitted import POSTERIOR, Reading
+from dubito.cli.commands.fitted import POSTERIOR, Fitted, FittedTable, Reading
 from dubito.cli.commands.flags import parse
-from dubito.cli.commands.recipe import NAME, Recipe, open_atomically
+from dubito.cli.commands.recipe import NAME, open_atomically
 from dubito.evaluation.data.cells import spreadsheet_cell
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import require
@@ -45,6 +46,8 @@ def predict(args: Sequence[str]) -> None:
                       with several targets, the columns of each: price_mean ...
       classification  class (the most probable one), p_NAME for each class,
                       and the entropies total = aleatoric + epistemic, in nats
+      dubito_note     what is odd about a row, if the table was fitted without a
+                      method: an empty cell, a new word, a number far outside
 
     Example: dubito predict houses new.csv --out predictions.csv
     """
@@ -53,32 +56,37 @@ def predict(args: Sequence[str]) -> None:
         raise UsageError(f"--out {options.out} is a folder; give the name of a file")
     if options.out is not None:
         check_not_overwritten(options.out, options.data, options.folder / NAME, options.folder / POSTERIOR)
-    fitted = options.open()
-    found = fitted.read(options.data, targets=False)
+    fitted, count = options.open(), 0
+    for note in fitted.remarks():
+        print(f"Note: {note}", file=sys.stderr)
+    answers = fitted.answers(options.data)
+    first = next(answers)  # what cannot be read is told before a file is begun
     with nullcontext(sys.stdout) if options.out is None else open_atomically(options.out) as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(map(spreadsheet_cell, header(fitted.recipe)))
-        for p in fitted.predictives(found.x):
-            writer.writerows(lines(fitted.recipe, p, options.level))
+        writer.writerow([*map(spreadsheet_cell, header(fitted)), *(["dubito_note"] if first[1] else [])])
+        for p, notes in chain([first], answers):
+            table = lines(fitted, p, options.level)
+            writer.writerows([[*row, spreadsheet_cell(note)] for row, note in zip(table, notes, strict=True)] if notes else table)
+            count += len(table)
     if options.out is not None:
-        print(f"Wrote {len(found.x)} predictions to {options.out}", file=sys.stderr)
+        print(f"Wrote {count} predictions to {options.out}", file=sys.stderr)
 
 
-def header(recipe: Recipe) -> list[str]:
+def header(fitted: Fitted | FittedTable) -> list[str]:
     """The names of the columns."""
-    if recipe.kind == "classification":
-        return ["class", *(f"p_{name}" for name in recipe.outputs), "total", "aleatoric", "epistemic"]
+    if fitted.kind == "classification":
+        return ["class", *(f"p_{name}" for name in fitted.outputs), "total", "aleatoric", "epistemic"]
     columns = ("mean", "lower", "upper", "total", "aleatoric", "epistemic")
-    if len(recipe.outputs) == 1:
+    if len(fitted.outputs) == 1:
         return list(columns)
-    return [f"{name}_{column}" for name in recipe.outputs for column in columns]
+    return [f"{name}_{column}" for name in fitted.outputs for column in columns]
 
 
-def lines(recipe: Recipe, p: Predictive, level: float) -> list[list[str]]:
+def lines(fitted: Fitted | FittedTable, p: Predictive, level: float) -> list[list[str]]:
     """The rows of the output file."""
     u = p.uncertainty
-    if recipe.kind == "classification":
-        names = [recipe.outputs[i] for i in p.mean.argmax(-1).tolist()]
+    if fitted.kind == "classification":
+        names = [fitted.outputs[i] for i in p.mean.argmax(-1).tolist()]
         values = torch.cat([p.mean, torch.stack([u.total, u.aleatoric, u.epistemic], -1)], -1)  # [B, C + 3]
         return [
             [spreadsheet_cell(name), *(f"{value:.7g}" for value in row)] for name, row in zip(names, values.tolist(), strict=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from tyro.conf import Positional, UseAppendAction, arg
 
+from dubito.apps.tables.cells import Raw
+from dubito.apps.tables.targets import detect as detect_column
 from dubito.cli.commands.errors import UsageError, usage_errors
 from dubito.evaluation.data import Table, detect, table
 from dubito.tensors import randomness
@@ -79,6 +81,14 @@ def _kind(data: Data) -> tuple[Kind, str]:
         return "regression", "several targets"
     kind, why = detect(data.data, target)
     return kind, f"{why}; otherwise give --kind {'regression' if kind == 'classification' else 'classification'}"
+
+
+def target_note(raw: Raw, targets: int, kind: str) -> tuple[Kind, str]:
+    """The kind of problem that the first of some targets makes, and why."""
+    if kind != "auto":
+        return ("regression" if kind == "regression" else "classification"), "as given by --kind"
+    found, why = ("regression", "several targets") if targets > 1 else detect_column(raw)
+    return found, f"{why}; otherwise give --kind {'regression' if found == 'classification' else 'classification'}"
 
 
 def output_names(found: Table, y: Tensor) -> tuple[str, ...]:

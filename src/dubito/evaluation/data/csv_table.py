@@ -1,9 +1,12 @@
-"""CSV files with a header: columns of numbers, and columns of text, which are one-hot encoded."""
+"""Tables in files, as cells of text: CSV with any usual separator, compressed or not, and Parquet. Text is one-hot encoded."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import math
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,11 @@ from dubito.evaluation.data.cells import encode, first_line, is_missing, listed,
 from dubito.tensors.checks import require
 
 MOST = 100  # different texts of a column, each of which is an input
+TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+PARQUET = (".parquet", ".pq")
+SUFFIXES = (*TEXT, *PARQUET)
+SEPARATORS = (",", ";", "\t", "|")
+COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?")  # a number with a decimal comma
 
 
 @dataclass(frozen=True)
@@ -27,18 +35,23 @@ class CsvFile:
     lines: list[int]
 
     @staticmethod
-    def read(path: Path) -> CsvFile:
-        """Read and check a file: a header with different names, and rows of as many cells."""
-        numbered = _rows(path)
+    def read(path: Path, *, unnamed: bool = False) -> CsvFile:
+        """Read and check a file: a header with different names, and rows of as many cells. `unnamed` gives names to columns without."""
+        if path.suffix.lower() in PARQUET:
+            return _read_parquet(path)
+        numbered, separator = _rows(path)
         require(numbered, f"{path}: the file is empty")
         header = numbered[0][1]
+        if unnamed:
+            header = [name or f"column {position + 1}" for position, name in enumerate(header)]
         _check_header(path, header)
         require(len(numbered) > 1, f"{path}: there is a header but no row")
         for row, (line, cells) in enumerate(numbered[1:]):
             if len(cells) != len(header):
                 raise ValueError(f"{path}, row {row + 1} (line {line}): {len(cells)} cells, the header has {len(header)}")
-        columns = zip(*(cells for _, cells in numbered[1:]), strict=True)
-        return CsvFile(path, dict(zip(header, map(list, columns), strict=True)), [line for line, _ in numbered[1:]])
+        columns = dict(zip(header, map(list, zip(*(cells for _, cells in numbered[1:]), strict=True)), strict=True))
+        columns = columns if separator == "," else _with_points(columns)
+        return CsvFile(path, columns, [line for line, _ in numbered[1:]])
 
     def where(self, row: int) -> str:
         """A row in words, as it is named in error messages."""
@@ -95,10 +108,14 @@ class CsvFile:
     def features(self, names: Sequence[str], fill: Mapping[str, float]) -> list[np.ndarray]:
         """The inputs of these names, [N] each: a column's numbers, or 1 where a text stands in it."""
         sources = [self._source(name) for name in names]
-        for column in dict.fromkeys(column for column, text in sources if text is not None and column not in names):
-            self._check_texts(column, [text for other, text in sources if other == column and text is not None])
+        known, levels = set(names), dict[str, set[str]]()
+        for column, text in sources:
+            if text is not None and column not in known:
+                levels.setdefault(column, set()).add(text)
+        for column, texts in levels.items():
+            self._check_texts(column, texts)
         return [
-            self.numbers(column, fill.get(column) if f"{column}=?" in names else None)
+            self.numbers(column, fill.get(column) if f"{column}=?" in known else None)
             if text is None
             else np.array([is_missing(cell) if text == "?" else cell == text for cell in self.columns[column]], dtype=np.float64)
             for column, text in sources
@@ -114,14 +131,14 @@ class CsvFile:
         self.require(feature.partition("=")[0])
         raise AssertionError("not reached: no such column is refused")
 
-    def _check_texts(self, column: str, levels: Sequence[str]) -> None:
+    def _check_texts(self, column: str, levels: set[str]) -> None:
         for row, cell in enumerate(self.columns[column]):
             if ("?" if is_missing(cell) else cell) in levels:
                 continue
             place = f"{self.path}, column {column!r}, {self.where(row)}"
             if is_missing(cell):
                 refuse_number(place, cell)
-            raise ValueError(f"{place}: {cell!r} is not one of the known texts, {listed(levels)}")
+            raise ValueError(f"{place}: {cell!r} is not one of the known texts, {listed(sorted(levels))}")
 
 
 def stacked(columns: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -129,10 +146,19 @@ def stacked(columns: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.stack(columns, axis=1)).to(dtype)
 
 
-def _rows(path: Path) -> list[tuple[int, list[str]]]:
-    """(line, cells) of every line that is not blank; of a single column, a missing cell ("") is a row, and a blank line is not."""
+def is_table(path: Path) -> bool:
+    """Whether the name of a file ends as one that `CsvFile.read` reads."""
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def _rows(path: Path) -> tuple[list[tuple[int, list[str]]], str]:
+    """(line, cells) of every line that is not blank, and the separator; of a single column, a missing cell ("") is a row."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", newline="", encoding="utf-8-sig") as file:
+            separator = (
+                "\t" if ".tsv" in path.suffixes else _separator(file.readline())
+            )  # -sig: spreadsheets write a byte order mark
+            file.seek(0)
             text = ""  # of the line that was read last
 
             def lines() -> Iterator[str]:
@@ -142,20 +168,78 @@ def _rows(path: Path) -> list[tuple[int, list[str]]]:
                     text = line
                     yield line
 
-            reader = csv.reader(lines(), strict=True)
-            return [(reader.line_num, [cell.strip() for cell in row]) for row in reader if text.strip()]
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
+            reader = csv.reader(lines(), strict=True, delimiter=separator)
+            return [(reader.line_num, [cell.strip() for cell in row]) for row in reader if text.strip()], separator
+    except (csv.Error, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read as CSV in UTF-8: {first_line(error)}") from error
+
+
+def _separator(header: str) -> str:
+    """What separates the columns: the sign that is most frequent in the header, outside quotes.
+
+    >>> _separator("width;height;\\"a,b,c,d\\"")
+    ';'
+    """
+    plain = re.sub(r'"[^"]*"', "", header)
+    return max(SEPARATORS, key=plain.count)
+
+
+def _with_points(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The columns of a file that may have decimal commas, with decimal points."""
+    comma = {name for name, cells in columns.items() if _has_commas(cells)}
+
+    def point(cell: str) -> str:
+        """1.234,5 as 1234.5."""
+        return cell if is_missing(cell) else cell.replace(".", "").replace(",", ".")
+
+    return {name: list(map(point, cells)) if name in comma else cells for name, cells in columns.items()}
+
+
+def _has_commas(cells: list[str]) -> bool:
+    there = [cell for cell in cells if not is_missing(cell)]
+    return any("," in cell for cell in there) and all(COMMA.fullmatch(cell) for cell in there)
+
+
+def _read_parquet(path: Path) -> CsvFile:
+    """A Parquet file, by polars or pandas."""
+    try:
+        import polars  # pyright: ignore[reportMissingImports]
+
+        frame = polars.read_parquet(path)
+        columns = {name: frame[name].to_list() for name in frame.columns}
+    except ModuleNotFoundError:
+        try:
+            import pandas  # pyright: ignore[reportMissingImports]
+
+            frame = pandas.read_parquet(path)
+        except ImportError:
+            raise ValueError(f"{path}: Parquet needs polars or pandas with pyarrow: pip install 'dubito[tables]'") from None
+        columns = {str(name): frame[name].tolist() for name in frame.columns}
+    cells = {name: [as_cell(value) for value in values] for name, values in columns.items()}
+    rows = len(next(iter(cells.values()), []))
+    require(rows, f"{path}: there is no row")
+    return CsvFile(path, cells, list(range(1, rows + 1)))
+
+
+def as_cell(value: object) -> str:
+    """A value of a data frame as the text that a CSV file would have; missing values are empty.
+
+    >>> import datetime
+    >>> as_cell(None), as_cell(float("nan")), as_cell(2.0), as_cell(datetime.date(2024, 5, 1))
+    ('', '', '2.0', '2024-05-01')
+    """
+    text = "" if value is None else str(value).strip()
+    return "" if text in ("nan", "NaT", "<NA>", "NaN") else text
 
 
 def _check_header(path: Path, header: list[str]) -> None:
     named = any(math.isnan(number(cell)) for cell in header)
     require(named, f"{path}: the first line holds numbers, but a header with the names of the columns is needed")
-    single = len(header) == 1 and (";" in header[0] or "\t" in header[0])
-    require(not single, f"{path}: the header is one column, {header[0]!r}: separate the columns by commas")
+    before = set()
     for position, name in enumerate(header):  # one without a name is most often a row number that pandas wrote
         require(name, f"{path}: column {position + 1} has no name; name it, or write the file without it")
-        require(name not in header[:position], f"{path}: two columns are called {name!r}")
+        require(name not in before, f"{path}: two columns are called {name!r}")
+        before.add(name)
 
 
 def _mean(cells: list[str]) -> float:

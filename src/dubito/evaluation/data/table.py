@@ -1,4 +1,4 @@
-"""A user's own data: a CSV file with a header, or an NPZ file with the arrays x and y.
+"""A user's own data: a CSV file with a header, a Parquet file, or an NPZ file with the arrays x and y.
 
 Whatever is wrong with a file is a ValueError of one line that says where, so that the command line can show it as is.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.data.cells import class_name, is_missing, number
-from dubito.evaluation.data.csv_table import CsvFile, stacked
+from dubito.evaluation.data.csv_table import CsvFile, is_table, stacked
 from dubito.evaluation.data.npz_table import NpzFile
 from dubito.tensors.checks import require
 
@@ -52,7 +52,7 @@ def table(
     a missing number is replaced by the mean of the others.
 
     Args:
-        path: a `.csv` file (commas, a header line) or a `.npz` file (inputs in the array x).
+        path: a `.csv` or `.tsv` file (with a header line; also `.gz`), a `.parquet` file, or a `.npz` file (inputs in the array x).
         target: the column(s) to predict, or the array of an NPZ file; `()` reads the inputs alone.
         kind: "classification" takes one target of strings or whole numbers and encodes it.
         ignore: columns of a CSV file that are no inputs, such as keys.
@@ -77,7 +77,7 @@ def table(
     require(single, f"classification takes one target, not {len(targets)}: {', '.join(targets)}")
     _check(path)
     known = None if classes is None else tuple(classes)
-    if path.suffix.lower() == ".csv":
+    if is_table(path):
         return _read_csv(CsvFile.read(path), targets, kind, ignore, features, fill or {}, known, dtype)
     in_one = f"{path}: an NPZ file has its inputs in one array, of which no columns can be left out by name"
     require(not ignore or features is not None, in_one)
@@ -96,7 +96,7 @@ def detect(path: str | Path, target: str) -> tuple[Kind, str]:
     """
     path = Path(path)
     _check(path)
-    if path.suffix.lower() == ".csv":
+    if is_table(path):
         file = CsvFile.read(path)
         file.require(target)
         return _detect(file.columns[target])
@@ -117,7 +117,8 @@ def _detect(labels: list[str]) -> tuple[Kind, str]:
 
 
 def _check(path: Path) -> None:
-    require(path.suffix.lower() in (".csv", ".npz"), f"{path}: only .csv and .npz files can be read")
+    readable = is_table(path) or path.suffix.lower() == ".npz"
+    require(readable, f"{path}: only .csv, .tsv (also compressed, .gz), .parquet and .npz files can be read")
     require(path.is_file(), f"{path}: there is no such file")
 
 

@@ -1,0 +1,88 @@
+"""What users call a table, as columns by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dubito.apps.tables.cells import Raw
+from dubito.evaluation.data.cells import require_name
+from dubito.evaluation.data.csv_table import CsvFile, as_cell, is_table
+from dubito.tensors.checks import require
+
+ACCEPTED = "a DataFrame, a dict of columns, an array or tensor [N, F], or the path of a .csv, .tsv or .parquet file"
+
+
+def as_frame(table: Any) -> dict[str, Raw]:
+    """The columns of a table.
+
+    >>> as_frame({"city": ["Rome", None], "size": [1, 2]})
+    {'city': ['Rome', ''], 'size': array([1., 2.])}
+    """
+    if isinstance(table, str | Path):
+        return _read(Path(table))
+    if isinstance(table, Mapping):
+        frame = {str(name): as_column(values) for name, values in table.items()}
+    elif hasattr(table, "columns"):  # of pandas and of polars
+        frame = {str(name): as_column(table[name]) for name in table.columns}
+    else:
+        frame = _from_matrix(table)
+    lengths = {len(column) for column in frame.values()}
+    require(
+        len(lengths) == 1 and lengths != {0},
+        f"the columns of a table have the same, positive number of rows; got {sorted(lengths)}",
+    )
+    return frame
+
+
+def as_column(values: Any) -> Raw:
+    """Numbers and booleans as float64 with NaN for what is missing; everything else as cells of text."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
+        return values.astype(np.float64)
+    kind = getattr(getattr(values, "dtype", None), "kind", "")  # of a NumPy type inside pandas
+    cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    if kind in ("i", "u", "f"):
+        return np.array(cells, dtype=np.float64)
+    if all(cell is None or (isinstance(cell, int | float | np.number) and not isinstance(cell, bool)) for cell in cells):
+        return np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
+    return [as_cell(cell) for cell in cells]
+
+
+def _from_matrix(table: Any) -> dict[str, Raw]:
+    array = table.detach().cpu().numpy() if isinstance(table, Tensor) else np.asarray(table)
+    array = array[:, None] if array.ndim == 1 else array
+    require(array.ndim == 2, f"a table is {ACCEPTED}; got an array of shape {list(array.shape)}")
+    return {f"x{i}": as_column(array[:, i]) for i in range(array.shape[1])}
+
+
+def _read(path: Path) -> dict[str, Raw]:
+    require(is_table(path) or path.suffix.lower() == ".npz", f"{path}: a table is {ACCEPTED}")
+    require(path.is_file(), f"{path}: there is no such file")
+    if path.suffix.lower() != ".npz":
+        return dict(CsvFile.read(path, unnamed=True).columns)
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    require("x" in arrays and arrays["x"].ndim == 2, f"{path}: an NPZ table has its inputs in the array x [N, F]")
+    others = {name: as_column(array) for name, array in arrays.items() if name != "x" and array.shape == arrays["x"].shape[:1]}
+    return {**_from_matrix(arrays["x"]), **others}
+
+
+def with_targets(frame: dict[str, Raw], target: Any) -> tuple[dict[str, Raw], dict[str, Raw]]:
+    """The inputs, and the targets by name: names of columns, or values that stand beside the table."""
+    names = (target,) if isinstance(target, str) else target
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names) and set(names) <= frame.keys():
+        return {name: column for name, column in frame.items() if name not in names}, {name: frame[name] for name in names}
+    rows = len(next(iter(frame.values())))
+    if isinstance(target, str):
+        require_name("the table", target, frame, "column")
+    values = as_frame({"y": target}) if getattr(target, "ndim", 1) == 1 else as_frame(target)
+    values = {name.replace("x", "y", 1): column for name, column in values.items()} if len(values) > 1 else values
+    have = len(next(iter(values.values())))
+    require(have == rows, f"the table has {rows} rows and the target {have}")
+    return frame, values

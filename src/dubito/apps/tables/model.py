@@ -1,0 +1,179 @@
+"""The fitted table: predictions in the user's units, notes on odd rows, and one file on disk."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dubito.apps.tables.calibration import Scales, at_least
+from dubito.apps.tables.columns import Encoder
+from dubito.apps.tables.frames import as_frame
+from dubito.apps.tables.network import TableNetwork
+from dubito.apps.tables.targets import class_positions, target_numbers
+from dubito.evaluation import judge
+from dubito.evaluation.recalibrate import Tempered
+from dubito.model import Model
+from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
+from dubito.model.priors import Normal
+from dubito.posteriors import Samples
+from dubito.posteriors.predictive import LatentMixture, Predictive, concatenate
+from dubito.tensors import store
+
+PRIOR = 3.0  # standard deviation of the weights before they are divided by the root of a layer's inputs
+ROWS = 4096  # predicted at a time
+DOUBT = 0.9  # an odd row is at least as uncertain as this share of the rows in training
+
+Kind = Literal["regression", "classification"]
+
+
+@dataclass(frozen=True)
+class Design:
+    """The shape of the network."""
+
+    numbers: int
+    width: int
+    outputs: int
+    hidden: int = 128
+    embed: bool = True
+
+    def model(self, kind: Kind) -> Model:
+        """The model with new weights."""
+        network = TableNetwork(self.numbers, self.width, self.outputs, hidden=self.hidden, embed=self.embed)
+        likelihood = HeteroscedasticGaussian() if kind == "regression" else Categorical()
+        return Model(network, likelihood, Normal(scale=PRIOR))
+
+
+@dataclass(frozen=True)
+class OutOfFold:
+    """What the members that had not seen a row predicted for it: for abstention, drift, and conformal sets of one's own."""
+
+    outputs: Tensor  # [R, N, C]: of the network, one of each repeat
+    y: Tensor  # [N, T], standardized, or [N] classes
+    uncertainty: Tensor  # [N, T] variances in standardized units, or [N] entropies, after calibration
+
+
+@dataclass(frozen=True)
+class TableModel:
+    """A table fitted by `fit_table`.
+
+    `predict(frame)` gives the calibrated predictive in the units of the target. `posterior` is what Bayes gave, before any map:
+    `posterior.predict(model.inputs(frame))`, in standardized units. The map stretches the whole predictive, or tempers the class
+    probabilities, so the split of the uncertainty in aleatoric and epistemic is that of the posterior: its shares are kept.
+
+    `out_of_fold` and `scores` are of rows that the predicting members had not seen.
+    """
+
+    kind: Kind
+    targets: tuple[str, ...]
+    classes: tuple[str, ...]  # empty for a regression
+    encoder: Encoder
+    design: Design
+    posterior: Samples
+    map: Scales | Tempered
+    shift: Tensor  # [T] float64: y = shift + scale * standardized
+    scale: Tensor
+    out_of_fold: OutOfFold
+    scores: Mapping[str, float] = field(default_factory=dict)  # of the out-of-fold predictions, in the units of the target
+    errors: Mapping[str, float] = field(default_factory=dict)  # standard errors of those that are means
+    remarks: tuple[str, ...] = ()  # what a user should know: rows and columns that were left out, and the like
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the classes, or of the targets."""
+        return self.classes or self.targets
+
+    def inputs(self, frame: Any) -> Tensor:
+        """A table as inputs of the network, [N, F]."""
+        return torch.from_numpy(self.encoder.encode(as_frame(frame)).x)
+
+    def notes(self, frame: Any) -> list[str]:
+        """What is odd about each row, "" for nothing: an empty cell or a word that training did not have, a number far outside."""
+        return self.encoder.encode(as_frame(frame)).notes
+
+    def predict(self, frame: Any) -> Predictive:
+        """The calibrated predictive of every row, in the units of the target.
+
+        A row with a note (see `notes`) is answered too, and is at least as uncertain as 90 % of the rows were in training.
+        """
+        return self.answer(frame)[0]
+
+    def answer(self, frame: Any) -> tuple[Predictive, list[str]]:
+        """The predictive of every row, and its note."""
+        encoded = self.encoder.encode(as_frame(frame))
+        x, odd = torch.from_numpy(encoded.x), torch.from_numpy(encoded.odd)
+        floor = self.out_of_fold.uncertainty.double().quantile(DOUBT, 0)
+        parts = []
+        for rows, strange in zip(x.split(ROWS), odd.split(ROWS), strict=True):
+            p = at_least(self.map(self.posterior.predict(rows)), floor, strange)
+            parts.append(self.original(p))
+        return concatenate(parts), encoded.notes
+
+    def original(self, p: Predictive) -> Predictive:
+        """A predictive of standardized targets in the units of the target, in float64."""
+        if not isinstance(p, LatentMixture) or self.classes:
+            return p
+        wide = LatentMixture(HeteroscedasticGaussian(), p.means.double(), weights=p.component_weights.double(), how=p.how)
+        return wide.rescaled(self.shift, self.scale)
+
+    def encode_targets(self, columns: Mapping[str, Any]) -> Tensor:
+        """Targets as numbers [N, T] in their own units, or as classes [N]; -1 for a class that training did not have."""
+        return class_positions(columns[self.targets[0]], self.classes) if self.classes else target_numbers(columns, self.targets)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the model to one file, whole or not at all. It holds tensors and plain text, and no code."""
+        assert self.posterior.weights is not None
+        tensors = {"weights": self.posterior.weights, **{f"params.{name}": leaf for name, leaf in self.posterior.params.items()}}
+        tensors |= {"out_of_fold.outputs": self.out_of_fold.outputs, "out_of_fold.y": self.out_of_fold.y}
+        tensors |= {"out_of_fold.uncertainty": self.out_of_fold.uncertainty, "shift": self.shift, "scale": self.scale}
+        fitted = {"factors": self.map.factors, "weights": self.map.weights} if isinstance(self.map, Scales) else {}
+        fitted = fitted or {"temperature": getattr(self.map, "temperature", 1.0)}
+        meta = {
+            "kind": "table", "target": self.kind, "targets": self.targets, "classes": self.classes, "encoder": self.encoder.to_json(),
+            "design": vars(self.design), "map": {**fitted, "n": self.map.n}, "scores": list(judge.finite(self.scores).items()),
+            "errors": list(judge.finite(self.errors).items()), "remarks": self.remarks,
+        }  # fmt: skip
+        store.write(path, tensors, meta)
+
+    @staticmethod
+    def load(path: str | os.PathLike) -> TableModel:
+        """Read what `save` wrote."""
+        tensors, meta = store.read(path)
+        if meta.get("kind") != "table":
+            raise store.FileError(f"{path}: written by dubito, but not a fitted table")
+        design, kind = Design(**meta["design"]), meta["target"]
+        params = {name.removeprefix("params."): leaf for name, leaf in tensors.items() if name.startswith("params.")}
+        fitted: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in meta["map"].items()}
+        chosen = Tempered(**fitted) if "temperature" in fitted else Scales(**fitted)
+        return TableModel(
+            kind=kind,
+            targets=tuple(meta["targets"]),
+            classes=tuple(meta["classes"]),
+            encoder=Encoder.from_json(meta["encoder"]),
+            design=design,
+            posterior=Samples(design.model(kind), params, {}, weights=tensors["weights"]),
+            map=chosen,
+            shift=tensors["shift"],
+            scale=tensors["scale"],
+            out_of_fold=OutOfFold(*(tensors[f"out_of_fold.{name}"] for name in ("outputs", "y", "uncertainty"))),
+            scores={name: math.nan if value is None else value for name, value in meta["scores"]},
+            errors={name: math.nan if value is None else value for name, value in meta["errors"]},
+            remarks=tuple(meta["remarks"]),
+        )
+
+    def summary(self) -> str:
+        """What was fitted, and how good its out-of-fold predictions are, as text."""
+        rows, members = len(self.out_of_fold.y), len(self.posterior)
+        lines = [f"{self.kind} of {', '.join(self.targets)} by {members} networks, fitted to {rows} rows"]
+        lines += [f"{len(self.encoder.columns)} columns as {self.encoder.width} inputs"]
+        lines += [f"  {name:<10} {value:.4g}" for name, value in self.scores.items()]
+        lines += [f"Note: {remark}" for remark in self.remarks]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.summary()

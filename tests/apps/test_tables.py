@@ -1,0 +1,407 @@
+"""Tables: reading any column, cross-fitting, calibration, odd rows, files."""
+
+import datetime
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import dubito
+from dubito.apps.tables import TableModel, fit_table
+from dubito.apps.tables.calibration import Scales, at_least, temperature
+from dubito.apps.tables.cells import date_format, missing, numbers, seconds, words
+from dubito.apps.tables.columns import BUCKETS, LEVELS, Encoder, describe
+from dubito.apps.tables.frames import as_frame, with_targets
+from dubito.apps.tables.network import TableNetwork
+from dubito.apps.tables.training import CrossFit, Training, best_weights, deal
+from dubito.evaluation.judge import score
+from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
+from dubito.posteriors.predictive import LatentMixture
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 60)
+
+
+def people(n=120, seed=0):
+    """A table with all kinds of columns, and a target that depends on some."""
+    source = np.random.default_rng(seed)
+    age, city = source.uniform(20, 60, n), source.choice(["Rome", "Oslo", "Lima"], n)
+    day = [datetime.date(2023, 1, 1) + datetime.timedelta(days=int(d)) for d in source.integers(0, 700, n)]
+    pay = 1000 + 30 * age + 200 * (city == "Rome") + source.normal(size=n) * 20
+    return {
+        "id": np.arange(n), "age": age, "city": city.tolist(), "day": [str(d) for d in day],
+        "share": [f"{v:.1f} %" for v in source.uniform(0, 100, n)], "again": age, "same": ["x"] * n, "pay": pay,
+    }  # fmt: skip
+
+
+# Cells and columns
+
+
+def test_numbers_however_they_are_written():
+    cells = ["12.5%", "1,234,567", "€ 3.50", "-2e3", "", "NA", "many", "1e99", "7"]
+    found = numbers(cells)
+    assert found[:4].tolist() == [0.125, 1234567, 3.5, -2000]
+    assert np.isnan(found[4:8]).all()
+    assert found[8] == 7
+    assert missing(cells).tolist() == [False] * 4 + [True] * 2 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("cells", "form", "day"),
+    [
+        (["2024-02-28", "2024-03-01 12:30"], "iso", 2),
+        (["28.02.2024", "01.03.2024"], "%d.%m.%Y", 2),
+        (["02/28/2024", "03/01/2024"], "%m/%d/%Y", 2),
+        (["28/02/2024 10:00", "01/03/2024 10:00"], "%d/%m/%Y %H:%M", 2),
+        (["Feb 28, 2024", "Mar 01, 2024"], "%b %d, %Y", 2),
+    ],
+)
+def test_dates_however_they_are_written(cells, form, day):
+    assert date_format(cells) == form
+    times = seconds(cells, form)
+    assert (times[1] - times[0]) // 86400 == day
+    assert math.isnan(seconds(["soon"], form)[0])
+
+
+def test_what_is_no_date():
+    assert date_format(["12-34", "a"]) is None
+    assert date_format(["1.5", "2.5"]) is None
+    assert date_format(np.zeros(2)) is None
+
+
+def test_words():
+    assert words(["Yes", "yes", " NA".strip(), "01", "1.0"]) == ["yes", "yes", "", "1", "1"]
+
+
+def test_every_column_is_described_once():
+    frame = people()
+    del frame["pay"]
+    encoder = Encoder.fit(as_frame(frame))
+    assert [column.name for column in encoder.columns] == ["age", "city", "day", "share"]
+    assert encoder.left_out == {
+        "id": "an ID: the number of the row", "again": "the same as age", "same": "every row has the same value",
+    }  # fmt: skip
+    x, notes = encoder.encode(as_frame(frame))
+    assert x.shape == (120, encoder.width)
+    assert encoder.n_numbers == 3
+    assert not any(notes)
+    assert np.abs(x).max() <= 3
+    again = Encoder.from_json(encoder.to_json())
+    assert again == encoder
+
+
+def test_ids_and_what_looks_like_them():
+    n = 50
+    source = np.random.default_rng(0)
+    frame = {
+        "code": [f"k{i * 37 % 101}" for i in range(n)], "user_id": source.permutation(9000)[:n].astype(float),
+        "income": source.permutation(9000)[:n].astype(float), "year": np.arange(n) + 1950.0,
+        "text": [f"a word {i}" for i in range(n)],
+    }  # fmt: skip
+    encoder = Encoder.fit(frame)
+    assert set(encoder.left_out) == {"code", "user_id"}
+    assert {column.name for column in encoder.columns} == {"income", "year", "text"}
+
+
+def test_many_words_share_inputs_by_their_hash():
+    cells = [f"street {i % 90}" for i in range(300)]
+    column = describe("street", cells)
+    assert column is not None
+    assert len(column.levels) <= LEVELS
+    assert column.hashed
+    encoder = Encoder((column,))
+    x, notes = encoder.encode({"street": ["street 3", "street 4", "elsewhere"]})
+    assert x.shape[1] == len(column.levels) + BUCKETS
+    assert not np.array_equal(x[0], x[1])
+    assert not any(notes)
+
+
+def test_missing_cells_in_training_are_an_input_and_no_oddity():
+    encoder = Encoder.fit({"a": ["1", "", "3", "4"], "b": ["x", "y", "NA", "x"]})
+    x, notes = encoder.encode({"a": [""], "b": [""]})
+    assert notes == [""]
+    assert x.sum() == 2  # two indicators; the number is the median
+    assert x[0, 0] == 0
+
+
+def test_odd_cells_are_answered_and_noted():
+    encoder = Encoder.fit({"a": np.arange(30.0) ** 1.5, "b": ["x", "y"] * 15})
+    _, notes = encoder.encode({"a": ["1", "", "1e6", "1"], "b": ["x", "x", "", "z"]})
+    assert notes[0] == ""
+    assert "a is missing or unreadable" in notes[1]
+    assert "a is far outside the training rows' 0 to 156" in notes[2]
+    assert "b is missing" in notes[2]
+    assert notes[3] == "b 'z' is new"
+
+
+def test_absent_column_is_an_error():
+    encoder = Encoder.fit({"a": np.arange(30.0) ** 1.5, "b": np.arange(30.0) ** 2})
+    with pytest.raises(ValueError, match="the table has no column b; needed are a, b"):
+        encoder.encode({"a": np.zeros(2)})
+    with pytest.raises(ValueError, match="no column is left"):
+        Encoder.fit({"a": ["x"] * 30})
+
+
+def test_many_columns_do_not_take_quadratic_time():
+    source = np.random.default_rng(0)
+    frame = {f"c{i}": column for i, column in enumerate(source.normal(size=(5000, 4)))}
+    assert Encoder.fit(frame).encode(frame).x.shape == (4, 5000)
+
+
+# What users give
+
+
+def test_frames():
+    for table in ({"a": [1, 2], "b": ["x", None]}, {"a": torch.tensor([1, 2]), "b": np.array(["x", ""])}):
+        frame = as_frame(table)
+        assert np.array_equal(frame["a"], [1.0, 2.0])
+        assert frame["b"] == ["x", ""]
+    assert list(as_frame(torch.zeros(3, 2))) == ["x0", "x1"]
+    assert as_frame({"d": [datetime.date(2024, 1, 2)], "t": [True]}) == {"d": ["2024-01-02"], "t": ["True"]}
+    with pytest.raises(ValueError, match="same, positive number of rows"):
+        as_frame({"a": [1], "b": [1, 2]})
+    with pytest.raises(ValueError, match="a table is a DataFrame"):
+        as_frame(np.zeros((2, 2, 2)))
+
+
+def test_data_frames():
+    frames = pytest.importorskip("polars")
+    frame = as_frame(frames.DataFrame({"a": [1, None], "b": ["x", None], "d": [datetime.date(2024, 1, 2), None]}))
+    assert frame["b"] == ["x", ""]
+    assert frame["d"] == ["2024-01-02", ""]
+    assert np.isnan(frame["a"][1])
+
+
+def test_targets_by_name_and_beside_the_table():
+    frame = as_frame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    inputs, targets = with_targets(frame, "b")
+    assert list(inputs) == ["a"]
+    assert targets["b"].tolist() == [3, 4]
+    inputs, targets = with_targets(frame, np.zeros((2, 3)))
+    assert (list(inputs), list(targets)) == (["a", "b"], ["y0", "y1", "y2"])
+    with pytest.raises(ValueError, match="did you mean 'aa'"):
+        with_targets(as_frame({"aa": [1.0], "b": [1.0]}), "a")
+    with pytest.raises(ValueError, match="the table has 2 rows and the target 3"):
+        with_targets(frame, np.zeros(3))
+
+
+# Training
+
+
+def test_folds_are_equal_and_stratified():
+    y = torch.tensor([0] * 40 + [1] * 10)
+    fold = deal(y, 5, torch.Generator().manual_seed(0))
+    assert fold.bincount().tolist() == [10] * 5
+    assert fold[40:].bincount(minlength=5).tolist() == [2] * 5
+
+
+def test_no_member_learns_from_the_rows_that_it_holds_out():
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 3, generator=source), torch.randn(60, 1, generator=source)
+    model = dubito.Model(TableNetwork(3, 3, 2), HeteroscedasticGaussian(), dubito.priors.Normal(scale=3.0))
+    runs = [Training(CrossFit(repeats=1), model, x, y) for _ in range(2)]
+    runs[1].y = torch.where(runs[1].held[0].unsqueeze(1), y + 9, y)
+    for run in runs:
+        optimizer, _ = run.optimizer()
+        run.step(optimizer, torch.arange(60))
+    before, after = (run.params["last.bias"] for run in runs)
+    assert torch.equal(before[0], after[0])
+    assert (before[1:] != after[1:]).any(1).all()
+    assert (runs[0].held.sum(0) == 1).all()  # every row is held out once in a repeat
+
+
+def test_out_of_fold_outputs_are_of_the_members_that_held_the_rows_out():
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.randn(43, 3, generator=source), torch.randn(43, 1, generator=source)
+    model = dubito.Model(TableNetwork(3, 3, 2), HeteroscedasticGaussian(), dubito.priors.Normal(scale=3.0))
+    run = Training(CrossFit(repeats=2, steps=20), model, x, y)
+    fitted = run.run()
+    f = fitted.posterior.predict(x).means  # [S, N, C]
+    assert fitted.outputs.shape == (2, 43, 2)
+    for repeat, held in enumerate(run.held.view(2, 5, 43)):
+        for k, rows in enumerate(held):
+            assert torch.allclose(fitted.outputs[repeat, rows], f[5 * repeat + k, rows], atol=1e-5)
+    weights = fitted.posterior.weights
+    assert weights is not None
+    assert torch.allclose(fitted.predictive.component_weights, weights.view(2, 5).sum(1))
+
+
+def test_weights_of_a_mixture():
+    scores = torch.stack([torch.zeros(500), torch.full((500,), -3.0)])
+    assert best_weights(scores)[0] > 0.95
+    assert best_weights(torch.zeros(2, 50)).tolist() == pytest.approx([0.5, 0.5])
+
+
+# Calibration
+
+
+@pytest.mark.parametrize(("true", "low", "high"), [(0.5, 0.4, 0.6), (3.0, 2.4, 3.6)])
+def test_scales_mend_the_width(true, low, high):
+    source = torch.Generator().manual_seed(0)
+    p = LatentMixture(HeteroscedasticGaussian(), torch.zeros(1, 2000, 2))
+    y = true * torch.randn(2000, 1, generator=source)
+    fixed = Scales.fit(p, y)(p)
+    assert low < float(fixed.uncertainty.total[0].sqrt()) < high
+    assert score(fixed, y)["coverage"] == pytest.approx(0.9, abs=0.02)
+
+
+def test_scales_mend_the_tails():
+    source = torch.Generator().manual_seed(0)
+    p = LatentMixture(HeteroscedasticGaussian(), torch.zeros(1, 4000, 2))
+    y = torch.randn(4000, 1, generator=source) / torch.rand(4000, 1, generator=source).clamp_min(0.01).sqrt()
+    fixed = Scales.fit(p, y)(p)
+    assert score(fixed, y)["coverage"] == pytest.approx(0.9, abs=0.015)
+    assert float(fixed.log_prob(y).mean()) > float(dubito.recalibrate.Variance().fit(p, y)(p).log_prob(y).mean()) + 0.1
+
+
+def test_scales_keep_the_mean_and_the_shares_of_the_uncertainty():
+    means = torch.tensor([[[0.0, 0.0]], [[2.0, 1.0]]])
+    p = LatentMixture(HeteroscedasticGaussian(), means, weights=torch.tensor([0.25, 0.75]))
+    fixed = Scales((0.5, 2.0), (0.3, 0.7), 10)(p)
+    assert torch.allclose(fixed.mean, p.mean)
+    share = [q.uncertainty.epistemic / q.uncertainty.total for q in (p, fixed)]
+    assert torch.allclose(*share)
+
+
+def test_temperature_is_kept_near_one_by_few_rows():
+    sure = LatentMixture(Categorical(), torch.tensor([[[2.0, 0.0]] * 10]))
+    assert 0.5 < temperature(sure, torch.zeros(10, dtype=torch.long)).temperature < 1
+    many = LatentMixture(Categorical(), torch.tensor([[[4.0, 0.0]] * 4000]))
+    y = (torch.arange(4000) % 4 == 0).long()
+    assert temperature(many, y).temperature == pytest.approx(3.641, abs=0.1)
+
+
+def test_odd_rows_are_at_least_as_uncertain_as_asked():
+    p = LatentMixture(HeteroscedasticGaussian(), torch.zeros(1, 3, 2))
+    q = at_least(p, torch.tensor([4.0]), torch.tensor([False, True, True]))
+    assert q.uncertainty.total.flatten().tolist() == pytest.approx([1, 4, 4])
+    classes = dubito.recalibrate.Tempered(1.0, 1)(
+        LatentMixture(Categorical(), torch.tensor([[[5.0, 0.0], [5.0, 0.0], [0.1, 0.0]]]))
+    )
+    r = at_least(classes, torch.tensor(0.5), torch.tensor([False, True, True]))
+    assert r.uncertainty.total[0] == classes.uncertainty.total[0]
+    assert float(r.uncertainty.total[1]) == pytest.approx(0.5, abs=1e-4)
+    assert float(r.uncertainty.total[2]) == pytest.approx(float(classes.uncertainty.total[2]), abs=1e-6)
+
+
+# The model
+
+
+@pytest.fixture(scope="module")
+def regression():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 150)
+        return fit_table(people(), "pay")
+
+
+@pytest.fixture(scope="module")
+def classification():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 150)
+        frame = people()
+        frame["rich"] = np.where(frame.pop("pay") > 2250, "yes", "no").tolist()
+        return fit_table(frame, "rich")
+
+
+def test_a_regression_learns(regression):
+    fresh = people(seed=1)
+    y = torch.from_numpy(fresh["pay"]).unsqueeze(1)
+    found = score(regression.predict(fresh), y)
+    assert found["rmse"] < 0.4 * float(y.std())
+    assert 0.75 < found["coverage"] <= 1
+    assert regression.kind == "regression"
+    assert "column id was left out: an ID: the number of the row" in regression.remarks
+    assert regression.scores["coverage"] > 0.8
+    assert "Note: column again was left out: the same as age" in regression.summary()
+
+
+def test_classes_are_learned(classification):
+    fresh = people(seed=1)
+    y = torch.from_numpy((fresh.pop("pay") > 2250).astype(np.int64))
+    assert classification.classes == ("no", "yes")
+    assert score(classification.predict(fresh), y)["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_odd_rows_are_not_more_certain(kind, request):
+    model = request.getfixturevalue(kind)
+    fresh = people(40, seed=2)
+    usual = model.predict(fresh).uncertainty.total.flatten()
+    assert not any(model.notes(fresh))
+    for changes in ({"age": [""] * 40}, {"age": np.full(40, 1e7)}, {"city": ["Mars"] * 40}, {"day": ["never"] * 40}):
+        odd = {**fresh, **changes}
+        assert all(model.notes(odd))
+        total = model.predict(odd).uncertainty.total.flatten()
+        assert float(total.min()) >= float(usual.median())
+        assert float(total.mean()) >= float(usual.mean())
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_saved_and_loaded(kind, request, tmp_path):
+    model, fresh = request.getfixturevalue(kind), people(7, seed=3)
+    model.save(tmp_path / "t.safetensors")
+    same = TableModel.load(tmp_path / "t.safetensors")
+    assert torch.equal(same.predict(fresh).mean, model.predict(fresh).mean)
+    assert torch.equal(same.out_of_fold.uncertainty, model.out_of_fold.uncertainty)
+    assert (same.scores, same.remarks, same.encoder) == (dict(model.scores), model.remarks, model.encoder)
+    assert same.summary() == model.summary()
+    dubito.save(model.posterior, tmp_path / "p.safetensors")
+    with pytest.raises(dubito.tensors.store.FileError, match="not a fitted table"):
+        TableModel.load(tmp_path / "p.safetensors")
+
+
+def test_the_posterior_before_the_map(regression):
+    fresh = people(5, seed=4)
+    before, after = regression.posterior.predict(regression.inputs(fresh)), regression.predict(fresh)
+    assert torch.allclose(regression.shift + regression.scale * before.mean[:, :1].double(), after.mean, rtol=1e-4)
+    shares = [p.uncertainty.epistemic / p.uncertainty.total for p in (before, after)]
+    assert torch.allclose(shares[0].double(), shares[1], atol=1e-4)
+
+
+def test_rows_without_a_target_are_left_out_aloud():
+    frame = people(40)
+    frame["pay"][3] = np.nan
+    model = fit_table(frame, "pay")
+    assert "1 rows without a target were left out" in model.remarks
+    assert len(model.out_of_fold.y) == 39
+    assert any("few" in remark for remark in model.remarks)
+
+
+def test_several_targets_and_seeds():
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    y = torch.cat([x, 2 - x], 1)
+    model = fit_table(x, y, seed=3)
+    assert model.targets == ("y0", "y1")
+    assert model.predict(x).mean.shape == (40, 2)
+    assert torch.equal(fit_table(x, y, seed=3).predict(x).mean, model.predict(x).mean)
+
+
+def test_budget_ends_the_training_aloud(monkeypatch):
+    monkeypatch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 10**6)
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    model = fit_table(x, x.flatten(), budget=0.3)
+    assert any("the budget ended the training" in remark for remark in model.remarks)
+
+
+@pytest.mark.parametrize(
+    ("table", "target", "options", "message"),
+    [
+        ({"a": [1.0] * 3, "y": [1.0, 2.0, 3.0]}, "y", {}, "at least 10 rows with a target are needed; got 3"),
+        ({"a": np.arange(20.0) ** 2, "y": np.ones(20)}, "y", {"kind": "regression"}, "all rows have the same target"),
+        ({"a": np.arange(20.0) ** 2, "y": ["x"] * 20}, "y", {}, "every row of y is of the one class x"),
+        ({"a": np.arange(20.0), "y": np.arange(20.0)}, "y", {"ignore": ("b",)}, "the table has no column 'b'"),
+        ({"y": np.arange(20.0)}, "y", {}, "no column is left for the inputs"),
+        ({"a": np.arange(20.0)}, "b", {}, "no column is called 'b'"),
+    ],
+)
+def test_what_cannot_be_fitted(table, target, options, message):
+    with pytest.raises(ValueError, match=message):
+        fit_table(table, target, **options)
+
+
+def test_top_level_name():
+    assert dubito.fit_table is fit_table
+    assert dubito.TableModel is TableModel

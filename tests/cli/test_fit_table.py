@@ -1,0 +1,133 @@
+"""`dubito fit TABLE`: without a method."""
+
+import csv
+import json
+import os
+
+import numpy as np
+import pytest
+
+from dubito.apps.tables import TableModel
+from dubito.cli import main
+
+
+@pytest.fixture
+def cli(capsys):
+    def run(*args):
+        capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A table, and what was fitted to it in the current folder."""
+    place = tmp_path_factory.mktemp("tables")
+    source = np.random.default_rng(0)
+    size, kind = source.uniform(20, 200, 100), source.choice(["flat", "=house"], 100)
+    price = 1000 * size + 50_000 * (kind == "flat") + source.normal(size=100) * 3000
+    with open(place / "homes.csv", "w", newline="") as file:
+        writer = csv.writer(file, delimiter=";")
+        writer.writerow(["nr", "size", "kind", "price"])
+        writer.writerows(
+            [i, f"{s:.1f}".replace(".", ","), k, round(p)] for i, (s, k, p) in enumerate(zip(size, kind, price, strict=True))
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 100)
+        patch.chdir(place)
+        assert main(["fit", "homes.csv", "--target", "price"]) == 0
+        assert main(["fit", "homes.csv", "--target", "kind", "--out", "kinds"]) == 0
+    return place
+
+
+def rows(text):
+    return list(csv.DictReader(text.splitlines()))
+
+
+def test_fit_says_what_it_does(folder, cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 20)
+    code, out, err = cli("fit", folder / "homes.csv", "--target", "price", "--out", tmp_path / "o", "--ignore", "kind")
+    assert (code, err) == (0, "")
+    assert "100 rows, 3 columns beside the target" in out
+    assert "price: regression (whole numbers, 100 different ones; otherwise give --kind classification)" in out
+    assert "Note: column nr was left out: an ID: the number of the row" in out
+    assert f"Wrote {tmp_path / 'o'}. Predict with: dubito predict" in out
+    code, _, err = cli("fit", folder / "homes.csv", "--target", "price", "--out", tmp_path / "o")
+    assert (code, "exists" in err) == (2, True)
+
+
+def test_the_folder_has_the_name_of_the_table(folder):
+    assert os.listdir(folder / "homes") == ["table.safetensors"]
+    assert TableModel.load(folder / "homes" / "table.safetensors").targets == ("price",)
+
+
+def test_predict_answers_odd_rows_and_says_so(folder, cli, tmp_path):
+    path = tmp_path / "new.csv"
+    path.write_text("kind,size\nflat,100\nflat,\n=house,100\ncastle,100\nflat,1e9\n")
+    code, out, err = cli("predict", folder / "homes", path)
+    assert (code, err) == (0, "")
+    found = rows(out)
+    assert [row["dubito_note"].partition(",")[0].partition(" far")[0] for row in found] == [
+        "", "size is missing or unreadable", "", "kind 'castle' is new", "size is",
+    ]  # fmt: skip
+    assert float(found[0]["mean"]) == pytest.approx(150_000, rel=0.1)
+    assert float(found[0]["lower"]) < float(found[0]["mean"]) < float(found[0]["upper"])
+    assert min(float(found[i]["total"]) for i in (1, 3, 4)) >= float(found[0]["total"])
+
+
+def test_cells_that_look_like_formulas_are_escaped(folder, cli):
+    code, out, _ = cli("predict", folder / "kinds", folder / "homes.csv")
+    assert code == 0
+    assert {row["class"] for row in rows(out)} <= {"flat", "'=house"}
+    assert "p_=house" in out.splitlines()[0]
+
+
+def test_evaluate(folder, cli, tmp_path):
+    code, out, _ = cli("evaluate", folder / "homes", folder / "homes.csv", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["rows"] == 100
+    assert found["coverage"] > 0.8
+    assert cli("evaluate", folder / "kinds", folder / "homes.csv")[0] == 0
+    path = tmp_path / "new.csv"
+    path.write_text("kind,size,price\ncastle,100,1\nflat,100,\n")
+    assert "row 2: the target is missing" in cli("evaluate", folder / "homes", path)[2]
+    assert "row 1: the target is missing, or is not one" in cli("evaluate", folder / "kinds", path)[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["predict", "FOLDER", "NEW", "--draws", "3"], "--draws 3: "),
+        (["predict", "FOLDER", "NEW"], "new.csv: the table has no column size"),
+        (["diagnose", "FOLDER"], "was fitted by tables, which has no chains to diagnose"),
+        (["fit", "homs", "--target", "price"], "no method is called 'homs'; choose from map, "),
+    ],
+)
+def test_refused(folder, cli, tmp_path, args, message):
+    (tmp_path / "new.csv").write_text("kind\nflat\n")
+    places = {"FOLDER": folder / "homes", "NEW": tmp_path / "new.csv"}
+    code, _, err = cli(*(places.get(arg, arg) for arg in args))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_file(folder, cli, tmp_path):
+    content = bytearray((folder / "homes" / "table.safetensors").read_bytes())
+    content[-9] ^= 1
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "table.safetensors").write_bytes(content)
+    code, _, err = cli("predict", tmp_path / "bad", folder / "homes.csv")
+    assert (code, "do not match their checksum" in err) == (2, True)
+
+
+def test_predict_repeats_the_note_on_the_calibration(folder, cli, monkeypatch):
+    monkeypatch.setattr("dubito.cli.commands.notes.ENOUGH", 0)
+    monkeypatch.setattr("dubito.cli.commands.notes.USUAL", (2, 3))
+    code, _, err = cli("predict", folder / "homes", folder / "homes.csv")
+    assert code == 0
+    assert "Note: the 90 % intervals contain" in err
+    assert "check it on further rows with `dubito evaluate`" in err
