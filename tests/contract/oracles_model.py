@@ -32,6 +32,7 @@ from dubito import (
     StudentT,
     priors,
 )
+from dubito.apps.active import bald, view
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.covariances import Diagonal
 from dubito.testing import check_likelihood, check_prior, require
@@ -326,6 +327,31 @@ def learned_tails() -> None:
         close(torch.trapezoid(density, line), torch.ones((), dtype=DOUBLE), 1e-3)
 
 
+def predicted_noise() -> None:
+    """Whatever has a closed form under a Gaussian posterior is that of many draws of it, where the noise is predicted too."""
+    f = torch.tensor([[[0.0, -1.0]], [[0.6, 0.3]]], dtype=DOUBLE)
+    cov = torch.tensor([[[[0.3, 0.2], [0.2, 1.5]]], [[[0.5, -0.3], [-0.3, 0.4]]]], dtype=DOUBLE)
+    shares, y = torch.tensor([0.3, 0.7], dtype=DOUBLE), torch.tensor([[0.4]], dtype=DOUBLE)
+    draws = 100_000
+    unit = outputs(2, draws, 1, 2, seed=3)
+    drawn = f.unsqueeze(1) + torch.einsum("sbcd,snbd->snbc", torch.linalg.cholesky(cov), unit)
+    weights = (shares / draws).repeat_interleave(draws)
+    for likelihood in (HeteroscedasticGaussian(), NaturalGaussian(), HeteroscedasticStudentT(dof=5.0)):
+        closed = LatentMixture(likelihood, f, cov, weights=shares, quadrature=4096)
+        many = LatentMixture(likelihood, drawn.flatten(0, 1), weights=weights)
+        close(closed.log_prob(y), many.log_prob(y), 0.01)
+        close(closed.cdf(y), many.cdf(y), 0.01)
+        close(closed.mean, many.mean, 0.02)
+        for part in ("total", "aleatoric", "epistemic"):
+            close(getattr(closed.uncertainty, part), getattr(many.uncertainty, part), 0.04)
+        close(bald(closed), bald(many), 0.02)
+        logs, exact = view.expected_log_noise(closed), view.expected_log_noise(many)
+        close(logs, exact, 0.01)  # E ln, which is not ln E
+        require(
+            float((logs - many.uncertainty.aleatoric.log()).abs()) > 0.1, "the two are alike here, so that this tells nothing"
+        )
+
+
 LIKELIHOODS: dict[str, Oracle] = {
     "Gaussian": several(
         (Gaussian(scale=0.3), 1),
@@ -358,6 +384,7 @@ FURTHER: dict[str, Oracle] = {
     "noisy logits": noisy_logits,
     "huge noise": huge_noise,
     "priors of tails and dispersions": learned_tails,
+    "predicted noise": predicted_noise,
 }
 
 

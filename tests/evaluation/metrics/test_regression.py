@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
+import dubito
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian
 from dubito.metrics import coverage, crps, interval_score, pit, quantile_calibration, quantile_error, sharpness, width
 from dubito.posteriors.predictive import LatentMixture, StudentT
@@ -112,3 +113,38 @@ def test_crps_of_no_examples():
 def test_crps_at_scales_whose_squares_floats_do_not_hold(scale):
     p = LatentMixture(Gaussian(scale=scale), torch.zeros(1, 1, 1))
     assert float(crps(p, torch.zeros(1, 1))) / scale == pytest.approx((math.sqrt(2) - 1) / math.sqrt(math.pi), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "shift"),
+    [
+        (dubito.StudentT(0.3, dof=3.0), 1, 0.0),
+        (dubito.HeteroscedasticStudentT(dof=4.0), 2, 0.0),
+        (dubito.GaussianMixture(2), 6, 0.0),
+        (dubito.CensoredWeibull(0.5), 1, 0.0),
+        (dubito.Poisson(), 1, 1.0),
+        (dubito.NegativeBinomial(0.5), 1, 1.0),
+        (dubito.Poisson(), 1, 10.0),
+    ],
+)
+def test_crps_of_other_noise_is_that_of_draws(likelihood, outputs, shift):
+    f = torch.randn(4, 30, outputs, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + shift
+    p = LatentMixture(likelihood, f)
+    y = p.sample(1, torch.Generator().manual_seed(1))[0]
+    first, second = (p.sample(4000, torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    draws = (first - y).abs() - 0.5 * (first - second).abs()
+    mean, error = draws.mean((0, 1)), draws.mean(1).std() / 4000**0.5
+    assert abs(float(crps(p, y) - mean)) < 4 * float(error)
+
+
+def test_crps_by_quadrature_is_the_closed_form():
+    f, y = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) for shape in ((5, 40, 1), (40, 1))
+    )
+    gaussian, many = LatentMixture(Gaussian(scale=0.3), f), LatentMixture(dubito.StudentT(0.3, dof=1e6), f)
+    assert float(crps(many, y)) == pytest.approx(float(crps(gaussian, y)), rel=1e-4)
+    poisson, rates = LatentMixture(dubito.Poisson(), f), f.exp()
+    grid = torch.arange(0, 60, dtype=torch.float64).reshape(-1, 1, 1, 1)
+    below = torch.special.gammaincc(grid + 1, rates).mean(1)
+    exact = (below - (grid[:, 0] >= y.round().abs()).double()).square().sum(0).mean()
+    assert float(crps(poisson, y.round().abs())) == pytest.approx(float(exact))

@@ -226,10 +226,14 @@ def _read(p: Predictive) -> list[Tensor]:
 
 def _noise(p: LatentMixture) -> Tensor | None:
     """The variance that a network predicts for its own logits or numbers, averaged over channels and draws, [n]."""
-    if not isinstance(p.likelihood, HeteroscedasticCategorical | HeteroscedasticGaussian):
-        return None
     points = p if p.certain else p.points
-    return average(points.means.chunk(2, -1)[1].exp().mean(-1), points.draw_weights)
+    if isinstance(p.likelihood, HeteroscedasticGaussian):
+        log_variance = p.likelihood.moments(points.means)[1]
+    elif isinstance(p.likelihood, HeteroscedasticCategorical):
+        log_variance = points.means.chunk(2, -1)[1]
+    else:
+        return None
+    return average(log_variance.exp().mean(-1), points.draw_weights)
 
 
 def edges(labels: Tensor, *, width: int = 1, ignore_index: int = -100) -> Tensor:

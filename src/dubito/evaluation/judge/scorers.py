@@ -343,10 +343,10 @@ class NumberScorer(Scorer):
             return name in OF_INTERVAL_TARGETS
         if isinstance(p, LatentMixture) and isinstance(p.marginals[0], Normal):
             return True
-        if name == "crps":
-            return hasattr(p, "crps")
-        if name not in (*OF_INTERVALS, "quantile_error"):
+        if name not in ("crps", *OF_INTERVALS, "quantile_error"):
             return True
+        if name == "crps" and not isinstance(p, LatentMixture):
+            return hasattr(p, "crps")
         if name == "quantile_error" and isinstance(p, LatentMixture) and takes_counts(p.marginals[0]):
             return False  # levels of counts are not uniform, however good they are
         if not hasattr(p, "cdf"):

@@ -318,6 +318,7 @@ class LatentMixture(Predictive):
     def cdf(self, y: Tensor) -> Tensor:
         """P(Y <= y) of every output of a regression on its own, [B, *D, C], for y [B, *D, C]."""
         marginal, weights = self.marginals
+        y = y if takes_counts(marginal) else within_support(marginal, y)
         try:
             below = marginal.cdf(y.expand(marginal.batch_shape))
         except NotImplementedError:  # which torch raises without a word
