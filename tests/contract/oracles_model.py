@@ -32,7 +32,8 @@ from dubito import (
     StudentT,
     priors,
 )
-from dubito.apps.active import bald, view
+from dubito.apps.active import bald
+from dubito.apps.active.pool import expected_log_noise
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.covariances import Diagonal
 from dubito.testing import check_likelihood, check_prior, require
@@ -345,7 +346,7 @@ def predicted_noise() -> None:
         for part in ("total", "aleatoric", "epistemic"):
             close(getattr(closed.uncertainty, part), getattr(many.uncertainty, part), 0.04)
         close(bald(closed), bald(many), 0.02)
-        logs, exact = view.expected_log_noise(closed), view.expected_log_noise(many)
+        logs, exact = expected_log_noise(closed), expected_log_noise(many)
         close(logs, exact, 0.01)  # E ln, which is not ln E
         require(
             float((logs - many.uncertainty.aleatoric.log()).abs()) > 0.1, "the two are alike here, so that this tells nothing"
