@@ -12,6 +12,7 @@ from torch import nn
 import dubito
 from dubito import MAP, SWAG, Categorical, Ensemble, Gaussian, Laplace, MCDropout, Model, NeuralLinear, OnlineLaplace
 from dubito.curvature import memory
+from dubito.inference.method import least_memory
 from dubito.inference.plan import Plan, _bytes, _Tracked, plan
 from dubito.posteriors import Mixture, Posterior
 from dubito.priors import Normal
@@ -261,3 +262,15 @@ def test_samplers_are_timed_and_their_draws_not_counted():
     assert found.posterior is None
     assert found.total == pytest.approx(10 * 10 * found.step)
     assert "grows with the draws" in str(found)
+
+
+@pytest.mark.parametrize(
+    "method", [dubito.SWAG(), dubito.MAP(), dubito.Variational(), dubito.IVON(), dubito.Ensemble(3)], ids=str
+)
+def test_a_fit_that_cannot_have_its_memory_is_refused_before_it_begins(method, monkeypatch):
+    model = dubito.Model(torch.nn.Linear(100, 10), dubito.Categorical())
+    data = torch.randn(8, 100), torch.arange(8)
+    needed = least_memory(method, 4040)
+    monkeypatch.setattr("dubito.curvature.memory.available", lambda device: needed - 1)
+    with pytest.raises(MemoryError, match="of 1,010 weights needs"):
+        dubito.fit(model, method, data)

@@ -28,6 +28,10 @@ from dubito.tensors.tree import Buffers, Params
 PACE, FARTHEST = 10.0, 0.01  # of learned noises: times the learning rate, and no more than this for it
 EPOCHS, STEPS = 100, 3000  # of training that is left to follow the data: so many passes, and at least so many steps
 RATE, DISTANCE = 1e-3, 20.0  # learning rate of Adam, and how far it must take a weight in all steps at its peak
+STEADY, FLUKE = (
+    0.2,
+    0.4,
+)  # a gradient is no noise if its running mean has such a share of its squares, and more where weights are few
 
 
 @dataclass
@@ -67,6 +71,7 @@ class Descent(ABC, Generic[Trained]):
     warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
     clip: float | None = field(default=None, kw_only=True)  # largest norm of the gradient of the loss per example
     record: bool = field(default=True, kw_only=True)  # on a GPU, play steps back where that is faster
+    check: bool = field(default=True, kw_only=True, repr=False)  # warn where the training ends on its way, see `rise`
 
     def __post_init__(self):
         at_least(0, epochs=self.epochs)
@@ -169,6 +174,27 @@ class Descent(ABC, Generic[Trained]):
         advance(state.optimizer, state.params, slopes, pace=self.pace)
         tree.become(state.buffers, evaluation.buffers)
         return {"log_likelihood": evaluation.log_likelihood}
+
+    def memory(self, weights: int) -> int:
+        """Bytes that a fit of so many bytes of weights needs at least beside them: the gradient, and what the optimizer keeps."""
+        return weights * (3 if self.optimizer == "adam" else 2)
+
+    def rise(self, target: Target, state: Trained) -> float:
+        """By how many nats the objective (the log joint, or the evidence bound) would rise in as many steps again, with the gradient
+        that Adam ends with. Zero where this is mostly noise, as at an optimum; and with SGD, where nothing tells."""
+        if not self.check or self.optimizer != "adam" or not state.step:
+            return 0.0
+        (first, second), signal, size, fourth, gain = state.optimizer.param_groups[0]["betas"], 0.0, 0.0, 0.0, 0.0
+        for moments in state.optimizer.state.values():
+            mean = moments["exp_avg"].double() / (1 - first ** float(moments["step"]))
+            square = moments["exp_avg_sq"].double() / (1 - second ** float(moments["step"]))
+            signal, size = signal + float(mean.square().sum()), size + float(square.sum())
+            fourth, gain = (
+                fourth + float(square.square().sum()),
+                gain + float((mean.square() / square.sqrt().clamp_min(1e-12)).sum()),
+            )
+        steady = signal > size * STEADY + FLUKE * fourth**0.5  # size^2 / fourth is how many weights have a say
+        return gain * self.peak_rate * state.step * target.n_data / target.temperature if steady else 0.0
 
     def draw(self, state: Trained) -> Params | None:
         """None: descent has no draws."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import distributed
 
+from dubito.curvature.memory import least_room, refusal
 from dubito.inference.batches import Arrays, batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
 from dubito.inference.loop import Loop
-from dubito.inference.method import Event, Method, Start, departures, traits_of, with_budget
+from dubito.inference.method import Event, Method, Start, departures, least_memory, traits_of, unfinished, with_budget
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.inference.start import Weights, make_start
@@ -29,9 +31,10 @@ from dubito.model.inspect import (
 from dubito.network.examples import Batch, Data
 from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
-from dubito.tensors import randomness, store
+from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import require
 
+RISE = 5.0  # nats, from which on it is said that training could have gone on
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # wrappers whose gradients would have to be averaged
 
 
@@ -119,6 +122,7 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
         groups = math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1
         method = with_budget(method, groups)
         steps = method.steps(groups)
+        _check_memory(method, begin, model.device)
         generator = randomness.generator(model.device, options.seed, "method")
         run = Run(method.init(target, begin, first, generator, steps=steps), generator)
         checkpoint = Checkpoint(options)
@@ -137,6 +141,8 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
             loop = Loop(target, method, source, held_out, options, generators, checkpoint, draws, steps)
             with Progress(type(method).__name__, steps, show=options.progress) as bar:
                 run = loop(run, bar)
+            if run.best_state is None and run.step >= steps:
+                _warn_if_unfinished(unfinished(method, target, run.state))
             if run.best_state is not None:
                 run.state = store.unpack(run.best_state["description"], run.best_state["tensors"], run.state)
             try:
@@ -164,6 +170,26 @@ def _inspect(model: Model, method: Method, begin: Start, batch: Batch, *, rows: 
     warn_if_targets_are_far(model, begin.params, batch, inspection)
     refuse_copied_labels(model, batch)
     return inspection.output
+
+
+def _check_memory(method: Method, begin: Start, device: torch.device) -> None:
+    """Raise `MemoryError` where what the method needs at least is not free."""
+    needed = least_memory(method, sum(leaf.numel() * leaf.element_size() for leaf in begin.params.values()))
+    free = least_room(device, needed)
+    if free is not None:
+        what = f"{type(method).__name__} of {tree.size(begin.params):,} weights"
+        advice = "take fewer members or a smaller rank, where there are any; name fewer weights with Model(only=...)"
+        raise MemoryError(refusal(what, needed, free, {}, otherwise=advice))
+
+
+def _warn_if_unfinished(rise: float) -> None:
+    """Warn of training that ends on its way."""
+    if rise > RISE:
+        warnings.warn(
+            f"The training has not arrived: in as many steps again its objective would rise by about {rise:.2g} nats. Give more epochs "
+            "or a higher learning_rate, or neither, so that both follow the data (check=False says nothing).",
+            stacklevel=4,  # the call of fit
+        )
 
 
 def _check_parts(model: Any, method: Any) -> None:

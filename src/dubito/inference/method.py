@@ -129,6 +129,23 @@ def with_budget(method: Method, n_batches: int) -> Method:
     return method if follow is None else follow(n_batches)
 
 
+def unfinished(method: object, target: Target, state: Any) -> float:
+    """By how many nats the objective of a method still rises in as many steps again; zero of one that does not tell."""
+    rise = getattr(method, "rise", None)
+    return 0.0 if rise is None else rise(target, state)
+
+
+def least_memory(method: object, weights: int) -> int:
+    """Bytes that a fit of so many bytes of weights needs at least beside them; zero of a method that does not tell.
+
+    >>> import dubito
+    >>> least_memory(dubito.MAP(), 1000), least_memory(dubito.SWAG(rank=20), 1000)
+    (3000, 87000)
+    """
+    memory = getattr(method, "memory", None)
+    return 0 if memory is None else memory(weights)
+
+
 def departures(target: Target, method: object) -> tuple[str, ...]:
     """In what a fit departs from the posterior of Bayes' rule: the temperature, and settings of likelihood and method."""
     tempered = (f"T = {target.temperature:g}",) if target.temperature != 1 else ()

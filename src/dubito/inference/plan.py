@@ -208,8 +208,7 @@ def _(method: SWAG, case: _Case, start: Start) -> _Costs:
     else:
         held = min(method.rank, method.passes_over_data - int(method.collect_after * method.passes_over_data))
         posterior = _bytes(start) + (weights * (1 + held) + 4 * held if method.rank else 2 * weights)
-    end = weights * (7 + 4 * method.rank)  # columns are scaled, whitened and made orthonormal while the state is there
-    return _Costs(end, posterior, method.draws, "take a smaller rank, or smaller batches with accumulate=...")
+    return _Costs(method.memory(weights), posterior, method.draws, "take a smaller rank, or smaller batches with accumulate=...")
 
 
 @_costs.register

@@ -314,6 +314,10 @@ class Consistency(ABC):
         """None: the method inside has no draws."""
         return None
 
+    def rise(self, target: Target, state: Any) -> float:
+        """That of the student."""
+        return self._inner.rise(target, state.student)
+
     def posterior(self, target: Target, state: Any, draws: store.Draws) -> Posterior:
         """That of the method inside, at the student's weights."""
         return self._inner.posterior(target, state.student, draws)

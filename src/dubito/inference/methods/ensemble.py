@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dubito.inference.chains import batching_pays, own_buffers, starts
 from dubito.inference.members import bag, draw_anchors, example_keys, for_each, noisy_targets, warn_if_trained
-from dubito.inference.method import Info, Method, Stacking, Start, Traits, traits_of, with_budget
+from dubito.inference.method import Info, Method, Stacking, Start, Traits, least_memory, traits_of, unfinished, with_budget
 from dubito.inference.methods.map import MAP
 from dubito.inference.start import make_start
 from dubito.model import Target
@@ -164,6 +164,10 @@ class Ensemble:
         """Those of all stages."""
         return sum(method.steps(n_batches) for method in self.methods)
 
+    def memory(self, weights: int) -> int:
+        """All members are held at once."""
+        return self.size * (weights + max(least_memory(method, weights) for method in self.methods))
+
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> EnsembleState:
         """Members with newly initialized weights, in one batched state where that is faster."""
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
@@ -273,6 +277,14 @@ class Ensemble:
         seen = [self._of(target, state, i) for i in range(self.size)]
         ended = [method.posterior(seen[i], own, draws.column(i)) for i, own in enumerate(states)]
         return [replace(posterior, model=target.model) for posterior in ended] if state.anchors else ended
+
+    def rise(self, target: Target, state: EnsembleState) -> float:
+        """The largest of the members; zero where they stop early."""
+        if self.hold_out:
+            return 0.0
+        method, stage = self.methods[state.stage], state.stages[state.stage]
+        share = self.size if stage.stacked else 1
+        return max(unfinished(method, target, member) for member in stage.members) / share
 
     def posterior(self, target: Target, state: EnsembleState, draws: store.Draws) -> Posterior:
         """The equal mixture of the members' posteriors."""

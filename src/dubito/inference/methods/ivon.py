@@ -78,6 +78,7 @@ class IVON:
     warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
     clip: float | None = field(default=1.0, kw_only=True)  # a gradient moves a weight by at most clip * learning_rate
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
+    check: bool = field(default=True, kw_only=True, repr=False)  # warn where the training ends on its way, see `rise`
 
     def __post_init__(self):
         at_least(0, epochs=self.epochs)
@@ -104,6 +105,10 @@ class IVON:
     def with_budget(self, n_batches: int) -> IVON:
         """The method with epochs that follow the data, where they are not given."""
         return self if self.epochs is not None else replace(self, epochs=default_budget(n_batches)[0])
+
+    def memory(self, weights: int) -> int:
+        """Bytes for the variances, the momentum, a draw and the gradient."""
+        return 4 * weights
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> IVONState:
         """q around the start, as wide as `initial_hessian` says, and a first draw of it."""
@@ -169,6 +174,18 @@ class IVON:
             else:
                 rule.many(means, spreads, momenta, drawn, slopes, sums, *scratch)
             noise.add(drawn, means, spreads)
+
+    def rise(self, target: Target, state: IVONState) -> float:
+        """By how many nats the evidence bound would rise in Newton's step, less ten times what the gradient's noise makes of it."""
+        if not self.check or not state.step:
+            return 0.0
+        size, gain, noise = target.n_data / target.temperature, 0.0, 0.0
+        batches = max(1.0, state.steps / max(1, self.epochs or 1))  # in a pass: the smaller a batch, the more noise there is
+        for (name, mean), delta in zip(state.params.items(), _deltas(target, state.params), strict=True):
+            slope = state.momentum[name] / (1 - self.momentum**state.step) + delta * mean
+            gain += 0.5 * size * float((slope.double().square() * state.spread[name]).sum())
+            noise += 0.5 * (1 - self.momentum) / (1 + self.momentum) * batches * mean.numel()
+        return gain - 10 * noise
 
     def draw(self, state: IVONState) -> Params | None:
         """None: the posterior is a Gaussian."""

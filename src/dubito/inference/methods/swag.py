@@ -79,6 +79,10 @@ class SWAG(Descent[SWAGState]):
             self.rank == 0 or self.rank >= 2, f"rank must be at least 2 columns, or 0 for a diagonal covariance; got {self.rank}"
         )
 
+    def memory(self, weights: int) -> int:
+        """At the end, columns are scaled, whitened and made orthonormal while the state is there."""
+        return weights * (7 + 4 * self.rank)
+
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> SWAGState:
         """As of descent, with empty moments."""
         norms = batch_norms(target.model.network)

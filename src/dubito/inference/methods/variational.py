@@ -122,6 +122,10 @@ class Variational(Descent[VariationalState]):
         """The family as an object."""
         return FAMILIES[self.family]() if isinstance(self.family, str) else self.family
 
+    def memory(self, weights: int) -> int:
+        """A family has at least two numbers for each weight."""
+        return 2 * super().memory(weights) + weights
+
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> VariationalState:
         """q around the start, and which layers draw their outputs."""
         prior, q = target.model.prior, self.q
