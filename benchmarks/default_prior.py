@@ -2,7 +2,8 @@
 
 Twelve tables of at most 500 training rows (standardized), three networks, MAP, an ensemble of five MAPs, mean field and HMC, all with
 their default settings. The figure of a prior is its held-out negative log likelihood minus that of N(0, 1) on the same table, network,
-method and split; tables are the units of the standard error.
+method and split, cut to one nat on either side, since a MAP estimate that has learned to have no noise loses hundreds; tables are the
+units of the standard error. Where the time does not suffice, first splits are complete.
 """
 
 from __future__ import annotations
@@ -132,22 +133,30 @@ def main() -> None:
 def report(values: dict[tuple[str, str, str, str, int], float], options: argparse.Namespace, began: float) -> None:
     """Differences to N(0, 1): averaged over splits and networks of a table, then over tables."""
     figures: dict[str, Any] = {}
-    for method in (*METHODS, "all"):
-        for prior in PRIORS:
-            by_table: dict[str, list[float]] = {}
-            for (name, network, one, how, split), value in values.items():
-                base = values.get((name, network, "N(0, 1)", how, split))
-                if one == prior and method in (how, "all") and base is not None:
-                    by_table.setdefault(name, []).append(value - base)
-            if by_table:
-                figures[f"{method}, {prior}"] = mean_and_error([statistics.mean(v) for v in by_table.values()])
-    headline = {case: [f"{mean:+.3f} ± {error:.3f}", ""] for case, (mean, error) in figures.items()}
-    figures["cases"] = {", ".join(map(str, case)): value for case, value in values.items()}
-    settings = {"rows": ROWS, "splits": options.splits, "tables": options.tables, "networks": list(NETWORKS)}
-    write("default_prior", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
+    for kind in ("numbers", "classes"):
+        for method in (*METHODS, "all methods"):
+            for prior in PRIORS:
+                by_table: dict[str, list[float]] = {}
+                for (name, network, one, how, split), value in values.items():
+                    base = values.get((name, network, "N(0, 1)", how, split))
+                    if (
+                        one == prior
+                        and method in (how, "all methods")
+                        and base is not None
+                        and (name in CLASSES) == (kind == "classes")
+                    ):
+                        by_table.setdefault(name, []).append(max(-1.0, min(1.0, value - base)))
+                if by_table and prior != "N(0, 1)":
+                    figures[f"{kind}, {method}: {prior}"] = mean_and_error([statistics.mean(v) for v in by_table.values()])
+    headline = {case: [f"{mean:+.3f} ± {error:.3f}", ""] for case, (mean, error) in figures.items() if "all methods" in case}
     show(
-        "Held-out NLL minus that of N(0, 1)", ["method, prior", "nats a row"], [[case, one[0]] for case, one in headline.items()]
+        "Held-out NLL minus that of N(0, 1)",
+        ["case", "nats a row"],
+        [[case, f"{m:+.3f} ± {e:.3f}"] for case, (m, e) in figures.items()],
     )
+    figures["cases"] = {", ".join(map(str, case)): value for case, value in values.items()}
+    settings = {"rows": ROWS, "splits": options.splits, "tables": options.tables, "networks": list(NETWORKS), "done": len(values)}
+    write("default_prior", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def search() -> Optimization:
 
 def active(folder: Path, *, new: bool = False) -> ActiveLearning:
     """A session of active learning: a new one, or the one that is in the folder."""
-    model, method = Model(dropping(3), Categorical()), MCDropout(epochs=5, draws=6, learning_rate=0.05)
+    model, method = Model(dropping(3), Categorical(), priors.Normal()), MCDropout(epochs=5, draws=6, learning_rate=0.05)
     options: dict[str, Any] = {"acquisition": "bald", "held_out": (X, CLASSES), "start": "last"}
     if new:
         return ActiveLearning(model, method, X, **options, folder=folder, seed=7)

@@ -216,7 +216,7 @@ def _(method: Laplace, case: _Case, start: Start) -> _Costs:
     target, prior = Target(case.model, 1), case.model.prior
     setup = method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
     need = method.passes.need(setup, setup.layout(case.x), by=method.prior_groups)
-    evidence = method.optimize_evidence and (method.optimize_noise or (isinstance(prior, Normal) and prior.scale is None))
+    evidence = method.optimize_evidence and (method.optimize_noise or (isinstance(prior, Normal) and prior.learned))
     costs = _curvature_costs(start, setup, method.structure, need, evidence=evidence)
 
     def later(state: Any) -> None:

@@ -21,6 +21,9 @@ from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
 
+SCALE_OF_NUMBERS, SCALE_OF_CLASSES = 2.0, 3.0  # of the default prior
+
+
 class Inspection(NamedTuple):
     """What `Model.check` found out about a network that passed."""
 
@@ -44,6 +47,10 @@ def _matches(pattern: str, names: list[str]) -> bool:
 class Model:
     """A network, what its output means, and what is believed of its weights beforehand.
 
+    Where no prior is given, a weight with n inputs has N(0, s^2 / n), so that the size of functions does not depend on the width of the
+    network, and a bias has N(0, 1): `Normal.fan_in(network, s, bias=1.0, learned=True)`. s is 2 for numbers and 3 for classes, whose
+    logits are larger than standardized targets (docs/priors.md has the evidence).
+
     `only` picks the Bayesian parameters by `re.search` over their names; the rest, and what is frozen (`requires_grad=False`), stay as
     they start. BatchNorm statistics follow the data in training all the same. `split` reads a batch as
     (x, y); x is a tensor for `net(x)`, a tuple for `net(*x)` or a dict for `net(**x)`. `output` picks the tensor from what the
@@ -57,7 +64,7 @@ class Model:
 
     network: nn.Module
     likelihood: Likelihood
-    prior: Prior = field(default_factory=Normal)
+    prior: Prior = None  # pyright: ignore[reportAssignmentType]  # replaced before anyone sees it
     only: str = ""
     split: Callable[[Any], tuple[Any, Any]] = field(default=split_batch, kw_only=True)
     output: Callable[[Any], Tensor] = field(default=pick_output, kw_only=True)
@@ -65,6 +72,9 @@ class Model:
     def __post_init__(self):
         _check_type("network", self.network, nn.Module, "a torch.nn.Module")
         _check_type("likelihood", self.likelihood, Likelihood, "an object such as dubito.Categorical() or dubito.Gaussian()")
+        if self.prior is None:
+            scale = SCALE_OF_CLASSES if self.likelihood.discrete else SCALE_OF_NUMBERS
+            object.__setattr__(self, "prior", Normal.fan_in(self.network, scale, bias=1.0, learned=True))
         _check_type("prior", self.prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
         names = [name for name, _ in self.network.named_parameters()]
         every = [name for name, _ in self.network.named_parameters(remove_duplicate=False)]  # tied ones by all their names

@@ -265,15 +265,52 @@ def test_a_prior_around_a_pretrained_network():
 def test_scales_by_fan_in():
     net = nn.Sequential(nn.Conv2d(3, 4, 2), nn.ConvTranspose2d(4, 5, 3), nn.Embedding(7, 6), nn.LSTM(6, 2))
     prior = Normal.fan_in(net, 2.0, bias=0.3)
-    for name, fan in {"0.weight": 12, "1.weight": 36, "2.weight": 1, "3.weight_ih_l0": 6}.items():
+    for name, fan in {"0.weight": 12, "1.weight": 36, "3.weight_ih_l0": 6}.items():
         assert prior.scale_of(name) == pytest.approx(2 / math.sqrt(fan)), name
-    assert prior.scale_of("0.bias") == 0.3
+    assert prior.scale_of("0.bias") == prior.scale_of("2.weight") == 0.3
     assert Normal.fan_in(nn.LayerNorm([2, 3]), 2.0, bias=0.3).scale_of("weight") == 0.3
     x = torch.linspace(-1, 1, 40).unsqueeze(1)
     model = Model(net := nn.Linear(1, 1), Gaussian(scale=0.3), Normal.fan_in(net, 0.5))
     trained = dubito.fit(model, MAP(epochs=200, learning_rate=0.05), (x, x))
     posterior = dubito.fit(model, dubito.Laplace("dense"), (x, x), start=trained)
     assert float(posterior.prior_precision["weight"]) == pytest.approx(4.0)
+
+
+def test_the_default_prior_follows_the_fan_in_and_the_likelihood():
+    net = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
+    for likelihood, scale in ((Gaussian(outputs=3), 2.0), (Categorical(), 3.0)):
+        prior = Model(net, likelihood).prior
+        found = [prior.scale_of(name) for name, _ in net.named_parameters()]
+        assert found == pytest.approx([scale / 2, 1.0, scale / 3, 1.0])
+        assert prior == Normal.fan_in(net, scale, bias=1.0, learned=True)
+        assert repr(prior) == f"Normal.fan_in(scale={scale:g}, bias=1, learned=True)"
+
+
+def test_the_default_prior_is_where_the_evidence_begins():
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    found = []
+    for prior in (None, Normal()):
+        torch.manual_seed(0)
+        model = Model(nn.Linear(1, 1), Gaussian(scale=0.3), prior)
+        posterior = dubito.fit(model, dubito.Laplace("dense", check=False), (x, x))
+        found.append(float(posterior.prior_precision["weight"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-3), "the evidence has one maximum"
+    kept = Model(nn.Linear(1, 1), Gaussian(scale=0.3), Normal(scale=2.0))
+    assert float(dubito.fit(kept, dubito.Laplace(check=False), (x, x)).prior_precision["weight"]) == pytest.approx(0.25)
+
+
+def test_a_tied_weight_has_the_scale_of_its_largest_sum():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(7, 16), nn.Linear(16, 7, bias=False)
+            self.out.weight = self.embedding.weight
+
+        def forward(self, x):
+            return self.out(self.embedding(x))
+
+    prior = Model(Tied(), Categorical()).prior
+    assert prior.scale_of("embedding.weight") == pytest.approx(3 / 4)
 
 
 def test_patterns():

@@ -212,7 +212,7 @@ class Laplace:
         """Whether the evidence sets the prior's precisions. Damping is meant to stay, and less of a prior could make an indefinite
         Hessian of one that is not."""
         prior = _around(target)
-        free = isinstance(prior, Normal) and prior.scale is None
+        free = isinstance(prior, Normal) and prior.learned
         return free and self.damping == 0 and (self.curvature != "hessian" or self.clip)
 
     def _guesses_noise(self, target: Target, start: Start) -> bool:

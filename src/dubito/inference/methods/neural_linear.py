@@ -182,7 +182,7 @@ class NeuralLinear:
         if self.prior_precision is not None:
             return data.values.new_tensor([self.prior_precision])
         unit = data.values.new_ones(1) if data.noise is None else data.noise
-        if prior.scale is None and self.optimize_evidence:
+        if prior.learned and self.optimize_evidence:
             centre = math.log(float(data.values.mean() / unit.mean()) or 1.0)
             return math.exp(highest(lambda log: data.evidence(math.exp(log) * unit), centre - WIDE, centre + WIDE)) * unit
         if data.noise is not None:

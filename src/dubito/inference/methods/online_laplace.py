@@ -169,7 +169,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
             raise ValueError(
                 f"OnlineLaplace learns the precisions of a Normal() prior; with a {type(prior).__name__} use MAP and then Laplace"
             )
-        if prior.scale is not None and not (NOISE in start.params and self._noise):
+        if not prior.learned and not (NOISE in start.params and self._noise):
             raise ValueError(
                 "there is nothing to learn from the evidence: the prior's scale is given, and no noise is to be learned. Use Normal() "
                 "without a scale, or MAP and then Laplace"
@@ -234,7 +234,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
         assert isinstance(prior, Normal)
         best, scale, _ = maximize(
             gaussian.fitted, gaussian.covariance, gaussian.scale,
-            by=self.prior_groups, prior=prior.scale is None, noise=noise, temperature=target.temperature,
+            by=self.prior_groups, prior=prior.learned, noise=noise, temperature=target.temperature,
         )  # fmt: skip
         for name, leaf in state.precision.items():
             leaf.mul_(self._towards(leaf, best[name].to(leaf)))

@@ -130,7 +130,7 @@ class Variational(Descent[VariationalState]):
         """q around the start, and which layers draw their outputs."""
         prior, q = target.model.prior, self.q
         require(
-            not self.learn_prior or (isinstance(prior, Normal) and prior.scale is None and isinstance(q, MeanField)),
+            not self.learn_prior or (isinstance(prior, Normal) and prior.learned and isinstance(q, MeanField)),
             "learn_prior finds the scales of independent Gaussians: use the prior Normal() and family='mean_field'",
         )
         weights, points = _split(start.params)
