@@ -20,7 +20,6 @@ from dubito.tensors import randomness, tree
 from dubito.tensors.checks import require
 from dubito.tensors.tree import Buffers, Params
 
-
 SCALE_OF_NUMBERS, SCALE_OF_CLASSES = 2.0, 3.0  # of the default prior
 
 

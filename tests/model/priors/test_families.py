@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import vmap
 
 import dubito
-from dubito import HMC, MAP, Gaussian, Model
+from dubito import HMC, MAP, Categorical, Gaussian, Model
 from dubito.inference.log_density import Density
 from dubito.model import Target
 from dubito.priors import (
