@@ -175,7 +175,7 @@ def test_draws_with_weights_are_drawn_by_them():
 
 
 def test_only_the_arm_that_was_taken_is_learned_from():
-    one = action_value_model(dubito.Model(network(), dubito.Gaussian(scale=1.0), only=r"^3\."))
+    one = action_value_model(dubito.Model(network(), dubito.Gaussian(scale=1.0), dubito.priors.Normal(), only=r"^3\."))
     x, action, y = torch.randn(6, 2), torch.tensor([0, 1, 0, 1, 0, 0]), torch.randn(6)
     target = dubito.model.Target(one, 6)
     params = one.parameters()

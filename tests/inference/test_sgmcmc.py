@@ -410,7 +410,7 @@ def test_the_default_rate_does_not_run_away_where_the_noise_is_small(kind, scale
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 1))
-    p = dubito.fit(Model(net, Gaussian(scale=scale)), kind(), (x, y), batch_size=32).predict(x)
+    p = dubito.fit(Model(net, Gaussian(scale=scale), Normal()), kind(), (x, y), batch_size=32).predict(x)
     assert (p.mean - y).square().mean().sqrt() < 0.3, "the noise is 0.1; it was 60, or the walk left the numbers"
 
 

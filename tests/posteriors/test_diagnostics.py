@@ -514,7 +514,7 @@ def test_a_real_sampler():
     g = torch.Generator().manual_seed(0)
     x = torch.randn(30, 2, generator=g)
     y = x.sum(1, keepdim=True) + 0.5 * torch.randn(30, 1, generator=g)
-    model = dubito.Model(torch.nn.Linear(2, 1), Gaussian(scale=0.5))
+    model = dubito.Model(torch.nn.Linear(2, 1), Gaussian(scale=0.5), dubito.priors.Normal())
     posterior = dubito.fit(model, dubito.HMC(draws=500, burn_in=50, path_length=0.15), (x, y))
     assert isinstance(posterior, Samples)
     found = posterior.summary(x)

@@ -114,6 +114,16 @@ def groups(names: tuple[str, ...], by: str) -> dict[str, tuple[str, ...]]:
     return {group: tuple(members) for group, members in found.items()}
 
 
+def shared_precisions(values: Mapping[str, float], by: str) -> dict[str, float]:
+    """Precisions at which the search begins: the mean over each of the `groups`.
+
+    >>> shared_precisions({"0.weight": 2.0, "0.bias": 1.0}, "layer")
+    {'0.weight': 1.5, '0.bias': 1.5}
+    """
+    means = {members: sum(values[name] for name in members) / len(members) for members in groups(tuple(values), by).values()}
+    return {name: mean for members, mean in means.items() for name in members}
+
+
 LogPrecision = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 
 

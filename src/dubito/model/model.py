@@ -71,9 +71,9 @@ class Model:
     def __post_init__(self):
         _check_type("network", self.network, nn.Module, "a torch.nn.Module")
         _check_type("likelihood", self.likelihood, Likelihood, "an object such as dubito.Categorical() or dubito.Gaussian()")
-        if self.prior is None:
-            scale = SCALE_OF_CLASSES if self.likelihood.discrete else SCALE_OF_NUMBERS
-            object.__setattr__(self, "prior", Normal.fan_in(self.network, scale, bias=1.0, learned=True))
+        scale = SCALE_OF_CLASSES if self.likelihood.discrete else SCALE_OF_NUMBERS
+        prior = Normal.fan_in(self.network, scale, bias=1.0, learned=True) if self.prior is None else self.prior
+        object.__setattr__(self, "prior", prior.of(self.network) if isinstance(prior, Normal) else prior)
         _check_type("prior", self.prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
         names = [name for name, _ in self.network.named_parameters()]
         every = [name for name, _ in self.network.named_parameters(remove_duplicate=False)]  # tied ones by all their names

@@ -13,6 +13,7 @@ from torch.distributions import Gamma
 import dubito
 from dubito import HMC, MALA, MAMS, NUTS, Gaussian, Model
 from dubito.diagnostics import ess_mean
+from dubito.priors import Normal
 from inference.methods.regression import SIGMAS, by_chain
 
 CHAINS, PRIOR = 96, Gamma(3.0, 0.5)
@@ -56,7 +57,7 @@ def test_a_learned_noise_has_its_posterior(name):
     x = torch.randn(14, 2, generator=generator, dtype=torch.float64)
     y = x.sum(1, keepdim=True) + 0.5 * torch.randn(14, 1, generator=generator, dtype=torch.float64)
     torch.manual_seed(0)
-    model = Model(nn.Linear(2, 1, bias=False).double(), Gaussian(prior=prior))
+    model = Model(nn.Linear(2, 1, bias=False).double(), Gaussian(prior=prior), Normal(scale=1.0))
     found = dubito.fit(model, method, (x, y), temperature=temperature)
     grid, p, means = reference(x, y, prior, temperature)
     mean = (p * grid).sum()

@@ -12,7 +12,7 @@ import torch
 
 from dubito.curvature import Setup, Spec
 from dubito.curvature.accumulate import Accumulated
-from dubito.curvature.evidence import Approximation
+from dubito.curvature.evidence import Approximation, shared_precisions
 from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwork, TopEigen, last_layer
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
@@ -256,6 +256,8 @@ class Laplace:
         kind = torch.promote_types(like.dtype, torch.float32)
         # that of an earlier posterior is added as a whole; until then any will do
         values = {name: prior.scale_of(name) ** -2 if isinstance(prior, Normal) else 1.0 for name in state.names}
+        if self.optimize_evidence and self._learns_prior(target):
+            values = shared_precisions(values, self.prior_groups)
         return {name: torch.tensor(value + self.damping, dtype=kind, device=like.device) for name, value in values.items()}
 
     def _warn(self, target: Target, state: LaplaceState, found: Approximation, stretch: float) -> None:

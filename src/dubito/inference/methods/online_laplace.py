@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dubito.curvature import Setup, Spec
 from dubito.curvature.accumulate import Accumulated
-from dubito.curvature.evidence import maximize
+from dubito.curvature.evidence import maximize, shared_precisions
 from dubito.curvature.passes import SinglePass
 from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Start, Traits
@@ -176,7 +176,9 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
             )
         trained = super().init(target, start, batch, generator, steps=self.passes_over_data * period)
         names = [name for name in start.params if ":" not in name]
-        precision = {name: torch.tensor(prior.scale_of(name) ** -2, dtype=torch.float64) for name in names}
+        values = {name: prior.scale_of(name) ** -2 for name in names}
+        values = shared_precisions(values, self.prior_groups) if prior.learned else values
+        precision = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         setup, x = self.setup(target, start.params, start.buffers), target.model.split(batch)[0]
         what = f"structure={self.structure!r}"
         sums = Accumulated.zeros(SinglePass(), setup, x, generator, gradient=False, what=what)

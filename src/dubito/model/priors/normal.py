@@ -37,7 +37,7 @@ class Normal(Prior):
 
     scale: float | Mapping[str, float] | None = None
     learned: bool = field(default=False, kw_only=True, repr=False)  # the evidence may set the scale
-    rule: str = field(default="", kw_only=True, repr=False, compare=False)  # what made a scale for every name, for `repr`
+    rule: tuple[float, float] | None = field(default=None, kw_only=True, repr=False, compare=False)  # scale and bias of `fan_in`
 
     @property
     def stacks(self) -> bool:
@@ -56,7 +56,9 @@ class Normal(Prior):
 
     def __repr__(self) -> str:
         learned = ", learned=True" if self.learned and self.scale is not None else ""
-        return f"Normal.fan_in({self.rule}{learned})" if self.rule else f"Normal(scale={self.scale!r}{learned})"
+        if self.rule is not None:
+            return f"Normal.fan_in(scale={self.rule[0]:g}, bias={self.rule[1]:g}{learned})"
+        return f"Normal(scale={self.scale!r}{learned})"
 
     @staticmethod
     def fan_in(network: nn.Module, scale: float = 1.0, *, bias: float | None = None, learned: bool = False) -> Normal:
@@ -76,7 +78,11 @@ class Normal(Prior):
             for p in module.parameters(recurse=False):
                 fans[names[id(p)]] = max(fans[names[id(p)]], _fan_in(module, p))
         scales = {f"^{re.escape(name)}$": scale / math.sqrt(fan) if fan else flat for name, fan in fans.items()}
-        return Normal(scale=scales, learned=learned, rule=f"scale={scale:g}, bias={flat:g}")
+        return Normal(scale=scales, learned=learned, rule=(scale, flat))
+
+    def of(self, network: nn.Module) -> Normal:
+        """The same prior of another network: one made by `fan_in` has scales for its weights, any other is as it is."""
+        return self if self.rule is None else Normal.fan_in(network, self.rule[0], bias=self.rule[1], learned=self.learned)
 
     @property
     def patterns(self) -> tuple[str, ...]:
