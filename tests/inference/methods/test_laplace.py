@@ -396,7 +396,7 @@ def test_what_cannot_be_fitted_is_told_before_any_data_are_seen():
 
     batches = Counting([data])
     cases = [
-        (replace(model, prior=Sparse()), Laplace(), "the prior is a Normal or an earlier posterior; got a Sparse"),
+        (replace(model, prior=Sparse()), Laplace(), "or an earlier posterior; got a Sparse"),
         (model, Laplace(subset="decoder"), r"subset='decoder' matches no Bayesian parameter; there are \['0.weight'"),
         (model, Laplace("dense", subnetwork=1000), "a subnetwork of 1000 weights is more than the 31 there are"),
         (

@@ -211,7 +211,7 @@ def test_train_mode_in_training_eval_mode_for_curvature_and_the_schedule_sees_tr
 def test_with_precisions_at_one_training_is_that_of_map():
     """Up to the first evidence step, bit for bit: the prior's gradient is the same."""
     x, y = (leaf.float() for leaf in problem())
-    model = Model(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)), Gaussian())
+    model = Model(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)), Gaussian(), Normal())
     a, b = [], []
     for kept, method in ((a, MAP(epochs=4)), (b, OnlineLaplace(epochs=4, burn_in=0.5))):
         dubito.fit(
