@@ -2,10 +2,12 @@
 
 import datetime
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
 import dubito
 from dubito.apps.tables import TableModel, fit_table
@@ -14,6 +16,7 @@ from dubito.apps.tables.cells import date_format, missing, numbers, seconds, wor
 from dubito.apps.tables.columns import BUCKETS, LEVELS, Encoder, describe
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.network import TableNetwork
+from dubito.apps.tables.process import Process
 from dubito.apps.tables.training import CrossFit, Training, best_weights, deal
 from dubito.evaluation.judge import score
 from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
@@ -235,6 +238,46 @@ def test_weights_of_a_mixture():
     assert best_weights(torch.zeros(2, 50)).tolist() == pytest.approx([0.5, 0.5])
 
 
+# The process
+
+
+def test_the_process_is_that_of_scikit_learn():
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 4, generator=source, dtype=torch.float64), torch.randn(30, 2, generator=source, dtype=torch.float64)
+    logs = {"length": torch.full((4,), 0.3), "scale": 0.2, "linear": -0.4, "alpha": 0.7, "noise": -1.1}
+    hyper = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in logs.items()}
+    p = Process(x, y, torch.arange(30), hyper).predict(x[:5] + 0.1)
+    rough = kernels.ConstantKernel(math.exp(0.4)) * kernels.RationalQuadratic(math.exp(0.3), math.exp(0.7))
+    linear = kernels.ConstantKernel(math.exp(-0.8) / 4) * kernels.DotProduct(0.0, "fixed")
+    peer = GaussianProcessRegressor(rough + linear, alpha=math.exp(-2.2), optimizer=None).fit(x.numpy(), y.numpy())
+    mean, deviation = peer.predict(x[:5].numpy() + 0.1, return_std=True)
+    assert np.allclose(p.mean, mean, atol=1e-4)
+    assert np.allclose(p.uncertainty.epistemic.sqrt(), deviation, atol=1e-4)
+    assert torch.allclose(p.uncertainty.aleatoric, torch.tensor(math.exp(-2.2)))
+
+
+def test_the_process_predicts_a_fold_as_if_it_had_not_seen_it():
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, generator=source)
+    y, fold = x[:, :1].sin() + 0.1 * torch.randn(40, 1, generator=source), torch.arange(40) % 5
+    process = Process.fit(x, y)
+    found = process.out_of_fold(x, fold)
+    for k in range(5):
+        kept = fold[process.rows] != k
+        rest = replace(process, x=process.x[kept], y=process.y[kept])
+        p = rest.predict(x[fold == k])
+        assert torch.allclose(found.means[:, fold == k], p.means, atol=1e-4)
+        assert torch.allclose(found.covariances[:, fold == k], p.covariances, atol=1e-4)
+
+
+def test_the_process_finds_the_noise_and_what_matters():
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 3, generator=source)
+    process = Process.fit(x, (2 * x[:, :1]).sin() + 0.2 * torch.randn(200, 1, generator=source))
+    assert float(process.noise.sqrt()) == pytest.approx(0.2, rel=0.2)
+    assert process.hyper["length"][0] < process.hyper["length"][1:].min() - 1
+
+
 # Calibration
 
 
@@ -355,7 +398,11 @@ def test_saved_and_loaded(kind, request, tmp_path):
 
 def test_the_posterior_before_the_map(regression):
     fresh = people(5, seed=4)
-    before, after = regression.posterior.predict(regression.inputs(fresh)), regression.predict(fresh)
+    x = regression.inputs(fresh)
+    before, after = regression.before(x), regression.predict(fresh)
+    assert 0 < regression.share < 1
+    parts = [regression.posterior.predict(x).mean, regression.process.predict(x).mean]
+    assert torch.allclose(torch.lerp(*parts, regression.share), before.mean, atol=1e-5)
     assert torch.allclose(regression.shift + regression.scale * before.mean[:, :1].double(), after.mean, rtol=1e-4)
     shares = [p.uncertainty.epistemic / p.uncertainty.total for p in (before, after)]
     assert torch.allclose(shares[0].double(), shares[1], atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Scales:
         """The weights of the factors with the best log score on out-of-fold predictions, by expectation-maximization."""
         believed = torch.tensor([math.exp(-0.5 * (math.log(s) / BELIEF) ** 2) for s in FACTORS], dtype=torch.float64)
         believed = believed / believed.sum()
-        scores = torch.stack([_log_density(stretch(p, s), y) for s in FACTORS])  # [K, N]
+        scores = torch.stack([log_density(stretch(p, s), y) for s in FACTORS])  # [K, N]
         weights = best_weights(scores, believed)
         kept = weights >= LEAST
         weights = weights / weights[kept].sum()
@@ -45,9 +46,18 @@ class Scales:
         return Scales(tuple(s for s, _ in pairs), tuple(w for _, w in pairs), len(y))
 
     def __call__(self, p: LatentMixture) -> LatentMixture:
-        parts = [stretch(p, s) for s in self.factors]
-        weights = torch.cat([w * p.component_weights for w in self.weights])
-        return LatentMixture(HeteroscedasticGaussian(), torch.cat([part.means for part in parts]), weights=weights, how=p.how)
+        return mixture([stretch(p, s) for s in self.factors], self.weights)
+
+
+def mixture(parts: Sequence[LatentMixture], weights: Sequence[float]) -> LatentMixture:
+    """Mixtures of Gaussians (means and log variances) as one."""
+    spreads = [torch.zeros_like(p.means) if p.cov is None else p.cov for p in parts]
+    return LatentMixture(
+        HeteroscedasticGaussian(),
+        torch.cat([p.means for p in parts]),
+        None if all(p.cov is None for p in parts) else torch.cat(spreads),
+        torch.cat([w * p.component_weights for p, w in zip(parts, weights, strict=True)]),
+    )
 
 
 def stretch(p: LatentMixture, factor: float | Tensor) -> LatentMixture:
@@ -56,12 +66,14 @@ def stretch(p: LatentMixture, factor: float | Tensor) -> LatentMixture:
     factor = torch.as_tensor(factor, dtype=means.dtype)
     center = p.f_mean[..., : means.shape[-1]]
     wide = torch.cat([center + factor * (means - center), logs + 2 * factor.log()], -1)
-    return LatentMixture(HeteroscedasticGaussian(), wide, weights=p.weights, how=p.how)
+    spread = None if p.cov is None else p.cov * torch.cat([factor.expand_as(center), factor.expand_as(center)], -1) ** 2
+    return LatentMixture(HeteroscedasticGaussian(), wide, spread, p.weights)
 
 
-def _log_density(p: LatentMixture, y: Tensor) -> Tensor:
+def log_density(p: LatentMixture, y: Tensor) -> Tensor:
     """The log density of every output on its own, [N * T], in float64."""
     means, logs = p.means.double().chunk(2, -1)
+    logs = logs if p.cov is None else (logs.exp() + p.cov.double().chunk(2, -1)[0]).log()
     scores = -0.5 * ((y - means) ** 2 * (-logs).exp() + logs + math.log(2 * math.pi))
     weights = p.component_weights.double().log().reshape(-1, 1, 1)
     return (scores + weights).logsumexp(0).flatten()

@@ -9,21 +9,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito.apps.tables.calibration import Scales, temperature
+from dubito.apps.tables.calibration import Scales, log_density, mixture, temperature
 from dubito.apps.tables.cells import Raw
 from dubito.apps.tables.columns import Encoder
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.model import Design, Kind, OutOfFold, TableModel
+from dubito.apps.tables.process import WIDEST, Process
 from dubito.apps.tables.targets import class_names, class_positions, detect, target_numbers
-from dubito.apps.tables.training import CrossFit
+from dubito.apps.tables.training import CrossFit, best_weights
 from dubito.evaluation import judge
-from dubito.posteriors.predictive import Predictive
+from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import one_of, require
 
 FEWEST = 10  # rows
 WIDE = 1000  # numbers beyond which they are not embedded
 WORK = 3e13  # products of a training that are enough: fewer steps are made where each costs more
 LEAST = 300  # steps
+FAINT = 0.05  # weight below which the Gaussian process is left out
 SMALL = 100  # rows below which a remark is made
 
 
@@ -41,7 +43,8 @@ def fit_table(
 
     Ten networks are trained, each of which holds out another fifth of the rows and is stopped where these are predicted best. Every
     row is thus predicted by two networks that have not seen it, and with these out-of-fold predictions the predictive is calibrated.
-    So all rows are used for all purposes, and none is predicted by a network that learned from it.
+    A Gaussian process stands beside the networks of a regression, with the weight that its own out-of-fold predictions deserve. So
+    all rows are used for all purposes, and none is predicted by what learned from it.
 
     Args:
         table: a DataFrame, a dict of columns, an array [N, F], or the path of a file.
@@ -83,12 +86,22 @@ def fit_table(
         remarks.append(
             f"the budget ended the training after {fitted.done:.0%} of its steps: a larger one may give better predictions"
         )
-    before = fitted.predictive
+    before, process, share = fitted.predictive, None, 0.0
+    if not classes and encoder.width <= WIDEST:
+        process = Process.fit(x, standardized, seed)
+        before, share = _joined(before, process.out_of_fold(x, fitted.fold), standardized)
     fix = temperature(before, y) if classes else Scales.fit(before, standardized)
     after = fix(before)
     known = OutOfFold(fitted.outputs, standardized, after.uncertainty.total)
-    made = TableModel(chosen, tuple(targets), classes, encoder, design, fitted.posterior, fix, shift, scale, known)
+    made = TableModel(chosen, tuple(targets), classes, encoder, design, fitted.posterior, fix, shift, scale, known, share=share)
+    made = replace(made, process=process) if share else made
     return _scored(made, after, y, tuple(remarks))
+
+
+def _joined(networks: LatentMixture, process: LatentMixture, y: Tensor) -> tuple[LatentMixture, float]:
+    """The mixture of both out-of-fold predictives with the best log score, and the weight of the process; 0 where it hardly helps."""
+    shares = best_weights(torch.stack([log_density(networks, y), log_density(process, y)])).tolist()
+    return (networks, 0.0) if shares[1] < FAINT else (mixture([networks, process], shares), shares[1])
 
 
 def _scored(model: TableModel, p: Predictive, y: Tensor, remarks: tuple[str, ...]) -> TableModel:

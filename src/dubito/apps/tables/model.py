@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dubito.apps.tables.calibration import Scales, at_least
+from dubito.apps.tables.calibration import Scales, at_least, mixture
 from dubito.apps.tables.columns import Encoder
 from dubito.apps.tables.frames import as_frame
 from dubito.apps.tables.network import TableNetwork
+from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_positions, target_numbers
 from dubito.evaluation import judge
 from dubito.evaluation.recalibrate import Tempered
@@ -62,9 +63,11 @@ class OutOfFold:
 class TableModel:
     """A table fitted by `fit_table`.
 
-    `predict(frame)` gives the calibrated predictive in the units of the target. `posterior` is what Bayes gave, before any map:
-    `posterior.predict(model.inputs(frame))`, in standardized units. The map stretches the whole predictive, or tempers the class
-    probabilities, so the split of the uncertainty in aleatoric and epistemic is that of the posterior: its shares are kept.
+    `predict(frame)` gives the calibrated predictive in the units of the target. `posterior` is what Bayes gave for the networks, before
+    any map: `posterior.predict(model.inputs(frame))`, in standardized units. `before(model.inputs(frame))` has the Gaussian process
+    too.
+    The map stretches the whole predictive, or tempers the class probabilities, so the split of the uncertainty in aleatoric and
+    epistemic is that before the map: its shares are kept.
 
     `out_of_fold` and `scores` are of rows that the predicting members had not seen.
     """
@@ -81,6 +84,8 @@ class TableModel:
     out_of_fold: OutOfFold
     scores: Mapping[str, float] = field(default_factory=dict)  # of the out-of-fold predictions, in the units of the target
     errors: Mapping[str, float] = field(default_factory=dict)  # standard errors of those that are means
+    process: Process | None = None  # beside the networks, where the out-of-fold rows say that it helps
+    share: float = 0.0  # weight of the process in the predictive before the map
     remarks: tuple[str, ...] = ()  # what a user should know: rows and columns that were left out, and the like
 
     @property
@@ -110,15 +115,21 @@ class TableModel:
         floor = self.out_of_fold.uncertainty.double().quantile(DOUBT, 0)
         parts = []
         for rows, strange in zip(x.split(ROWS), odd.split(ROWS), strict=True):
-            p = at_least(self.map(self.posterior.predict(rows)), floor, strange)
+            p = at_least(self.map(self.before(rows)), floor, strange)
             parts.append(self.original(p))
         return concatenate(parts), encoded.notes
+
+    def before(self, x: Tensor) -> LatentMixture:
+        """The predictive before the map, in standardized units, for inputs of the network: of the networks and the process."""
+        p = self.posterior.predict(x)
+        return p if self.process is None else mixture([p, self.process.predict(x)], [1 - self.share, self.share])
 
     def original(self, p: Predictive) -> Predictive:
         """A predictive of standardized targets in the units of the target, in float64."""
         if not isinstance(p, LatentMixture) or self.classes:
             return p
-        wide = LatentMixture(HeteroscedasticGaussian(), p.means.double(), weights=p.component_weights.double(), how=p.how)
+        spread = None if p.cov is None else p.cov.double()
+        wide = LatentMixture(HeteroscedasticGaussian(), p.means.double(), spread, p.component_weights.double())
         return wide.rescaled(self.shift, self.scale)
 
     def encode_targets(self, columns: Mapping[str, Any]) -> Tensor:
@@ -131,12 +142,15 @@ class TableModel:
         tensors = {"weights": self.posterior.weights, **{f"params.{name}": leaf for name, leaf in self.posterior.params.items()}}
         tensors |= {"out_of_fold.outputs": self.out_of_fold.outputs, "out_of_fold.y": self.out_of_fold.y}
         tensors |= {"out_of_fold.uncertainty": self.out_of_fold.uncertainty, "shift": self.shift, "scale": self.scale}
+        if self.process is not None:
+            tensors |= {"process.x": self.process.x, "process.y": self.process.y, "process.rows": self.process.rows}
+            tensors |= {f"hyper.{name}": leaf for name, leaf in self.process.hyper.items()}
         fitted = {"factors": self.map.factors, "weights": self.map.weights} if isinstance(self.map, Scales) else {}
         fitted = fitted or {"temperature": getattr(self.map, "temperature", 1.0)}
         meta = {
             "kind": "table", "target": self.kind, "targets": self.targets, "classes": self.classes, "encoder": self.encoder.to_json(),
             "design": vars(self.design), "map": {**fitted, "n": self.map.n}, "scores": list(judge.finite(self.scores).items()),
-            "errors": list(judge.finite(self.errors).items()), "remarks": self.remarks,
+            "share": self.share, "errors": list(judge.finite(self.errors).items()), "remarks": self.remarks,
         }  # fmt: skip
         store.write(path, tensors, meta)
 
@@ -163,13 +177,16 @@ class TableModel:
             out_of_fold=OutOfFold(*(tensors[f"out_of_fold.{name}"] for name in ("outputs", "y", "uncertainty"))),
             scores={name: math.nan if value is None else value for name, value in meta["scores"]},
             errors={name: math.nan if value is None else value for name, value in meta["errors"]},
+            process=_process(tensors),
+            share=meta["share"],
             remarks=tuple(meta["remarks"]),
         )
 
     def summary(self) -> str:
         """What was fitted, and how good its out-of-fold predictions are, as text."""
         rows, members = len(self.out_of_fold.y), len(self.posterior)
-        lines = [f"{self.kind} of {', '.join(self.targets)} by {members} networks, fitted to {rows} rows"]
+        beside = "" if self.process is None else f" and a Gaussian process (weight {self.share:.2f})"
+        lines = [f"{self.kind} of {', '.join(self.targets)} by {members} networks{beside}, fitted to {rows} rows"]
         lines += [f"{len(self.encoder.columns)} columns as {self.encoder.width} inputs"]
         lines += [f"  {name:<10} {value:.4g}" for name, value in self.scores.items()]
         lines += [f"Note: {remark}" for remark in self.remarks]
@@ -177,3 +194,10 @@ class TableModel:
 
     def __repr__(self) -> str:
         return self.summary()
+
+
+def _process(tensors: dict[str, Tensor]) -> Process | None:
+    if "process.x" not in tensors:
+        return None
+    hyper = {name.removeprefix("hyper."): leaf for name, leaf in tensors.items() if name.startswith("hyper.")}
+    return Process(tensors["process.x"], tensors["process.y"], tensors["process.rows"], hyper)
