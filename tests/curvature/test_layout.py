@@ -21,7 +21,7 @@ from curvature.networks import (
     time_major,
     tokens,
 )
-from dubito import Categorical, Gaussian, Model
+from dubito import Categorical, Gaussian, Laplace, Model, OnlineLaplace
 from dubito.curvature import Spec, curvature
 from dubito.curvature.layout import MERGED, Layout, layout
 
@@ -249,3 +249,44 @@ def test_a_layout_survives_a_checkpoint(name):
     assert again.generic == where.generic
     shapes = {n: p.shape for n, p in net.named_parameters()}
     assert {n for p in where.parts for n in p.names} | set(where.generic) == set(shapes), "every weight is somewhere"
+
+
+def centered(s, x):
+    h = s.i(x)
+    return s.o(torch.tanh(h - h.mean(0)))
+
+
+def attending(s, x):
+    h = s.i(x)
+    return s.o(torch.tanh(h + (h @ h.mT).softmax(-1) @ h))
+
+
+def among_neighbours(s, x):
+    near = torch.cdist(x, x).topk(3, largest=False).indices
+    return s.o(torch.tanh(s.i(x)[near].mean(1)))
+
+
+@pytest.mark.parametrize("run", [centered, attending, among_neighbours])
+def test_examples_that_depend_on_each_other_are_refused(run):
+    """Curvature was wrong by up to 3.8 times, without a word."""
+    x = numbers(40, 3)
+    model = Model(Net(run, i=nn.Linear(3, 5), o=nn.Linear(5, 2)).double(), Categorical())
+    y = torch.arange(40) % 2
+    for method in (Laplace("diagonal", check=False), OnlineLaplace(epochs=20)):
+        with pytest.raises(ValueError, match="depend on the others in the batch.*use a method without curvature"):
+            dubito.fit(model, method, [(x, y)])
+    params = model.parameters()
+    by_hand = dubito.posteriors.Gaussian.diagonal(model, params, {n: torch.ones_like(leaf) for n, leaf in params.items()})
+    with pytest.raises(ValueError, match="depend on the others in the batch"):
+        by_hand.predict(x)
+    by_hand.predict(x, draws=2)  # draws of f and its slope for all inputs together are right
+    with pytest.warns(UserWarning, match="The outputs of some examples depend on the others in their batch"):
+        dubito.fit(model, dubito.MAP(epochs=1), (x, y))
+    dubito.fit(model, dubito.MAP(epochs=1), [(x, y)])
+
+
+def test_random_networks_and_equal_rows_are_not_taken_for_mixing():
+    net = Net(lambda s, x: s.i(x) + 0.1 * torch.randn(len(x), 2, dtype=x.dtype), i=nn.Linear(3, 2)).double()
+    assert found(net, numbers(8, 3)).generic == ()
+    norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    assert found(norm, numbers(8, 3)).generic == ()

@@ -83,7 +83,10 @@ def _find(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tupl
     everything = {**params, **live}
     done = forward(model, everything, x, buffers, wanted=live)
     batch = done.f.shape[0]
-    axes = _axes(done.uses, _with_fewer(model, everything, x, buffers, live, batch), batch)
+    fewer = _with_fewer(model, everything, x, buffers, live, batch)
+    if fewer is not None and not _same(done.f, fewer.f):  # the examples mix, unless the network is random
+        _refuse_mixing(done.f, forward(model, everything, x, buffers, wanted=live).f)
+    axes = _axes(done.uses, [] if fewer is None else fewer.uses, batch)
     reasons = _reasons(done, axes, names)
     parts: dict[tuple, Part] = {}
     for use in done.uses:
@@ -140,19 +143,49 @@ def _shared(uses: list[Use]) -> dict[str, str]:
     return wrong
 
 
-def _with_fewer(model: Model, params: Params, x: Inputs, buffers: Buffers, live: Params, batch: int) -> list[Use]:
-    """The uses of a pass over one example less (or over two copies of a single one), whose shapes tell the axes apart."""
+def _with_fewer(model: Model, params: Params, x: Inputs, buffers: Buffers, live: Params, batch: int) -> Forward | None:
+    """A pass over one example less (or over two copies of a single one), whose shapes tell the axes apart.
+
+    The first half are the same examples; the others are copies of the first, so that it shows whether outputs depend on them.
+    """
+
+    count = batch - 1 if batch > 1 else 2
 
     def change(leaf: Tensor) -> Tensor:
-        """One example less, or the single one twice."""
+        """The inputs of the pass, of those inputs that are one for each example."""
         if leaf.shape[:1] != (batch,):
             return leaf
-        return leaf[:-1] if batch > 1 else torch.cat([leaf, leaf])
+        kept = leaf[: _kept(batch)]
+        return torch.cat([kept, leaf[:1].expand(count - len(kept), *leaf.shape[1:])])
 
     try:
-        return forward(model, params, tree.apply_leaves(change, x), buffers, wanted=live).uses
+        return forward(model, params, tree.apply_leaves(change, x), buffers, wanted=live)
     except Exception:  # a network may insist on its number of examples, in any way
-        return []
+        return None
+
+
+def _kept(batch: int) -> int:
+    """How many of the first examples are the same in the pass over one example less."""
+    return max(1, batch // 2)
+
+
+def _same(whole: Tensor, fewer: Tensor) -> bool:
+    """Whether the outputs of the examples that are in both passes are equal, beside rounding."""
+    kept = _kept(len(whole))
+    a, b = whole.detach()[:kept], fewer.detach()[:kept]
+    close, largest = max(1e-3, 4 * torch.finfo(a.dtype).eps), float(whole.detach().abs().nan_to_num(0.0, 0.0).max())
+    return a.shape == b.shape and torch.allclose(a, b, rtol=close, atol=close * largest, equal_nan=True)
+
+
+def _refuse_mixing(first: Tensor, again: Tensor) -> None:
+    """Raise for a network that gives the same outputs `again` for the same examples, but others in other company."""
+    if torch.equal(first, again):
+        raise ValueError(
+            "the outputs of some examples depend on the others in the batch (attention among rows, a graph of neighbours, "
+            "h - h.mean(0)), but curvature takes examples as independent and would be wrong. Let each example hold all that its output "
+            "depends on, or use a method without curvature (MAP, Ensemble, MCDropout, Variational, HMC) with the data as one batch, "
+            "[(x, y)]"
+        )
 
 
 def _compared(use: Use, other: Use, batch: int) -> int | None:
@@ -183,7 +216,7 @@ def _compared(use: Use, other: Use, batch: int) -> int | None:
 def _agree(a: Tensor, b: Tensor) -> bool:
     """Whether the examples that both have are the same, beside how much examples differ: passes over batches of different sizes
     round differently."""
-    shorter = min(a.shape[0], b.shape[0])
+    shorter = _kept(a.shape[0])
     if not a.is_floating_point():
         return torch.equal(a[:shorter], b[:shorter])
     close = max(1e-3, 4 * torch.finfo(a.dtype).eps)  # half precision rounds as much

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from dubito.model import Model
-from dubito.network.examples import Batch, Data, Inputs, Targets, batch_size, split_batch
+from dubito.network.examples import Batch, Data, Inputs, Targets, as_arrays, batch_size, split_batch
 from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import borrowed_generators, fork_rng, seed_global
@@ -140,26 +140,7 @@ def _columns(model: Model, data: Data) -> Data:
                 "a dict as data is read by the default split: give Model(split=...) a DataLoader or a list of batches"
             )
         data = split_batch(data)
-    return tuple(_array(part) for part in data) if isinstance(data, tuple) and len(data) == 2 else data
-
-
-def _array(value: Any) -> Any:
-    """A DataFrame, a Series or nested lists of numbers as an array; a dict of them likewise; anything else as it is."""
-    if hasattr(value, "to_numpy"):
-        return np.array(value.to_numpy())  # a copy: the frame's own memory may be read-only
-    if isinstance(value, dict):
-        return {key: _array(item) for key, item in value.items()}
-    first = value
-    while isinstance(first, list) and first:
-        first = first[0]
-    if not isinstance(value, list) or not isinstance(first, int | float | np.generic):
-        return value
-    try:
-        return np.array(value)
-    except ValueError as error:
-        raise ValueError(
-            f"a list of numbers holds rows of different lengths ({error}): pad them, or give a list of batches"
-        ) from error
+    return tuple(as_arrays(part) for part in data) if isinstance(data, tuple) and len(data) == 2 else data
 
 
 def _of_hugging_face(data: Data) -> bool:

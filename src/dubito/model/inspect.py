@@ -20,7 +20,8 @@ FAR = 100.0  # times the network's outputs: targets that training would not reac
 
 def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, inspection: Inspection, *, rows: bool) -> None:
     """Warn of a network that is random in eval mode and, where data are cut into batches by their `rows`, of inputs that have the
-    examples along another axis too. The network runs again only where the inspection left a doubt."""
+    examples along another axis too, and of examples that depend on others. The network runs again only where the inspection left a
+    doubt."""
     if not inspection.doubtful:
         return
     x, f = model.split(batch)[0], inspection.output
@@ -29,18 +30,29 @@ def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, i
         """Outputs in eval mode."""
         return model.forward(params, x, tree.clone(buffers))[0]
 
+    def change(order: Tensor) -> Any:
+        """The inputs of the examples in another order."""
+        return tree.apply_leaves(lambda leaf: leaf[order.to(leaf.device)] if leaf.shape[:1] == f.shape[:1] else leaf, x)
+
+    n = len(f)
+    numbers, half = torch.arange(n), max(1, n // 2)
+    mixed = depends = False
     with torch.no_grad(), randomness.fork_rng():
-        if not rows:
-            random, mixed = not close(run(x), f), False
-        else:
-            mixed = not close(
-                run(tree.apply_leaves(lambda leaf: leaf.flip(0) if leaf.shape[:1] == f.shape[:1] else leaf, x)).flip(0), f
-            )
-            random = mixed and not close(run(x), f)
+        if rows:
+            mixed = not close(run(change(numbers.flip(0))).flip(0), f)
+            depends = not mixed and not close(run(change(numbers.where(numbers < half, 0)))[:half], f[:half])
+        random = (mixed or depends or not rows) and not close(run(x), f)
     if random:
         warnings.warn(
             "The network is random in eval mode: two calls on the same input differ. Look for dropout or noise that ignores "
             "self.training, such as F.dropout(x) without training=self.training.",
+            stacklevel=5,  # the call of fit
+        )
+    elif depends:
+        warnings.warn(
+            "The outputs of some examples depend on the others in their batch (attention among rows, a graph of neighbours, "
+            "h - h.mean(0)), so mini-batches and predictions depend on which examples come together. Pass everything as one batch, "
+            "[(x, y)], or let each example hold all that its output depends on.",
             stacklevel=5,  # the call of fit
         )
     elif mixed:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dubito.model.likelihoods import Likelihood, likelihood_params
 from dubito.model.priors import Normal, Prior
-from dubito.network.examples import batch_size, is_one_example, outputs_last, pick_output, split_batch
+from dubito.network.examples import batch_size, check_types, is_one_example, outputs_last, pick_output, split_batch
 from dubito.network.inspect import check_embeddings, close, run_batch, run_two_examples, warn_of_gradient_hooks
 from dubito.network.weights import exclusive, in_mode, with_weights
 from dubito.tensors import randomness, tree
@@ -105,6 +105,11 @@ class Model:
             raise ValueError(
                 "all parameters of the network (that `only` names) are frozen: set requires_grad_() on those to infer"
             )
+        if imaginary := [name for name, leaf in weights.items() if leaf.is_complex()]:
+            raise ValueError(
+                f"the parameters {imaginary} are complex, but priors and posteriors are over real numbers: keep real and imaginary "
+                "parts as one real parameter [..., 2] and use torch.view_as_complex in forward, or leave them out by only=..."
+            )
         kind = next(self.network.parameters())
         found = {**self.likelihood.parameters(y), **self.prior.parameters(tree.apply(torch.detach, weights))}
         # noise levels and prior scales are learned in the precision of the weights, but never in half precision
@@ -145,7 +150,11 @@ class Model:
         weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
         with with_weights(self.network, weights):
-            out = self.output(self.network(*args, **kwargs))
+            try:
+                out = self.output(self.network(*args, **kwargs))
+            except RuntimeError as error:
+                check_types(x, self.dtype, error)
+                raise
         f = outputs_last(out, self.likelihood.dim)
         if out.ndim == 1 and len(out) > 1 and is_one_example(x, len(out)):
             raise ValueError(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from dubito.tensors import tree
 
@@ -46,6 +52,76 @@ def pick_output(out: Any) -> Tensor:
     if isinstance(out, list | tuple) and out and isinstance(out[0], Tensor):
         return out[0]
     raise ValueError(f"the network returns a {type(out).__name__}: give Model(output=...) that picks the tensor of outputs")
+
+
+def as_arrays(value: Any) -> Any:
+    """DataFrames, Series and nested lists of numbers as arrays, also inside dicts and tuples; anything else as it is.
+
+    >>> as_arrays(([[1, 2], [3, 4]], "text"))[0].shape
+    (2, 2)
+    """
+    if hasattr(value, "to_numpy"):
+        return np.array(value.to_numpy())  # a copy: the frame's own memory may be read-only
+    if isinstance(value, Mapping):
+        return {key: as_arrays(value[key]) for key in value}
+    if type(value) is tuple:
+        return tuple(as_arrays(item) for item in value)
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    if not isinstance(value, list) or not isinstance(first, int | float | np.generic):
+        return value
+    try:
+        return np.array(value)
+    except ValueError as error:
+        raise ValueError(
+            f"a list of numbers holds rows of different lengths ({error}): pad them, or give a list of batches"
+        ) from error
+
+
+def read_inputs(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The inputs of a prediction as tensors on a device: arrays, lists of numbers and DataFrames, real ones in a dtype."""
+    if isinstance(x, DataLoader | Dataset | Iterator):
+        raise TypeError(
+            f"predict takes the inputs of some examples; got a {type(x).__name__}. Use posterior.predict_loader(loader), or "
+            "posterior.predict_batches(loader), which go through a DataLoader or a list of batches"
+        )
+    return tree.move(tree.tensors(as_arrays(x), dtype), device)
+
+
+def check_types(x: Any, dtype: torch.dtype, error: RuntimeError) -> None:
+    """Raise a clearer error where a network has failed on real inputs of another precision than its weights."""
+    others = [leaf.dtype for leaf in tree.leaves(x) if (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != dtype]
+    if others and re.search(r"d?type", str(error)):
+        given, wanted = (str(kind).removeprefix("torch.") for kind in (others[0], dtype))
+        raise TypeError(
+            f"the inputs are {given} and the network's weights {wanted}, which the network does not take ({error}): pass "
+            f"x.to(torch.{wanted}), or make the network network.to(torch.{given})"
+        ) from error
+
+
+def check_outputs(x: Any, f: Tensor) -> None:
+    """Compare inputs with the outputs [S, B, *D, C] of a network: one example without a batch axis is an error, and inputs that are NaN
+    where the outputs are too are a warning."""
+    leaves = [leaf for leaf in tree.leaves(x) if leaf.ndim]
+    if leaves and all(f.shape[1] not in leaf.shape[:2] for leaf in leaves):
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
+        raise ValueError(
+            f"the network gives outputs for {f.shape[1]} examples, but the inputs have the shape {shapes}: "
+            "their first axis must be the examples. For a single example add that axis, x[None]"
+        )
+    numbers = [leaf for leaf in leaves if leaf.is_floating_point()]
+    if bool(f.isnan().any()) and not all(bool(leaf.isfinite().all()) for leaf in numbers):
+        rows = f.isnan().movedim(1, 0).flatten(1).any(1).nonzero().flatten().tolist()
+        warnings.warn(
+            f"The inputs hold NaN or infinity, and the predictions of {len(rows)} examples are NaN (rows {_listed(rows)}). Fill such "
+            "values in as before the fit, or leave those rows out.",
+            stacklevel=4,  # the call of predict
+        )
+
+
+def _listed(rows: list[int]) -> str:
+    return ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
 
 
 def batch_size(y: Any) -> int:

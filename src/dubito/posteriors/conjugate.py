@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.likelihoods import NOISE, Gaussian
-from dubito.network.examples import Inputs, Targets
+from dubito.network.examples import Inputs, Targets, check_outputs, read_inputs
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.conjugate import Head, conjugate, features
@@ -100,17 +100,19 @@ class Conjugate(Posterior):
             stacked = self._drawn(draws or DRAWS, generator("cpu", seed, "conjugate"))
             shared = {**self.buffers, **{name: leaf for name, leaf in self.params.items() if name not in stacked}}
             return sampled(self.model, x, shared=shared, stacked=stacked, memory=memory)
+        x = read_inputs(x, self.model.dtype, self.model.device)
         phi, offset = self._features(x)
         kind = torch.promote_types(phi.dtype, torch.float32)
         means, spread = conjugate(phi, self.mean, self.root, memory=memory)
         means, spread = (means + offset).unsqueeze(0).to(kind), spread.unsqueeze(0)
+        check_outputs(x, means)
         if self.shape is None or self.rate is None:
             return LatentMixture(self.model.likelihood, means, (self._known * spread).to(kind))
         return StudentT(self.model.likelihood, means, spread.to(kind), self.shape, self.rate)
 
     def _features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """phi(x), [B, *D, d], and what a bias that is not Bayesian adds to f, [C] or []."""
-        x = tree.move(tree.tensors(x, next(self.model.network.parameters()).dtype), self.model.device)
+        x = read_inputs(x, self.model.dtype, self.model.device)
         head = Head(self.weight, self.bias)
         phi, _ = features(self.model, self.params, self.buffers, x, head)
         return phi, head.offset(self.buffers, self.mean)

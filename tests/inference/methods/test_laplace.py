@@ -412,6 +412,7 @@ def test_what_cannot_be_fitted_is_told_before_any_data_are_seen():
         assert len(seen) <= 1, "only the first batch"
 
 
+@pytest.mark.filterwarnings("ignore:The outputs of some examples depend on the others in their batch")  # which is so
 def test_batch_statistics_are_refused():
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)).double()
     for method in STRUCTURES.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -357,6 +358,35 @@ def test_an_unknown_operation_is_named_with_the_ways_out():
 def test_data_must_not_decide():
     with pytest.raises(ValueError, match="decides by the values of its data"):
         around(Odd("decides")).predict(torch.randn(2, 3), "streamlined")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: h.mean().item(),
+        lambda h: h.mean().tolist(),
+        lambda h: h.mean().numpy(),
+        lambda h: h.detach().cpu().numpy().mean(),
+        lambda h: np.asarray(h).mean(),
+        lambda h: np.mean(h.__array__()),
+        lambda h: float(h.mean()),
+    ],
+    ids=["item", "tolist", "numpy", "detached", "asarray", "array", "float"],
+)
+def test_decisions_outside_of_torch_are_noticed(read):
+    """By way of NumPy or lists, the branch of the first batch was kept for all others."""
+
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x) if read(x) > 0 else -self.layer(x)
+
+    posterior = around(Decides())
+    with pytest.raises(ValueError, match="decides by the values of its data"):
+        posterior.predict(torch.ones(4, 3), "streamlined")
 
 
 def test_changes_in_place_through_a_view_are_refused():

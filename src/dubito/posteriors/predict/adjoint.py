@@ -27,7 +27,7 @@ from torch import Tensor
 from dubito.curvature.capture import example_count, tapped
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
-from dubito.network.examples import Inputs
+from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
 from dubito.posteriors.predict.linearized import DRAWS, POSITIONS, linearized
 from dubito.posteriors.predict.sketch import sketch
@@ -95,6 +95,7 @@ def adjoint(
     if chain is not None and top is None and (x_var is None or chain.start == trace.inputs[0]):
         with torch.no_grad():
             mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in _in_chunks(engine, trace, chain, x, x_var, memory))
+        check_outputs(x, mean.unsqueeze(0))
         params = likelihood_params(engine.params)
         return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
     with torch.inference_mode(False):

@@ -29,9 +29,9 @@ from dubito.curvature.layout import Layout, Part, layout, passed
 from dubito.curvature.rows import Layer
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
-from dubito.network.examples import Inputs
+from dubito.network.examples import Inputs, check_outputs
 from dubito.network.weights import in_mode
-from dubito.posteriors.predict.sampled import draw_groups
+from dubito.posteriors.predict.sampled import draw_groups, read_examples
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.covariances import Covariance
@@ -251,11 +251,12 @@ def linearized(
         with torch.no_grad():
             f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
         return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=likelihood_params(params))
-    found = layout(model, params, x, buffers, names)
-    if draws is not None or (fallback and found.outputs > POSITIONS and not found.flat):
+    found = None if draws is not None else layout(model, params, x, buffers, names)
+    if found is None or (fallback and found.outputs > POSITIONS and not found.flat):
         groups = draw_groups(draws or fallback, covariance, memory)
         deltas = (covariance.draws(n, generator) for n in groups)
         means = torch.cat([functions(model, x, params=params, buffers=buffers, deltas=delta) for delta in deltas])
+        check_outputs(x, means)
         return LatentMixture(model.likelihood, means, params=likelihood_params(params), how=f"linearized, {len(means)} draws")
     f, cov, root = [], [], []
     step = _examples_at_a_time(found, params, x, top, memory)
@@ -272,6 +273,7 @@ def linearized(
             cov.append(run.covariances()[0])
         f.append(run.f)
     means, whole = (_joined(parts).unsqueeze(0) for parts in (f, cov or root))
+    check_outputs(x, means)
     return LatentMixture(
         model.likelihood, means, whole if cov else None, params=likelihood_params(params), root=None if cov else whole
     )
@@ -320,7 +322,7 @@ def sweep(
 
 def _prepared(model: Model, x: Inputs, params: Params, buffers: Buffers) -> tuple[Any, Params, Buffers]:
     """Inputs on the device; and all tensors fit for gradients, which those made in inference mode are not."""
-    x = tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    x = read_examples(model, x, params, buffers)
     x, params, buffers = (
         tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, value) for value in (x, params, buffers)
     )

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
-from dubito.network.examples import Inputs
+from dubito.network.examples import Inputs, check_outputs, read_inputs
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import in_mode
 from dubito.posteriors.predict.dropout import Dropout, Folding, Masks
@@ -113,6 +113,16 @@ def draw_groups(draws: int, covariance: Covariance, memory: float) -> list[int]:
     return [min(group, draws - first) for first in range(0, draws, group)]
 
 
+def read_examples(model: Model, x: Inputs, params: Params, buffers: Buffers) -> Inputs:
+    """Inputs as tensors on the model's device. A vector may be one example without its batch axis, which a pass through the network
+    tells."""
+    x = read_inputs(x, model.dtype, model.device)
+    if all(leaf.ndim == 1 and leaf.is_floating_point() for leaf in tree.leaves(x)):
+        with torch.no_grad():
+            check_outputs(x, model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0))
+    return x
+
+
 def sampled(
     model: Model,
     x: Inputs,
@@ -130,7 +140,7 @@ def sampled(
     `stacked` holds the leaves that differ between draws, [S, ...]; `shared` all others. With `dropout`, `seeds` [S] stand for the
     draws of masks. `memory` bounds what the draws may take at a time, in gigabytes.
     """
-    stacked, x = stacked or {}, tree.move(tree.tensors(x, next(model.network.parameters()).dtype), model.device)
+    stacked, x = stacked or {}, read_inputs(x, model.dtype, model.device)
     varying = {**stacked} if seeds is None else {**stacked, "dropout:seed": seeds}
     draws = tree.count(varying) if varying else 1
     kind = (*((leaf.shape, leaf.dtype) for leaf in tree.leaves(x)), consistent, frozenset(stacked), dropout is None)
@@ -160,6 +170,7 @@ def sampled(
             f = _all_draws(once, varying, draws, x, memory * GIGABYTE, known)
     learned = likelihood_params({**shared, **stacked})
     f = f.float() if f.dtype.itemsize < 4 else f  # probabilities and variances need more than half precision
+    check_outputs(x, f)
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 
 

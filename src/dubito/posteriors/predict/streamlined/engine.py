@@ -19,8 +19,9 @@ from torch import Tensor, fx
 from dubito.curvature.capture import example_count
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
-from dubito.network.examples import Inputs
+from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.dropout import Dropout
+from dubito.posteriors.predict.sampled import read_examples
 from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, block_of, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.streamlined.program import WIDE, lower
@@ -65,8 +66,7 @@ class Streamlined:
 
     def prepare(self, x: Inputs) -> Inputs:
         """x as tensors of the network's type, on its device."""
-        like = next(self.model.network.parameters())
-        return tree.move(tree.tensors(x, like.dtype), like.device)
+        return read_examples(self.model, x, self.params, self.buffers)
 
     def trace(self, x: Inputs) -> Trace:
         """The trace of the network for inputs like x; made once."""
@@ -181,6 +181,7 @@ class Streamlined:
             carried = {0: "variances only", -1: "full covariance"}.get(rank, f"{rank} directions")
             how = ", ".join(["streamlined", carried, *self._neglected(self.trace(x))])
             mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
+            check_outputs(x, mean)
             mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in (mean, cov))
             return LatentMixture(self.model.likelihood, mean, cov, params=likelihood_params(self.params), how=how)
 

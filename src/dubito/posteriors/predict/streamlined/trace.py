@@ -42,7 +42,8 @@ from dubito.tensors.tree import Buffers, Params
 
 _INPUTS = ("weight", "weight_ih_l0")  # of a layer: what multiplies its input
 # what turns data into a number that Python may decide by
-DECISIONS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__contains__", "nonzero", "allclose", "equal"}
+DECISIONS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__contains__", "nonzero", "allclose", "equal",
+             "numpy", "__array__"}  # fmt: skip
 VIEWS = {"get_T", "get_mT", "get_H", "get_data", "get_real"}  # attributes that are tensors; the others are sizes and types
 Call = tuple[tuple, Arguments]  # args and kwargs
 Axes = tuple[int, ...] | None
