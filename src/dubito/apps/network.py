@@ -110,6 +110,11 @@ def as_tuple(value: Any) -> tuple:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+def check_real(x: Any, advice: str) -> None:
+    """Raise unless x is one tensor of real numbers, as whoever takes its gradient needs."""
+    require(isinstance(x, Tensor) and x.is_floating_point(), f"x must be one tensor of real numbers: {advice}")
+
+
 def last_linear(network: Network, x: Any) -> str:
     """The name of the linear layer that runs last.
 

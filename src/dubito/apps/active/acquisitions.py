@@ -98,12 +98,12 @@ class Measured(Scored):
     score: str | Callable[[Predictive], Tensor] = "bald"
 
     def __post_init__(self):
-        known = not isinstance(self.score, str) or self.score in SCORES
+        known = callable(self.score) or self.score in SCORES
         require(known, f"there is no score {self.score!r}; there are {', '.join(SCORES)}")
 
     def scores(self, view: View, generator: torch.Generator) -> Tensor:
         """The measure of every candidate, [N]."""
-        function = SCORES[self.score] if isinstance(self.score, str) else self.score
+        function = self.score if callable(self.score) else SCORES[self.score]
         parts = []
         for p in view.predictions():
             values, n = function(p), p.means.shape[1]

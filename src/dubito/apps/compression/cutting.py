@@ -97,7 +97,7 @@ def drop(network: nn.Module, weights: Params, masks: Mapping[str, Tensor], *, ro
             known = [other for other in modules if f"{other}.weight" in weights]
             raise ValueError(f"no layer {name!r} with a weight; the network has {known[:8]}{'...' if known[8:] else ''}")
         weight = weights[f"{prefix}weight"]
-        axis = int(rows == isinstance(layer, nn.modules.conv._ConvTransposeNd))  # of a transposed convolution, inputs come first
+        axis = int(rows == getattr(layer, "transposed", False))  # of a transposed convolution, inputs come first
         _check_mask(name, mask, weight.shape[axis], grouped=not rows and getattr(layer, "groups", 1) > 1)
         gone = mask.to(weight.device).nonzero().squeeze(1)
         changed[f"{prefix}weight"] = weight.index_fill(axis, gone, 0)

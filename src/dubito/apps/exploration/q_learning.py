@@ -18,7 +18,7 @@ from dubito.apps.network import Network, only_network
 from dubito.inference.method import Method, Start, traits_of, with_budget
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target
-from dubito.posteriors import Point, Posterior, Samples
+from dubito.posteriors import Point, Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, require
 from dubito.tensors.randomness import derive_seed, fork_rng, generator
@@ -261,9 +261,9 @@ class QLearning:
         require(self._state is not None, f"there is no posterior yet: the first {self.initial} steps are random")
         if self._posterior is None:
             self._posterior = self.method.posterior(self.target, self._state, store.Draws())
-            if isinstance(self._posterior, Samples):
-                name = type(self.method).__name__
-                raise ValueError(f"the posterior of {name} has no center, which Q-learning needs: use MCDropout or Variational")
+            name = type(self.method).__name__
+            way_out = f"the posterior of {name} has no center, which Q-learning needs: use MCDropout or Variational"
+            require(self._posterior.center is not None, way_out)
         return self._posterior
 
     def act(self, observation: Tensor, *, step: int = 0) -> int:

@@ -341,7 +341,7 @@ class Confidence:
         parts = {"params": self.params, "buffers": self.buffers, "encoder": self.encoder, "head": self.head.state_dict()}
         tensors = {f"{part}/{name}": leaf for part, leaves in parts.items() for name, leaf in leaves.items()}
         shapes = {name: list(p.shape) for name, p in self.model.network.named_parameters()}
-        hidden = [layer.out_features for layer in self.head.modules() if isinstance(layer, nn.Linear)][:-1]
+        hidden = [layer.out_features for layer in self.head.modules() if hasattr(layer, "out_features")][:-1]
         meta = {"kind": "confidence", "parameters": shapes, "layer": self.layer, "hidden": hidden, "history": self.history}
         store.write(path, tensors, meta)
 

@@ -182,7 +182,7 @@ class Selective:
     def __post_init__(self):
         between(0, 1, include="low", risk=self.risk)
         between(0, 1, confidence=self.confidence)
-        one_of(SCORES, score=self.score if isinstance(self.score, str) else None)
+        one_of(SCORES, score=None if callable(self.score) else self.score)
 
     def fit(self, posterior: Posterior | Model | nn.Module, data: Any) -> Selector:
         """A threshold from held-out data, which is neither what the model was trained on nor what it will be judged by."""
@@ -227,7 +227,7 @@ class Selector:
 
 
 def _score(score: Score, p: Any, x: Any) -> Tensor:
-    if isinstance(score, str):
+    if not callable(score):
         return SCORES[score](p)
     values, wanted = tensor(score(x)), p.mean.shape[:-1]
     require(values.shape == wanted, f"the score is {list(values.shape)} for predictions {list(wanted)}: give one number for each")

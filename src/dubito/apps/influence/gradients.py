@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dubito.apps.network import Network
+from dubito.apps.network import Network, check_real
 from dubito.curvature.generic import Unrolled, example_gradients
 from dubito.curvature.layout import passed
 from dubito.curvature.rows import Layer
@@ -109,26 +109,19 @@ def _shuffles(loader: DataLoader) -> bool:
     return any(isinstance(sampler, RANDOM) or getattr(sampler, "shuffle", False) is True for sampler in known)
 
 
-def rows(batch: Batch, size: int, which: slice | Tensor) -> Any:
+def rows(batch: Batch, size: int, which: Tensor) -> Any:
     """Some examples of a batch of so many; what is the same for all of them stays."""
-
-    def _some(leaf: Tensor) -> Tensor:
-        if leaf.shape[:1] != (size,):
-            return leaf
-        return leaf[which if isinstance(which, slice) else which.to(leaf.device)]
-
-    return tree.apply_leaves(_some, batch)
+    return tree.apply_leaves(lambda leaf: leaf[which.to(leaf.device)] if leaf.shape[:1] == (size,) else leaf, batch)
 
 
 def cut(model: Model, data: Ordered, size: int) -> Iterator[Batch]:
     """The same in batches of at most `size`."""
     for batch in data:
         n = batch_size(model.split(batch)[1])
-        if n <= size:
+        if n <= size:  # no copy
             yield batch
             continue
-        for start in range(0, n, size):
-            yield rows(batch, n, slice(start, start + size))
+        yield from (rows(batch, n, which) for which in torch.arange(n).split(size))
 
 
 Weigh = Callable[[Any, Tensor, Any, Tensor], Tensor]  # (x, f, targets, slopes of the losses in f) -> cotangents in their place
@@ -185,8 +178,7 @@ class Gradients:
     def inputs(self, batch: Batch, direction: Params) -> Tensor:
         r""":math:`\nabla_x \langle u, \nabla_\theta \ell_n \rangle` of every example for a direction u, in the shape of x."""
         x, y = self.model.split(batch)
-        real = isinstance(x, Tensor) and x.is_floating_point()
-        require(real, "influence through inputs is a gradient: x must be one tensor of real numbers, such as images")
+        check_real(x, "influence through inputs is a gradient, by numbers such as those of images")
         live = {name: leaf.detach().requires_grad_() for name, leaf in self.like.items()}
         fixed = {name: leaf.detach() for name, leaf in self.params.items() if name not in live}
         leaf = x.detach().clone().requires_grad_()

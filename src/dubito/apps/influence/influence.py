@@ -69,7 +69,7 @@ class Influences:
 
         With `leverage` it is a whole Newton step on the other examples, :math:`(H - J_n^T \Lambda_n J_n)^{-1} g_n`, at the cost of a
         linearized prediction of each: better for examples that few others resemble. It needs a solver with a structure."""
-        structured = not leverage or isinstance(self.inverse, Structured)
+        structured = not leverage or self.inverse.covariance is not None
         require(structured, "leverage=True needs the inverse as a structure: use solver='dense', 'ekfac' or 'posterior'")
         weigh = self._left_out if leverage else None
         return torch.cat([self._along(directions, weigh) for directions in self._directions(what)])
@@ -79,8 +79,7 @@ class Influences:
 
         It is never negative, and large where nothing but an example's own presence explains it: wrong labels, and the rare.
         With a structure it is a pass over the data; by "cg" or "lissa" every example is solved for on its own."""
-        if isinstance(self.inverse, Structured):
-            covariance = self.inverse.covariance
+        if (covariance := self.inverse.covariance) is not None:
             return torch.cat([losses.quadratic(covariance).cpu() for losses in self._pass()])
         parts = []
         for v in self._gradients(self.data.data):
@@ -155,7 +154,7 @@ class Influences:
 
     def _left_out(self, x: Inputs, f: Tensor, target: Any, slopes: Tensor) -> Tensor:
         """Slopes that make a Newton step on the other examples of what would be a step of first order."""
-        assert isinstance(self.inverse, Structured)
+        assert self.inverse.covariance is not None
         at, likelihood = self.at, self.at.model.likelihood
         flat_outputs = f.ndim == 2 and f.shape[-1] <= 100
         require(flat_outputs, f"leverage=True needs one vector of at most 100 outputs for each example; got {list(f.shape)}")
@@ -166,7 +165,7 @@ class Influences:
         return leverages(fisher, p.covariances[0], slopes)
 
     def _index(self, index: Index) -> Tensor:
-        which = torch.as_tensor([index] if isinstance(index, int) else index).reshape(-1).cpu()
+        which = torch.as_tensor(index).reshape(-1).cpu()
         whole = which.dtype != torch.bool and not which.is_floating_point() and len(which)
         require(whole, "training examples are named by their positions in the data, at least one: 3, or [3, 17]")
         if int(which.min()) < 0 or int(which.max()) >= self.n_data:
@@ -302,11 +301,9 @@ class Influence:
 
     def _inverse(self, given: Posterior, at: Gradients, data: Ordered, n_data: int, seed: int, progress: bool | None) -> Inverse:
         if self.solver == "cg":
-            return ConjugateGradients(hessian(at, data, self.curvature, self.damping), self.steps, self.tolerance)
+            return ConjugateGradients(hessian(at, data, self), self.steps, self.tolerance)
         if self.solver == "lissa":
-            known = self.scale is not None
-            scale = self.scale or 1.0
-            return LiSSA(at, data, n_data, self.curvature, self.damping, self.depth, self.repeats, scale, known, seed)
+            return LiSSA(at, data, n_data, self, seed)
         if isinstance(given, Gaussian) and self.solver == "posterior":
             covariance = given.covariance
             return Structured(covariance if given.temperature == 1 else covariance.with_temperature(1.0))
@@ -335,13 +332,17 @@ def _point(given: Posterior | Model | nn.Module) -> Posterior:
     return Point(model, params, model.buffers())
 
 
-Kind = Literal["ggn", "hessian"]
 FAR = 0.1  # of a residual, relative to what was to be solved for, that is told of
 LARGEST = 1e12  # scale that LiSSA tries
 
 
 class Inverse(Protocol):
-    """The inverse of the Hessian as a function."""
+    """The inverse of the Hessian as a function, and as a covariance if it is one."""
+
+    @property
+    def covariance(self) -> Covariance | None:
+        """The inverse in a structure; None where it is only known by its products."""
+        ...
 
     def __call__(self, v: Params) -> Params:
         """H^-1 v, for leaves [T, *shape]."""
@@ -380,9 +381,10 @@ def prior_product(at: Gradients, damping: float = 0.0) -> Product:
     return lambda v: tree.stack([_times(tree.select(v, i)) for i in range(tree.count(v))])
 
 
-def hessian(at: Gradients, data: Ordered, kind: Kind, damping: float) -> Product:
+def hessian(at: Gradients, data: Ordered, settings: Influence) -> Product:
     """v -> H v over all data, in one pass; leaves stacked [k, *shape]."""
-    prior, over = prior_product(at, damping), product(at.model, at.params, data, at.buffers, kind=kind)
+    prior = prior_product(at, settings.damping)
+    over = product(at.model, at.params, data, at.buffers, kind=settings.curvature)
     return lambda v: tree.apply(torch.add, over(v), prior(v))
 
 
@@ -393,6 +395,7 @@ class ConjugateGradients:
     times: Product
     steps: int
     tolerance: float
+    covariance: None = field(default=None, init=False)
 
     def __call__(self, v: Params) -> Params:
         solutions = []
@@ -424,13 +427,12 @@ class LiSSA:
     at: Gradients
     data: Ordered
     n_data: int
-    kind: Kind
-    damping: float
-    depth: int
-    repeats: int
-    scale: float
-    fixed: bool  # the scale is the user's
+    settings: Influence
     seed: int
+    covariance: None = field(default=None, init=False)
+
+    def __post_init__(self):
+        self.scale = self.settings.scale or 1.0
 
     def __call__(self, v: Params) -> Params:
         return tree.stack([self._solve(tree.select(v, i)) for i in range(tree.count(v))])
@@ -438,7 +440,7 @@ class LiSSA:
     def _solve(self, b: Params) -> Params:
         while True:
             runs = []
-            for repeat in range(self.repeats):
+            for repeat in range(self.settings.repeats):
                 run = self._run(b, derive_seed(self.seed, "lissa", repeat))
                 if run is None:
                     break
@@ -447,34 +449,38 @@ class LiSSA:
                 mean = {name: torch.stack([run[name] for run in runs]).mean(0) for name in b}
                 self._check(mean, b)
                 return mean
-            if self.fixed or self.scale * 10 > LARGEST:
-                way_out = "leave out `scale`, and it is found" if self.fixed else "the curvature is not positive; add damping=..."
+            if self.settings.scale or self.scale * 10 > LARGEST:
+                found = "leave out `scale`, and it is found"
+                way_out = found if self.settings.scale else "the curvature is not positive; add damping=..."
                 raise ValueError(f"LiSSA diverges at scale={self.scale:g}: {way_out}")
             self.scale *= 10
 
     def _check(self, x: Params, b: Params) -> None:
         r"""Warn of a series that is too short. Its x then is smaller than :math:`H^{-1} b` where H is small, and :math:`x^T (b - H x)`
         is positive; the noise of batches, which goes either way, has little part in that."""
-        q = hessian(self.at, self.data, self.kind, self.damping)({name: leaf.unsqueeze(0) for name, leaf in x.items()})
+        q = hessian(self.at, self.data, self.settings)({name: leaf.unsqueeze(0) for name, leaf in x.items()})
         whole, had = _dot(x, b), _dot(x, {name: leaf[0] for name, leaf in q.items()})
         if whole - had > FAR * whole > 0:
             warnings.warn(
-                f"LiSSA's series is too short: {self.depth} batches at scale={self.scale:g} leave a residual of {1 - had / whole:.0%}, "
-                "and influences are too small. Use more `depth`, more `damping`, or solver='cg'",
+                f"LiSSA's series is too short: {self.settings.depth} batches at scale={self.scale:g} leave a residual of "
+                f"{1 - had / whole:.0%}, and influences are too small. Use more `depth`, more `damping`, or solver='cg'",
                 stacklevel=4,
             )
 
     def _run(self, b: Params, seed: int) -> Params | None:
         """One sum of the series; None where it diverges."""
-        prior, h, size = prior_product(self.at, self.damping), dict(b), _norm(b)
+        prior, h, size = prior_product(self.at, self.settings.damping), dict(b), _norm(b)
         source = self.data.endless(seed)
-        for j in range(1, self.depth + 1):
+        for j in range(1, self.settings.depth + 1):
             batch = next(source)
             n = batch_size(self.at.model.split(batch)[1])
             row = {name: leaf.unsqueeze(0) for name, leaf in h.items()}
-            over, pull = batch_product(self.at.model, self.at.params, batch, self.at.buffers, row, self.kind), prior(row)
+            over, pull = (
+                batch_product(self.at.model, self.at.params, batch, self.at.buffers, row, self.settings.curvature),
+                prior(row),
+            )
             curved = {name: over[name][0] / n + pull[name][0] / self.n_data for name in h}
-            if not self.fixed and _dot(h, curved) > self.scale * _dot(h, h):
+            if not self.settings.scale and _dot(h, curved) > self.scale * _dot(h, h):
                 return None
             h = {name: b[name] + leaf - curved[name] / self.scale for name, leaf in h.items()}
             if not _norm(h) <= (j + 1) * size * (1 + 1e-4):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dubito._moved import renamed, renamed_fields
-from dubito.apps.network import Network, average_over, examples, last_linear, networks, posterior_of
+from dubito.apps.network import Network, average_over, check_real, examples, last_linear, networks, posterior_of
 from dubito.evaluation.judge import rank
 from dubito.evaluation.measures import MEASURES
 from dubito.evaluation.reservoir import Reservoir
@@ -265,13 +265,12 @@ class ODINScore:
 
     def direction(self, x: Tensor) -> Tensor:
         """The sign of the gradient of ln S by the input, divided by the channels' std."""
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise ValueError("ODIN moves the input along a gradient: it is for one tensor of real numbers, such as images")
-        std = x.new_ones(1)
+        check_real(x, "ODIN moves the input along a gradient, as that of images")
+        std = x.new_tensor(self.settings.std or (1.0,))
         if self.settings.std:
-            if x.ndim < 2 or x.shape[1] != len(self.settings.std):
-                raise ValueError(f"std has {len(self.settings.std)} channels for inputs {list(x.shape)}, whose axis 1 they are")
-            std = x.new_tensor(self.settings.std).reshape(-1, *[1] * (x.ndim - 2))
+            fits = x.ndim > 1 and x.shape[1] == len(std)
+            require(fits, f"std has {len(std)} channels for inputs {list(x.shape)}, whose axis 1 they are")
+            std = std.reshape(-1, *[1] * (x.ndim - 2))
         with torch.enable_grad():
             leaf = x.detach().clone().requires_grad_()
             (slope,) = torch.autograd.grad(self.log_maximum(leaf).sum(), leaf)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from dubito.apps.network import CONVOLUTIONS, Network, as_tuple, call, layer_inputs, networks, posterior_of
+from dubito.apps.network import CONVOLUTIONS, Network, as_tuple, call, check_real, layer_inputs, networks, posterior_of
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.weights import copy_network, in_mode
@@ -142,8 +142,8 @@ def lipschitz_bound(given: Posterior | Model | nn.Module, x: Tensor, *, draws: i
     >>> lipschitz_bound(net, torch.zeros(1, 2)).value
     1.0
     """
-    real = isinstance(x, Tensor) and x.is_floating_point() and len(x) > 0
-    require(real, "x must be one tensor of real numbers with at least one example: embed words first")
+    check_real(x, "embed words first")
+    require(len(x), "x must have at least one example")
     with torch.inference_mode(False):  # what is made in that mode has no gradients, by which norms are found
         bounds = [(member.weight, _bound(member, x[:1].clone())) for member in networks(posterior_of(given), draws=draws)]
     return Bound(sum(share * bound.value for share, bound in bounds), bounds[0][1].factors)
@@ -195,7 +195,7 @@ class _Walk:
 
     def _norm(self, base: int, steps: list[Step]) -> float:
         """The norm of affine operations in a row, as one."""
-        values: dict[int | None, Any] = {slot: _double(value) for slot, value in self.values.items()}
+        values: dict[int | None, Any] = tree.move(self.values, dtype=torch.float64)
         real = [step for step in steps if not _moves(step)]
         if not real:
             return 1.0
@@ -292,10 +292,6 @@ def _moves(step: Step) -> bool:
     return step.name in MOVES
 
 
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 def _each(value: Any, axes: int) -> list[int]:
     values = as_tuple(value)
     return [int(value) for value in values] * (axes if len(values) == 1 else 1)
@@ -331,7 +327,7 @@ def spectrally_normalized(
     with fork_rng(derive_seed(seed, "spectral")):
         shapes = _shapes(made, layers, x)
         for name, layer in layers.items():
-            if isinstance(layer, nn.Linear):
+            if layer.weight.ndim == 2:
                 spectral_norm(layer, n_power_iterations=iterations)
             else:
                 require(name in shapes, f"the layer {name!r} is not called when the network runs on x: exclude it by `at`")

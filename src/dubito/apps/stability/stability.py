@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dubito.apps.network import check_real
 from dubito.apps.stability.bound import Bound, lipschitz_bound
 from dubito.evaluation.metrics import accuracy, ece, nll
 from dubito.evaluation.metrics.decisions import auroc
 from dubito.evaluation.metrics.reading import labelled, targets
 from dubito.evaluation.shift.attack import Bounds, Norm, check, pgd
 from dubito.inference.progress import Progress
-from dubito.model.likelihoods import Bernoulli, Categorical
+from dubito.model.likelihoods import Categorical
 from dubito.posteriors import Point, Posterior
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors.checks import at_least, one_of, positive, require
@@ -54,8 +55,7 @@ def local_slopes(
     >>> local_slopes(point, torch.zeros(4, 2)).round(decimals=2)
     tensor([3., 3., 3., 3.])
     """
-    real = isinstance(x, Tensor) and x.is_floating_point()
-    require(real, "x must be one tensor of real numbers: divide bytes by 255, embed words")
+    check_real(x, "divide bytes by 255, embed words")
     one_of(("predictions", "outputs"), of=of)
     at_least(1, steps=steps, batch_size=batch_size)
     positive(tolerance=tolerance)
@@ -206,7 +206,7 @@ def stability(
 def _check(posterior: Posterior, x: Tensor, y: Tensor, levels: list[float], bounds: Bounds, norm: Norm) -> None:
     likelihood = posterior.model.likelihood
     require(likelihood.discrete, "the stability report is of classifiers; for a regression use local_slopes")
-    several = isinstance(likelihood, Bernoulli) and y.ndim > 1 and y.shape[-1] > 1
+    several = not likelihood.indexed and y.ndim > 1 and y.shape[-1] > 1
     require(not several, f"the stability report needs one label for each input; got targets {list(y.shape)}")
     check(x, levels[-1], bounds, norm)
     require(levels[0] >= 0 and len(levels) > 1, f"sizes must be positive, and at least one; got {levels}")
