@@ -202,9 +202,9 @@ def joined(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return first
     if isinstance(first, dict):
-        return {key: joined([part[key] for part in parts]) for key in first}
+        return {key: joined([batch[key] for batch in parts]) for key in first}
     if isinstance(first, list | tuple):
-        return tuple(joined([part[i] for part in parts]) for i in range(len(first)))
+        return tuple(joined([batch[i] for batch in parts]) for i in range(len(first)))
     return torch.cat(parts)
 
 

@@ -224,8 +224,8 @@ def expected_gain(at: Functions, targets: Functions) -> Tensor:
     size = max(1, CHUNK // (many * width * width))
     parts = []
     for start in range(0, n, size):
-        part = at.at(slice(start, start + size))
-        parts.append((_of_classes if at.noise is None else _of_numbers)(part, targets))
+        batch = at.at(slice(start, start + size))
+        parts.append((_of_classes if at.noise is None else _of_numbers)(batch, targets))
     return torch.cat(parts)
 
 
@@ -283,14 +283,14 @@ class Outcomes:
     @property
     def chunk(self) -> int:
         """How many candidates the memory allows at a time."""
-        one = 3 * len(self.configurations) * self.probs.shape[-1] * self.probs.element_size()
-        return max(1, int(self.memory * GIGABYTE / 4 / one))
+        size = 3 * len(self.configurations) * self.probs.shape[-1] * self.probs.element_size()
+        return max(1, int(self.memory * GIGABYTE / 4 / size))
 
     def gains(self, rows: Tensor) -> Tensor:
         """What each of some candidates would add, [n]."""
-        part = self.probs[rows]  # [n, S, C]
-        n, draws, width = part.shape
-        given = self.shares @ part.transpose(0, 1).reshape(draws, -1)  # [M, n C]
+        probs = self.probs[rows]  # [n, S, C]
+        n, draws, width = probs.shape
+        given = self.shares @ probs.transpose(0, 1).reshape(draws, -1)  # [M, n C]
         left = (self.configurations @ torch.special.entr(given)).reshape(n, width).sum(-1)
         return left - self.known[rows]
 
@@ -338,8 +338,8 @@ class Spread:
 
     def gains(self, rows: Tensor) -> Tensor:
         """What each of some candidates would add, [n]."""
-        part = self.scaled[rows]
-        inner = part.mT @ (self.rest @ part)  # [n, C, C]
+        scaled = self.scaled[rows]
+        inner = scaled.mT @ (self.rest @ scaled)  # [n, C, C]
         eye = torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
         return 0.5 * torch.linalg.slogdet(eye + inner).logabsdet + self.of_noise[rows]
 
@@ -424,15 +424,15 @@ class BatchBALD:
     def choose(self, view: View, k: int, generator: torch.Generator) -> Choice:
         """The greedy batch of k candidates."""
         kept = _Kept(self.memory, k)
-        for part in view.functions(least=self.least):
-            kept.add(part)
+        for functions in view.functions(least=self.least):
+            kept.add(functions)
         at, rows, singles = kept.all()
         require(len(at.values) > 1, "BatchBALD needs draws that disagree, and this posterior is one function: use 'entropy'")
         joint = self._joint(at, generator)
         if len(view.pending):
-            for part in view.functions(view.pending.sort().values, least=self.least):
-                for i in range(part.values.shape[1]):
-                    joint.take(part.values[:, i], None if part.noise is None else part.noise[i])
+            for functions in view.functions(view.pending.sort().values, least=self.least):
+                for i in range(functions.values.shape[1]):
+                    joint.take(functions.values[:, i], None if functions.noise is None else functions.noise[i])
         choice = greedy(joint, at, singles, k, generator)
         return Choice(rows[choice.positions.to(rows.device)], choice.scores)
 
@@ -493,8 +493,8 @@ class _Kept:
         rows = torch.arange(self.seen, self.seen + n, device=at.values.device)
         self.parts.append((at, rows, _single(at)))
         self.seen, self.count = self.seen + n, self.count + n
-        one = at.values.element_size() * at.values.shape[0] * at.values.shape[2]
-        most = max(self.least, int(self.memory * GIGABYTE / 2 / one))
+        size = at.values.element_size() * at.values.shape[0] * at.values.shape[2]
+        most = max(self.least, int(self.memory * GIGABYTE / 2 / size))
         if self.count > 2 * most:
             self._reduce(most)
 

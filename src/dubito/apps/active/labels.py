@@ -195,7 +195,7 @@ class Folder:
                 "skipped": torch.tensor(labels.skipped, dtype=torch.long),
             }
             tensors = plain if labels.targets is None else {**plain, "targets": labels.targets}
-            history = [asdict(one) for one in labels.history]
+            history = [asdict(entry) for entry in labels.history]
             _write(self.path / FILE, tensors, {"kind": "active", "writes": self.written + 1, "history": history, **about})
             self.written += 1
 
@@ -220,8 +220,8 @@ class Folder:
             return {}, {}, ""
         tensors, meta = store.read(file)
         before, after = (
-            {name.removeprefix(kind): leaf for name, leaf in tensors.items() if name.startswith(kind)}
-            for kind in ("before:", "after:")
+            {name.removeprefix(prefix): leaf for name, leaf in tensors.items() if name.startswith(prefix)}
+            for prefix in ("before:", "after:")
         )
         return before, after, meta["of"]
 
@@ -234,7 +234,9 @@ def read(folder: str | os.PathLike) -> tuple[Folder, Labels, dict[str, Any]]:
     tensors, meta = store.read(path / FILE)
     if meta.get("kind") != "active":
         raise store.FileError(f"{path / FILE}: written by dubito, but not by a session of active learning")
-    history = tuple(Round(**{**one, "asked": tuple(one["asked"]), "scores": tuple(one["scores"])}) for one in meta["history"])
+    history = tuple(
+        Round(**{**entry, "asked": tuple(entry["asked"]), "scores": tuple(entry["scores"])}) for entry in meta["history"]
+    )
     numbers = {name: tuple(tensors[name].tolist()) for name in ("indices", "pending", "skipped")}
     return Folder(path, meta["writes"]), Labels(**numbers, targets=tensors.get("targets"), history=history), meta
 

@@ -150,8 +150,8 @@ class ActiveLearning:
 
     def curve(self, name: str = "accuracy") -> tuple[list[int], list[float]]:
         """A figure on held-out data over the number of labels."""
-        rounds = [one for one in self.history if name in one.held_out]
-        return [one.labels for one in rounds], [one.held_out[name] for one in rounds]
+        rounds = [entry for entry in self.history if name in entry.held_out]
+        return [entry.labels for entry in rounds], [entry.held_out[name] for entry in rounds]
 
     def tell(self, indices: Indices, labels: Any, *, overwrite: bool = False) -> None:
         """Take the labels of some inputs, which need not have been asked. A label that is known is only changed with `overwrite`.

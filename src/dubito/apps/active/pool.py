@@ -53,9 +53,9 @@ class Pool:
 
     def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """Inputs of the given numbers, in rising order, `size` at a time (or as a loader cuts them)."""
-        kind = _dtype(model)
+        dtype = _dtype(model)
         for x in self.source.batches(model, indices.cpu(), size):
-            yield tree.tensors(x, kind)
+            yield tree.tensors(x, dtype)
 
     def take(self, model: Model, indices: Tensor | Sequence[int]) -> Any:
         """The inputs of some numbers as one batch, in the order that they are asked for."""
@@ -225,16 +225,16 @@ class Functions(NamedTuple):
 
     def at(self, rows: Tensor | slice) -> Functions:
         """The same functions at some of the inputs."""
-        noise, log_noise = (None if part is None else part[rows] for part in (self.noise, self.log_noise))
+        noise, log_noise = (None if values is None else values[rows] for values in (self.noise, self.log_noise))
         return Functions(self.values[:, rows], self.weights, noise, log_noise)
 
     @staticmethod
     def join(parts: list[Functions]) -> Functions:
         """The same functions at the inputs of all parts."""
-        noises = [part.noise for part in parts if part.noise is not None]
-        logs = [part.log_noise for part in parts if part.log_noise is not None]
+        noises = [functions.noise for functions in parts if functions.noise is not None]
+        logs = [functions.log_noise for functions in parts if functions.log_noise is not None]
         noise, log_noise = (torch.cat(each) if each else None for each in (noises, logs))
-        return Functions(torch.cat([part.values for part in parts], 1), parts[0].weights, noise, log_noise)
+        return Functions(torch.cat([functions.values for functions in parts], 1), parts[0].weights, noise, log_noise)
 
 
 @dataclass
@@ -282,9 +282,9 @@ class View:
         which = self.candidates if indices is None else indices
         given = [x] if x is not None else self.pool.batches(posterior.model, which, self.size)
         sums = []
-        for part in given:
-            way = self._way(posterior, part, least) if way is None else way
-            p = self._predict(posterior, part, *way)
+        for batch in given:
+            way = self._way(posterior, batch, least) if way is None else way
+            p = self._predict(posterior, batch, *way)
             yield self._read(p)
             sums.append(_sums(p))
         if indices is None and x is None:
@@ -296,10 +296,10 @@ class View:
 
     def _way(self, posterior: Posterior, x: Inputs, least: int) -> tuple[str | None, int | None]:
         """The first way to predict, of those that come closest to what is wanted, that gives draws of functions."""
-        one = tree.apply_leaves(lambda leaf: leaf[:1], x)
+        first = tree.apply_leaves(lambda leaf: leaf[:1], x)
         ways = [(self.how, self.draws), (self.how, self.draws or least), ("sampled", self.draws or least)]
         for way in ways[:-1]:
-            p = self._predict(posterior, one, *way)
+            p = self._predict(posterior, first, *way)
             if isinstance(p, LatentMixture) and p.certain:
                 return way
         return ways[-1]

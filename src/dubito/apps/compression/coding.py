@@ -110,7 +110,7 @@ def encode(numbers: Sequence[np.ndarray]) -> bytes:
     cost = float(np.sum(PLACES - np.log2(frequency[contexts, flat]))) if len(flat) else 0.0
     lanes = int(min(1024, max(1, cost // 12800, len(flat) // 20_000)))
     states, words = _push(frequency[contexts, flat], start[contexts, flat], lanes)
-    low = np.concatenate([[0], *(_bits(part, count) for part, count in zip(extra, counts, strict=True))])[1:]
+    low = np.concatenate([[0], *(_bits(lower, count) for lower, count in zip(extra, counts, strict=True))])[1:]
     head = np.packbits(np.concatenate([tables, low]).astype(np.uint8)).tobytes()
     return HEADER.pack(lanes, len(words), len(head)) + states.astype("<u4").tobytes() + words.astype("<u2").tobytes() + head
 

@@ -240,26 +240,26 @@ def compress(
 def _silent(small: Compressed, pruned: Params, gone: Params, names: list[str]) -> Params:
     """Biases without those of filters that were pruned, and are there all the same since padding keeps their bias from going into the
     next layer. `names` are the weights whose units go as a whole; not that of the last layer, whose biases are part of the answer."""
-    found = {}
+    biases = {}
     for name, rows in small.meta["rows"].items():
         bias = name.removesuffix("weight") + "bias"
         if name not in names or bias not in pruned or not name.endswith("weight") or pruned[name].ndim < 3:
             continue
         whole = gone[name].flatten(1).all(1) & torch.from_numpy(rows).to(gone[name].device)
         if bool((whole & (pruned[bias] != 0)).any()):
-            found[bias] = pruned[bias].masked_fill(whole, 0)
-    return found
+            biases[bias] = pruned[bias].masked_fill(whole, 0)
+    return biases
 
 
 def _round(small: Compressed, steps: dict[str, int]) -> None:
     """Biases again, into which constants went; those that are new have the step of their weight."""
-    own = {}
+    exponents = {}
     for name, leaf in small.named_parameters():
         t = steps.get(name, steps.get(name.removesuffix("bias") + "weight"))
         if t is not None:
             leaf.copy_(coding.rounded(leaf, t))
-            own[name] = t
-    small.meta["steps"] = own
+            exponents[name] = t
+    small.meta["steps"] = exponents
 
 
 THRESHOLD = 1.0  # a mean that is within a standard deviation of zero
@@ -279,9 +279,9 @@ def moments(posterior: Posterior) -> tuple[Params, Params]:
     elif hasattr(other, "moments"):  # a posterior of your own
         known = other.moments()
     if known is None:
-        kind = f"{type(posterior.family).__name__} " if isinstance(posterior, Drawn) else ""
+        family = f"{type(posterior.family).__name__} " if isinstance(posterior, Drawn) else ""
         raise TypeError(
-            f"a {kind}{type(posterior).__name__} posterior has no mean and variance of each weight: use a Gaussian one, such as that "
+            f"a {family}{type(posterior).__name__} posterior has no mean and variance of each weight: use a Gaussian one, such as that "
             "of Laplace or Variational, or cut the network by masks with `apps.compression.cut`"
         )
     return {**getattr(other, "points", {}), **known[0]}, known[1]

@@ -73,12 +73,12 @@ def cut(
     >>> {name: tuple(p.shape) for name, p in small.named_parameters()}
     {'0.weight': (2, 4), '0.bias': (2,), '2.weight': (2, 2), '2.bias': (2,)}
     """
-    own: Params = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    state: Params = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     given = {name: leaf for name, leaf in {**(buffers or {}), **(params or {})}.items() if ":" not in name}
     for name, leaf in given.items():
-        fits = name in own and own[name].shape == leaf.shape
+        fits = name in state and state[name].shape == leaf.shape
         require(fits, f"the network has no parameter or buffer {name} of shape {list(leaf.shape)}")
-    weights = {name: given.get(name, leaf).detach() for name, leaf in own.items()}
+    weights = {name: given.get(name, leaf).detach() for name, leaf in state.items()}
     weights |= drop(network, weights, outputs or {}, rows=True)
     weights |= drop(network, weights, inputs or {}, rows=False)
     with torch.no_grad(), fork_rng():  # dropout that is always on would draw
@@ -302,9 +302,9 @@ class _Writer(GraphWriter):
         mask = self.mask(slot)
         return -1 if mask is None else int(mask.sum())
 
-    def hold(self, name: str, tensor: Tensor, kind: str) -> fx.Node:
+    def hold(self, name: str, tensor: Tensor, role: str) -> fx.Node:
         """A tensor of the module: a "parameter", "buffer" or "constant"."""
-        self.held[name] = (tensor.to(self.device), kind)
+        self.held[name] = (tensor.to(self.device), role)
         return self.graph.create_node("get_attr", name)
 
     def node(self, slot: int) -> fx.Node:
@@ -322,8 +322,8 @@ class _Writer(GraphWriter):
             return name, value, "parameter" if name in self.parameters else "buffer"
         constant = slot in self.trace.constants
         learned = slot in self.flows.learned and value.is_floating_point()
-        kind = "parameter" if learned else "constant" if constant else "buffer"
-        return f"{'constant' if constant else 'derived'}.{slot}", value, kind
+        role = "parameter" if learned else "constant" if constant else "buffer"
+        return f"{'constant' if constant else 'derived'}.{slot}", value, role
 
     def weight(self, slot: int) -> Tensor:
         """A weight without the rows and columns that are gone."""
@@ -375,12 +375,12 @@ class _Writer(GraphWriter):
 
     def _build(self) -> Compressed:
         root, used = nn.Module(), {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
-        for name, (tensor, kind) in self.held.items():
+        for name, (tensor, role) in self.held.items():
             if name in used:
                 old = self.parameters.get(name)
-                learned = kind == "parameter"
+                learned = role == "parameter"
                 tensor = tensor.requires_grad_(learned and (old is None or old.requires_grad)) if learned else tensor
-                add_tensor(root, name, tensor, parameter=learned, persistent=kind == "buffer")
+                add_tensor(root, name, tensor, parameter=learned, persistent=role == "buffer")
         module = Compressed(root, self.graph, "Compressed")
         fixed = {name for name in used if self.held[name][1] == "constant"}
         for name in fixed:  # which a GraphModule forgets
@@ -404,9 +404,9 @@ class _Writer(GraphWriter):
         self.assign(step.out, self.call(step, *self.fill((step.args, step.kwargs))))
 
     def _resized(self, method: str, step: Step, given: Arguments) -> None:
-        (part,), slot = given["parts"], step.out.slot
-        sizes = self.fill(part["sizes"])
-        sizes[part["axis"]] = self.count(slot)
+        (target,), slot = given["parts"], step.out.slot
+        sizes = self.fill(target["sizes"])
+        sizes[target["axis"]] = self.count(slot)
         self.nodes[slot] = self.graph.call_method(method, (self.node(step.args[0].slot), *sizes))
 
     def _reshape(self, step: Step, given: Arguments) -> None:
@@ -420,8 +420,8 @@ class _Writer(GraphWriter):
         kept = self.mask(source)
         assert kept is not None
         places = np.cumsum(kept) - 1
-        for slot, part in zip(step.outputs, given["parts"], strict=True):
-            index = places[part["index"][self.mask(slot)]]
+        for slot, flow in zip(step.outputs, given["parts"], strict=True):
+            index = places[flow["index"][self.mask(slot)]]
             if len(index):
                 self.nodes[slot] = self.take(self.node(source), self.flows.flows[source].axis, index, int(kept.sum()))
 
@@ -475,7 +475,7 @@ class _Writer(GraphWriter):
         self.nodes[step.out.slot] = self.graph.call_function(step.func, args, rest)
 
     def _cat(self, step: Step, given: Arguments) -> None:
-        parts = [self.node(part.slot) for part in step.args[0] if self.count(part.slot) != 0]
+        parts = [self.node(term.slot) for term in step.args[0] if self.count(term.slot) != 0]
         self.nodes[step.out.slot] = parts[0] if len(parts) == 1 else self.graph.call_function(torch.cat, (parts, given["dim"]))
 
     def _pad(self, step: Step, given: Arguments) -> None:

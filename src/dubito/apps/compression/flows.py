@@ -56,8 +56,8 @@ class Units:
 
     def join(self, a: np.ndarray, b: np.ndarray) -> None:
         """From now on a[i] and b[i] go together."""
-        for one, other in zip(a.tolist(), b.tolist(), strict=True):
-            p, q = self.root(one), self.root(other)
+        for unit, other in zip(a.tolist(), b.tolist(), strict=True):
+            p, q = self.root(unit), self.root(other)
             if p != q:
                 self.parent[max(p, q)] = min(p, q)
 

@@ -77,7 +77,7 @@ def load(path: str | os.PathLike, network: nn.Module, *, output: Callable[[Any],
     if architecture(network) != network_digest:
         raise store.FileError(f"{path}: made of another network, whose parameters or buffers have other names or shapes")
     parts = np.split(np.frombuffer(body, np.uint8), np.cumsum(lengths))
-    about, masks, numbers, raw = (part.tobytes() for part in parts)
+    about, masks, numbers, raw = (piece.tobytes() for piece in parts)
     return _unpacked(path, json.loads(zlib.decompress(about)), masks, numbers, raw, network, output)
 
 

@@ -136,7 +136,7 @@ class Detector:
             raise ValueError("nothing has been counted: add scores first")
         some = self._size.nonzero().squeeze(1)
         values = (some.to(torch.int32) << SHIFT).view(torch.float32)
-        return Ranking(*(part.cpu() for part in (values, self._size[some], self._losses[some])))
+        return Ranking(*(leaf.cpu() for leaf in (values, self._size[some], self._losses[some])))
 
     @property
     def n(self) -> int:
@@ -145,8 +145,8 @@ class Detector:
 
     def precision_recall(self) -> tuple[Tensor, Tensor]:
         """(precision, recall), each [G] in float64: of all pixels above a score, from the most uncertain down."""
-        found = self._errors()
-        wrong, shown = found.losses.flip(0).cumsum(0), found.size.flip(0).cumsum(0)
+        ranking = self._errors()
+        wrong, shown = ranking.losses.flip(0).cumsum(0), ranking.size.flip(0).cumsum(0)
         return wrong / shown, wrong / wrong[-1]
 
     @property
@@ -175,9 +175,9 @@ class Detector:
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """(coverage, risk), each [G] in float64: the mean loss of all pixels up to a score, from the most certain up."""
-        found = self.ranking
-        size = found.size.cumsum(0).double()
-        return size / size[-1], found.losses.cumsum(0) / size
+        ranking = self.ranking
+        size = ranking.size.cumsum(0).double()
+        return size / size[-1], ranking.losses.cumsum(0) / size
 
     @property
     def aurc(self) -> float:
@@ -186,8 +186,8 @@ class Detector:
         In a group of m pixels with the mean loss e, after a others with the losses L, the risks are :math:`(L + j e) / (a + j)`,
         whose sum over j is :math:`m e + (L - a e) (\psi(a + m + 1) - \psi(a + 1))`.
         """
-        found = self.ranking
-        size, losses = found.size.double(), found.losses
+        ranking = self.ranking
+        size, losses = ranking.size.double(), ranking.losses
         before, lost, each = size.cumsum(0) - size, losses.cumsum(0) - losses, losses / size
         steps = torch.special.digamma(before + size + 1) - torch.special.digamma(before + 1)
         return float((losses + (lost - before * each) * steps).sum() / size.sum())
@@ -247,7 +247,9 @@ class Assessment:
 
     def table(self, names: Sequence[str] | None = None) -> str:
         """Name, value and meaning, a line each; then how well each score finds errors, and, with `names`, the IoU of each class."""
-        more = {f"{key} by {score}": value for score, one in self.detectors.items() for key, value in one.figures.items()}
+        more = {
+            f"{key} by {score}": value for score, detector in self.detectors.items() for key, value in detector.figures.items()
+        }
         if names is not None and self.confusion is not None:
             more |= {f"IoU of {name}": iou for name, iou in zip(names, self.confusion.iou.tolist(), strict=True)}
         return score_text(f"{self.n:,} pixels", rows({**self.values, **more}, self.standard_errors, MEANINGS))
@@ -342,7 +344,7 @@ class Tally:
         edges = torch.arange(1, self.bins, dtype=confidence.dtype, device=confidence.device) / self.bins
         which, right = torch.bucketize(confidence, edges), (top == truth) & ~confidence.isnan()
         weights = (torch.ones_like(confidence), confidence, right)
-        bins = torch.stack([torch.bincount(which, one.double(), minlength=self.bins) for one in weights])
+        bins = torch.stack([torch.bincount(which, weight.double(), minlength=self.bins) for weight in weights])
         self._bins = bins if self._bins is None else self._bins + bins
         return ~right
 

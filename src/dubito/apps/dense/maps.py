@@ -72,8 +72,8 @@ class Maps:
     @staticmethod
     def joined(parts: list[Maps]) -> Maps:
         """Maps of several batches as one."""
-        noise = None if parts[0].noise is None else torch.cat([part.noise for part in parts if part.noise is not None])
-        whole = {name: torch.cat([getattr(part, name) for part in parts]) for name in EVERYWHERE}
+        noise = None if parts[0].noise is None else torch.cat([maps.noise for maps in parts if maps.noise is not None])
+        whole = {name: torch.cat([getattr(maps, name) for maps in parts]) for name in EVERYWHERE}
         return Maps(**whole, noise=noise, discrete=parts[0].discrete)
 
 
@@ -221,7 +221,7 @@ def _read(p: Predictive) -> list[Tensor]:
         return [mean, total, aleatoric, total - aleatoric, spread]
     split = p.uncertainty
     parts = [split.total, split.aleatoric, split.epistemic]
-    return [p.mean, *(parts if p.likelihood.discrete else (part.sum(-1) for part in parts)), spread]
+    return [p.mean, *(parts if p.likelihood.discrete else (values.sum(-1) for values in parts)), spread]
 
 
 def _noise(p: LatentMixture) -> Tensor | None:

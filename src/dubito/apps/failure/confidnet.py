@@ -249,7 +249,7 @@ class _Held:
     def judge(self, head: nn.Module) -> dict[str, float]:
         """Average precision of the errors by the head (nan if there are none, or nothing else), and its loss."""
         with torch.no_grad():
-            z = torch.cat([head(part).squeeze(-1) for part in self.phi.split(2**16)])
+            z = torch.cat([head(batch).squeeze(-1) for batch in self.phi.split(2**16)])
         if bool(z.isnan().any()):  # such a head is never the best
             return {"aupr_error": math.nan, "held_out_loss": math.nan}
         return {

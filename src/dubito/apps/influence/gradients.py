@@ -89,7 +89,7 @@ class Ordered:
             start += size
 
     def _pass(self, *, shuffle: bool, seed: int) -> Iterator[Batch]:
-        kind, source, i = next(self.model.network.parameters()).dtype, None, 0
+        dtype, source, i = next(self.model.network.parameters()).dtype, None, 0
         while True:
             # A DataLoader draws from the global generator, even unshuffled. It is lent out for one batch at a time: a pass over test
             # data stands still while one over the training data runs.
@@ -99,7 +99,7 @@ class Ordered:
                 batch = next(source, END)
             if batch is END:
                 return
-            yield tree.tensors(batch, kind)
+            yield tree.tensors(batch, dtype)
             i += 1
 
 
@@ -145,7 +145,7 @@ class Gradients:
         """The losses of a batch on their way back to the layers."""
         x, y = self.model.split(batch)
         size, like = batch_size(y), {name: leaf.detach() for name, leaf in self.like.items()}
-        found, done, used = passed(self.model, self.params, x, self.buffers, self.names)
+        coverage, done, used = passed(self.model, self.params, x, self.buffers, self.names)
         layers = [Layer(p, uses, size, {n: like[n].shape for n in p.names}) for p, uses in used.items() if uses]
         with torch.no_grad():
             f = done.f.detach()
@@ -157,8 +157,8 @@ class Gradients:
             back = iter(torch.autograd.grad(done.f, edges, s.to(done.f.dtype), allow_unused=True) if edges else ())
             grads = [layer.outputs([next(back) for _ in layer.uses]) for layer in layers]
             others = {}
-            if found.generic:
-                each = example_gradients(self.model, self.params, x, self.buffers, found.generic, s.unsqueeze(0))
+            if coverage.generic:
+                each = example_gradients(self.model, self.params, x, self.buffers, coverage.generic, s.unsqueeze(0))
                 others = {name: leaf[0] for name, leaf in each.items()}
         return Losses(size, like, layers, grads, others)
 
@@ -202,17 +202,17 @@ class Losses:
 
     def stacked(self) -> Params:
         """All gradients, leaves [B, *shape]."""
-        found = dict(self.others)
+        gradients = dict(self.others)
         for layer, g in zip(self.layers, self.rows, strict=True):
-            found |= layer.gradients(g)
-        return {n: found[n] if n in found else leaf.new_zeros(self.size, *leaf.shape) for n, leaf in self.like.items()}
+            gradients |= layer.gradients(g)
+        return {n: gradients[n] if n in gradients else leaf.new_zeros(self.size, *leaf.shape) for n, leaf in self.like.items()}
 
     def summed(self) -> Params:
         """Their sum over the examples."""
-        found = {name: leaf.sum(0) for name, leaf in self.others.items()}
+        sums = {name: leaf.sum(0) for name, leaf in self.others.items()}
         for layer, g in zip(self.layers, self.rows, strict=True):
-            found |= layer.summed(g)
-        return {name: found.get(name, torch.zeros_like(leaf)) for name, leaf in self.like.items()}
+            sums |= layer.summed(g)
+        return {name: sums.get(name, torch.zeros_like(leaf)) for name, leaf in self.like.items()}
 
     def along(self, directions: Params) -> Tensor:
         """Inner products [T, B] with directions, leaves [T, *shape]."""
@@ -276,8 +276,8 @@ class Losses:
                 continue
             if part.kind == "lookup":
                 assert part.weight is not None
-                found, example, index = layer.lookups(g)
-                total = total.index_add(0, example, (found**2 * variance[part.weight][index]).sum(-1))
+                looked, example, index = layer.lookups(g)
+                total = total.index_add(0, example, (looked**2 * variance[part.weight][index]).sum(-1))
             else:
                 for piece, leaves in _leaves(layer, g):
                     for name, leaf in leaves.items():
@@ -286,7 +286,7 @@ class Losses:
 
     def _whole(self, block: Covariance) -> Tensor:
         """Any structure over the weights of several layers: their gradients of some examples at a time."""
-        found = []
+        forms = []
         for piece in pieces(self.size, 2 * block.size, next(iter(self.like.values()))):
             leaves = {name: leaf[piece] for name, leaf in self.others.items() if name in block.shapes}
             for layer, g in zip(self.layers, self.rows, strict=True):
@@ -295,8 +295,8 @@ class Losses:
             n = piece.stop - piece.start
             v = {k: leaves[k] if k in leaves else self.like[k].new_zeros(n, *self.like[k].shape) for k in block.shapes}
             pulled = block.product(v)
-            found.append(torch.stack([flat(v[name] * pulled[name], 1).sum(1) for name in v]).sum(0))
-        return torch.cat(found)
+            forms.append(torch.stack([flat(v[name] * pulled[name], 1).sum(1) for name in v]).sum(0))
+        return torch.cat(forms)
 
 
 def _kronecker(block: Kronecker, layer: Layer, g: Tensor) -> Tensor:
@@ -304,11 +304,11 @@ def _kronecker(block: Kronecker, layer: Layer, g: Tensor) -> Tensor:
     turned = g @ block.left
     if layer.positions == 1:
         return (turned.squeeze(1) ** 2 * (layer.energy(block.inputs) @ block.variances.mT)).sum(1)
-    found = []
+    forms = []
     for piece in pieces(layer.batch, block.variances.numel() + layer.positions * sum(block.variances.shape), g):
         a = layer.examples(piece).rotated(block.inputs)
-        found.append(((turned[piece].mT @ a).square_() * block.variances).flatten(1).sum(1))
-    return torch.cat(found)
+        forms.append(((turned[piece].mT @ a).square_() * block.variances).flatten(1).sum(1))
+    return torch.cat(forms)
 
 
 def _leaves(layer: Layer, g: Tensor) -> Iterator[tuple[slice, Params]]:

@@ -197,8 +197,8 @@ def _found(values: Tensor, wrong: Tensor, share: float) -> float:
     count = -int(-share * len(values) // 1)
     edge = values.topk(count).values[-1]
     above, tied = values > edge, values == edge
-    part = (count - int(above.sum())) / int(tied.sum())  # of those at the edge
-    return (int((wrong & above).sum()) + part * int((wrong & tied).sum())) / int(wrong.sum())
+    share_at_edge = (count - int(above.sum())) / int(tied.sum())  # of those at the edge
+    return (int((wrong & above).sum()) + share_at_edge * int((wrong & tied).sum())) / int(wrong.sum())
 
 
 STRUCTURES = {"ekfac": "kronecker", "kfac": "kronecker", "diagonal": "diagonal", "dense": "dense"}
@@ -450,8 +450,8 @@ class LiSSA:
                 self._check(mean, b)
                 return mean
             if self.settings.scale or self.scale * 10 > LARGEST:
-                found = "leave out `scale`, and it is found"
-                way_out = found if self.settings.scale else "the curvature is not positive; add damping=..."
+                advice = "leave out `scale`, and it is found"
+                way_out = advice if self.settings.scale else "the curvature is not positive; add damping=..."
                 raise ValueError(f"LiSSA diverges at scale={self.scale:g}: {way_out}")
             self.scale *= 10
 

@@ -259,7 +259,8 @@ class ODINScore:
     def log_maximum(self, x: Tensor) -> Tensor:
         """ln S(x), [B, *D], in float64."""
         parts = [
-            math.log(one.weight) + torch.log_softmax(one(x).double() / self.settings.temperature, -1) for one in self.networks
+            math.log(network.weight) + torch.log_softmax(network(x).double() / self.settings.temperature, -1)
+            for network in self.networks
         ]
         return (parts[0] if len(parts) == 1 else torch.stack(parts).logsumexp(0)).amax(-1)
 
@@ -527,9 +528,9 @@ def kth_distance(points: Tensor, bank: Tensor, k: int) -> Tensor:
     bank, points = bank - centre, points - centre
     squares = bank.square().sum(-1)
     parts = []
-    for part in points.split(max(1, PAIRS // len(bank))):
-        nearest = torch.topk(squares - 2 * part @ bank.mT, k, dim=-1, largest=False).indices
-        parts.append(torch.linalg.vector_norm(part - bank[nearest[:, -1]], dim=-1))
+    for batch in points.split(max(1, PAIRS // len(bank))):
+        nearest = torch.topk(squares - 2 * batch @ bank.mT, k, dim=-1, largest=False).indices
+        parts.append(torch.linalg.vector_norm(batch - bank[nearest[:, -1]], dim=-1))
     return torch.cat(parts) if parts else points.new_zeros(0)
 
 

@@ -159,11 +159,13 @@ def _bound(network: Network, x: Tensor) -> Bound:
 class _Walk:
     """From operation to operation. Affine ones that follow each other are one: its norm is less than the product of theirs."""
 
-    def __init__(self, found: Trace, weights: dict[str, Tensor]):
-        self.trace, self.device = found, next(iter(weights.values())).device
-        self.values: dict[int, Any] = {slot: weights[name].detach() for slot, name in found.weights.items()}  # the same for all x
-        self.values |= found.constants
-        self.bounds: dict[int, float] = dict.fromkeys(found.inputs, 1.0)
+    def __init__(self, recorded: Trace, weights: dict[str, Tensor]):
+        self.trace, self.device = recorded, next(iter(weights.values())).device
+        self.values: dict[int, Any] = {
+            slot: weights[name].detach() for slot, name in recorded.weights.items()
+        }  # the same for all x
+        self.values |= recorded.constants
+        self.bounds: dict[int, float] = dict.fromkeys(recorded.inputs, 1.0)
         self.waiting: dict[int, tuple[int, list[Step]]] = {}  # slots that are an affine function of another, not yet bounded
         self.factors: dict[str, float] = {}
 

@@ -69,8 +69,8 @@ def local_slopes(
     parts = x.detach().split(batch_size)
     done: list[Tensor] = []
     with torch.inference_mode(False), _twice(posterior.model.network), Progress("slopes", len(parts), show=progress) as bar:
-        for i, part in enumerate(parts):
-            place = part.clone().to(device, dtype)
+        for i, batch in enumerate(parts):
+            place = batch.clone().to(device, dtype)
             done.append(_steepest(_prediction, place, steps, tolerance, generator("cpu", seed, "slopes", i)).to(x.device))
             bar.update(i + 1, {})
     return torch.cat(done) if done else x.new_zeros(0)
@@ -224,8 +224,8 @@ def _predicted(
     posterior: Posterior, x: Tensor, how: str | None, draws: int | None, seed: int, transform: Transform | None, batch_size: int
 ) -> Predictive:
     parts, dtype = [], next(posterior.model.network.parameters()).dtype
-    for part in x.split(batch_size):
-        given = part if transform is None else transform(part)
+    for batch in x.split(batch_size):
+        given = batch if transform is None else transform(batch)
         parts.append(posterior.predict(given.to(dtype), how, draws=draws, seed=seed).to("cpu"))
     return concatenate(parts)
 

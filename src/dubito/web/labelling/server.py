@@ -174,9 +174,14 @@ class Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, words: str) -> None:
         self._json(status, {"refused": words})
 
-    def _send(self, status: HTTPStatus, kind: str, content: bytes, *, cache: str = "no-store") -> None:
+    def _send(self, status: HTTPStatus, content_type: str, content: bytes, *, cache: str = "no-store") -> None:
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": cache}.items():
+        for name, value in {
+            **HEADERS,
+            "Content-Type": content_type,
+            "Content-Length": str(len(content)),
+            "Cache-Control": cache,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

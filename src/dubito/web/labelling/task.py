@@ -161,10 +161,10 @@ def task(
     for file in (path, other):
         if file is not None and not file.is_file():
             raise ValueError(f"{file}: there is no such file")
-    found = (_text if suffix == ".txt" else _table)(path, other, target, tuple(classes))
-    if len(set(found.classes)) < max(2, len(found.classes)):
-        raise ValueError(f"give at least two different classes; got {', '.join(found.classes) or 'none'}")
-    return _limited(found, pool, test)
+    made = (_text if suffix == ".txt" else _table)(path, other, target, tuple(classes))
+    if len(set(made.classes)) < max(2, len(made.classes)):
+        raise ValueError(f"give at least two different classes; got {', '.join(made.classes) or 'none'}")
+    return _limited(made, pool, test)
 
 
 def _named(name: str) -> Task:
@@ -184,17 +184,17 @@ def _named(name: str) -> Task:
     return Task(name, part.x_train, names, shown, build, given.training, (part.x_test, part.y_test))
 
 
-def _limited(found: Task, pool: int | None, test: int | None) -> Task:
+def _limited(task: Task, pool: int | None, test: int | None) -> Task:
     """The task with at most so many inputs, drawn at random, the same ones every time."""
-    rows = some(len(found.pool), pool)
+    rows = some(len(task.pool), pool)
     if isinstance(rows, Tensor):
         chosen = rows.tolist()
-        numbers = chosen if found.rows is None else [found.rows[i] for i in chosen]
-        found = replace(found, pool=found.pool[rows], shown=found.shown.select(chosen), rows=tuple(numbers))
-    if found.held_out is not None:
-        kept = some(len(found.held_out[1]), test)
-        found = replace(found, held_out=(found.held_out[0][kept], found.held_out[1][kept]))
-    return found
+        numbers = chosen if task.rows is None else [task.rows[i] for i in chosen]
+        task = replace(task, pool=task.pool[rows], shown=task.shown.select(chosen), rows=tuple(numbers))
+    if task.held_out is not None:
+        kept = some(len(task.held_out[1]), test)
+        task = replace(task, held_out=(task.held_out[0][kept], task.held_out[1][kept]))
+    return task
 
 
 def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]) -> Task:
