@@ -232,8 +232,8 @@ def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *
     parts = []
     with borrowed_generators(data), fork_rng():
         for batch in data.split(size) if isinstance(data, Tensor) else data:
-            known = getattr(score, "model", None)
-            x = inputs_of(known, batch)[0] if isinstance(known, Model) else batch[0] if isinstance(batch, list | tuple) else batch
+            model = getattr(score, "model", None)
+            x = as_tuple(batch)[0] if model is None else inputs_of(model, batch)[0]
             parts.append(score(x).cpu())
     require(parts, "there is no data: the loader gave no batch")
     return torch.cat(parts)

@@ -101,6 +101,11 @@ class Posterior(ABC):
         """The one setting of the weights that stands for the posterior, and the buffers; None where there is none, as of draws."""
         return None
 
+    @property
+    def certain(self) -> bool:
+        """Whether all mass is on one setting of the weights."""
+        return False
+
     def modes(self) -> tuple[Params, Buffers] | None:
         """Several settings side by side, leaves [K, ...], and the buffers that each has for itself; None where there is only one."""
         return None

@@ -31,6 +31,11 @@ class Point(Posterior):
         """The setting itself."""
         return self.params, self.buffers
 
+    @property
+    def certain(self) -> bool:
+        """True."""
+        return True
+
     def _functions(self, how: str | None, draws: int | None, seed: int) -> Functions:
         self._only(how, "point", "sampled")
         return Functions(self.model, {**self.buffers, **self.params}, {})

@@ -21,7 +21,7 @@ from torch import Tensor
 from dubito.apps.active.pool import Acquisition, Choice, Functions, Scored, View, best, check_finite, expected_log_noise
 from dubito.evaluation import measures
 from dubito.evaluation.measures import MEASURES
-from dubito.model.likelihoods import MultiTask, average, entropy
+from dubito.model.likelihoods import average, entropy
 from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT
 from dubito.tensors.checks import at_least, one_of, positive, require
 from dubito.tensors.randomness import fresh_generator
@@ -40,8 +40,8 @@ def bald(p: Predictive) -> Tensor:
     >>> bald(p)                                               # ln(4 / 1) / 2
     tensor([0.6931])
     """
-    if isinstance(p, LatentMixture) and isinstance(p.likelihood, MultiTask):
-        return torch.stack([bald(p.task(name)) for name in p.likelihood.tasks]).sum(0)
+    if tasks := p.likelihood.task_names:
+        return torch.stack([bald(p.task(name)) for name in tasks]).sum(0)
     if p.likelihood.discrete:
         return measures.mutual_information(p)
     if isinstance(p, StudentT):  # in units of a noise whose mean may be infinite

@@ -23,7 +23,6 @@ from dubito.evaluation.judge import judge
 from dubito.inference.method import traits_of
 from dubito.inference.options import FitOptions
 from dubito.model import Model
-from dubito.model.likelihoods import MultiTask
 from dubito.network.reinitialize import reinitialize
 from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior
@@ -90,8 +89,7 @@ class ActiveLearning:
     progress: bool | None = False
 
     def __post_init__(self, folder: str | os.PathLike | None):
-        several = isinstance(self.model.likelihood, MultiTask)
-        require(not several, "active learning is for one task at a time; got a MultiTask likelihood")
+        require(not self.model.likelihood.task_names, "active learning is for one task at a time; got a MultiTask likelihood")
         one_of(("network", "anew", "last"), start=self.start)
         anew = self.start == "last" and any(traits_of(step).starts_anew for step in chain(self.method, 1))
         require(not anew, "this method initializes its members anew and cannot continue from the last fit: use start='network'")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
-from dubito.apps.network import joined
+from dubito.apps.network import as_tuple, joined
 from dubito.inference.batches import Data
 from dubito.model import Model
-from dubito.model.likelihoods import MultiTask, average
-from dubito.network.examples import Batch, Inputs
+from dubito.model.likelihoods import average
+from dubito.network.examples import Inputs
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture, Predictive
@@ -128,7 +128,7 @@ class _Stream:
 
     def __init__(self, stream: Iterable[Any]):
         self.stream = stream
-        self.length = sum(_rows(_inputs_only(batch)) for batch in _fetched(stream))
+        self.length = sum(_rows(as_tuple(batch)[0]) for batch in _fetched(stream))
 
     def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """What is wanted of every batch."""
@@ -178,10 +178,6 @@ def _fetched(source: Iterable[Any]) -> Iterator[Inputs]:
         if batch is None:
             return
         yield batch
-
-
-def _inputs_only(batch: Batch) -> Any:
-    return batch[0] if isinstance(batch, list | tuple) else batch
 
 
 def _rows(x: Inputs) -> int:
@@ -321,10 +317,10 @@ class View:
 
 def expected_log_noise(p: LatentMixture) -> Tensor:
     r"""The mean over the weights of the log variance that y has given them, :math:`E_\theta \ln \sigma_\theta^2`, [B, *D, C]."""
-    if isinstance(p.likelihood, MultiTask):
-        classes = [name for name, (task, _) in p.likelihood.tasks.items() if task.discrete]
+    if tasks := {name: p.task(name) for name in p.likelihood.task_names}:
+        classes = [name for name, task in tasks.items() if task.likelihood.discrete]
         require(not classes, f"joint entropies are of classes or of numbers, and the tasks {classes} have classes: use 'bald'")
-        return torch.cat([expected_log_noise(p.task(name)) for name in p.likelihood.tasks], -1)
+        return torch.cat([expected_log_noise(task) for task in tasks.values()], -1)
     marginal, weights = p.points.marginals  # at points, what is left is noise
     return 2 * average(marginal.stddev.expand(marginal.batch_shape).log(), weights)
 

@@ -329,14 +329,8 @@ def masks(posterior: Posterior, *, threshold: Threshold | None = None, share: fl
             "scores, or as apps.compression.thresholds(posterior, held_out) finds them; or share=... The quartiles of the scores, from "
             f"the smallest to the largest, are: {quartiles}"
         )
-    gone = _below({name: -leaf for name, leaf in units.items()}, _negative(threshold), share)
+    gone = _below({name: -leaf for name, leaf in units.items()}, threshold, share, sign=-1)
     return {name: over_weights(mask, mean[name].shape) for name, mask in gone.items()}
-
-
-def _negative(threshold: Threshold | None) -> Threshold | None:
-    if threshold is None:
-        return None
-    return {k: -v for k, v in threshold.items()} if isinstance(threshold, Mapping) else -threshold
 
 
 def _spread(leaf: Tensor) -> str:
@@ -344,8 +338,8 @@ def _spread(leaf: Tensor) -> str:
     return " ".join(f"{float(q):.3g}" for q in quantiles)
 
 
-def _below(needed: Params, threshold: Threshold | None, share: float | None) -> Params:
-    """What is needed less than a threshold, or the share that is needed least."""
+def _below(needed: Params, threshold: Threshold | None, share: float | None, *, sign: int = 1) -> Params:
+    """What is needed less than a threshold (times a sign), or the share that is needed least."""
     if share is not None:
         flat = torch.cat([leaf.detach().flatten() for leaf in needed.values()])
         gone = torch.zeros_like(flat, dtype=torch.bool)
@@ -353,10 +347,10 @@ def _below(needed: Params, threshold: Threshold | None, share: float | None) -> 
         pieces = gone.split([leaf.numel() for leaf in needed.values()])
         return {name: piece.reshape(leaf.shape) for (name, leaf), piece in zip(needed.items(), pieces, strict=True)}
     if not isinstance(threshold, Mapping):
-        return {name: leaf < float(threshold or 0) for name, leaf in needed.items()}
+        return {name: leaf < sign * float(threshold or 0) for name, leaf in needed.items()}
     lost = [pattern for pattern in threshold if not any(re.search(pattern, name) for name in needed)]
     require(not lost, f"the patterns {lost} match none of {list(needed)[:8]}")
-    limits = {name: next((v for p, v in threshold.items() if re.search(p, name)), -torch.inf) for name in needed}
+    limits = {name: next((sign * v for p, v in threshold.items() if re.search(p, name)), -torch.inf) for name in needed}
     return {name: leaf < limits[name] for name, leaf in needed.items()}
 
 

@@ -18,7 +18,6 @@ from dubito.evaluation.judge.scorers import Means, QuantileCounts
 from dubito.evaluation.judge.stream import Predictor, check_names, for_each_batch, model_of, predictor
 from dubito.evaluation.metrics import QuantileCalibration, Reliability
 from dubito.evaluation.metrics.decisions import Ranking
-from dubito.model.likelihoods import MultiTask
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
@@ -289,8 +288,8 @@ class Tally:
     def update(self, p: Predictive, y: Tensor) -> None:
         """Take in a batch: its predictive and its targets, as the likelihood knows them."""
         likelihood = p.likelihood
-        if isinstance(likelihood, MultiTask):
-            raise ValueError(f"a tally is of one task: give p.task(name), one of {list(likelihood.tasks)}, and its targets")
+        names = list(likelihood.task_names)
+        require(not names, f"a tally is of one task: give p.task(name), one of {names}, and its targets")
         y = tree.tensors(y).to(p.f_mean.device)
         likelihood.check(p.f_mean, y)
         target = likelihood.target(y, p.f_mean)

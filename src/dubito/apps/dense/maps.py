@@ -13,7 +13,7 @@ from torch import Tensor
 from dubito.evaluation.judge.stream import Predictor, input_dtype, model_of, predictor
 from dubito.inference.progress import Progress
 from dubito.model import Model
-from dubito.model.likelihoods import HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask, average, entropy
+from dubito.model.likelihoods import HeteroscedasticCategorical, HeteroscedasticGaussian, average, entropy
 from dubito.network.examples import batch_size
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import LatentMixture, Predictive
@@ -153,9 +153,9 @@ def predictives(predict: Predictor, model: Model | None, x: Any, portions: Porti
 
 def of_task(p: Predictive, task: str | None) -> Predictive:
     """One task of several, or the only one."""
-    if isinstance(p, LatentMixture) and isinstance(p.likelihood, MultiTask):
+    if names := p.likelihood.task_names:
         if task is None:
-            raise ValueError(f"the likelihood has several tasks: name one, task= one of {list(p.likelihood.tasks)}")
+            raise ValueError(f"the likelihood has several tasks: name one, task= one of {list(names)}")
         return p.task(task)
     require(task is None, f"{type(p.likelihood).__name__} has no tasks to choose from: leave out task={task!r}")
     return p

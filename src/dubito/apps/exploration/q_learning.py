@@ -18,7 +18,7 @@ from dubito.apps.network import Network, only_network
 from dubito.inference.method import Method, Start, traits_of, with_budget
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target
-from dubito.posteriors import Point, Posterior
+from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, require
 from dubito.tensors.randomness import derive_seed, fork_rng, generator
@@ -314,7 +314,7 @@ class QLearning:
 
     def _check_spread(self) -> None:
         """Refuse Thompson sampling from a point, which would be greedy choice without anyone noticing."""
-        if self.explore.needs_spread and isinstance(self.posterior, Point):
+        if self.explore.needs_spread and self.posterior.certain:
             self._state = self._posterior = None
             way_out = "use MCDropout, Variational or IVON, or explore=EpsilonGreedy()"
             raise ValueError(

@@ -116,9 +116,10 @@ class ConfidNet:
         return Confidence(model, network.params, network.buffers, encoder, head, layer, tuple(run.history))
 
     def _split(self, model: Model, data: Any, seed: int) -> tuple[Any, Any]:
-        pair = isinstance(data, tuple) and len(data) == 2
-        require(pair, "only a tuple (x, y) can be split into training and validation data: give validation=...")
-        x, y = tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
+        pair = _pair(model, data)
+        if pair is None:
+            raise ValueError("only a tuple (x, y) can be split into training and validation data: give validation=...")
+        x, y = pair
         n = len(y)
         kept = math.ceil(self.held_out * n)
         require(0 < kept < n, f"{n} examples are too few to hold some of them out: give validation=...")
@@ -300,10 +301,17 @@ def _rows(value: Any, rows: Tensor) -> Any:
     return tree.apply_leaves(lambda leaf: leaf[rows.to(leaf.device)], value)
 
 
+def _pair(model: Model, data: Any) -> tuple[Any, Any] | None:
+    """x and y as tensors, if the data are a pair of them."""
+    if not isinstance(data, tuple) or len(data) != 2:
+        return None
+    return tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
+
+
 def _shuffled(model: Model, data: Any, size: int, seed: int) -> Generator[tuple[Any, Any]]:
     """Batches in another order; a loader keeps its own idea of that."""
-    if isinstance(data, tuple) and len(data) == 2:
-        x, y = tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
+    if (pair := _pair(model, data)) is not None:
+        x, y = pair
         order = torch.randperm(len(y), generator=generator("cpu", seed))
         for rows in order.split(size):
             yield from examples(model, (_rows(x, rows), y[rows.to(y.device)]), size=size)

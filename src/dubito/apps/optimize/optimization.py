@@ -23,7 +23,7 @@ from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.model.likelihoods import Gaussian, average
 from dubito.network.examples import split_batch
-from dubito.posteriors import Point, Posterior
+from dubito.posteriors import Posterior
 from dubito.posteriors.functions import Functions, Mixed, UnequalWeights
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import store
@@ -248,7 +248,7 @@ class Optimization:
             options = FitOptions(seed=derive_seed(self.seed, "fit", len(self.y)), batch_size=self.batch_size, progress=False)
             posterior = fit_in_turn(self.model, self.method, data, options)
             way_out = "use an Ensemble, MCDropout, or [MAP(), NeuralLinear()]"
-            require(not isinstance(posterior, Point), f"the posterior is a point, without uncertainty to explore by: {way_out}")
+            require(not posterior.certain, f"the posterior is a point, without uncertainty to explore by: {way_out}")
             self._fitted = len(self.y), posterior
         return self._fitted[1]
 

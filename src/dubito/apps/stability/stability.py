@@ -20,7 +20,7 @@ from dubito.evaluation.metrics.reading import labelled, targets
 from dubito.evaluation.shift.attack import Bounds, Norm, check, pgd
 from dubito.inference.progress import Progress
 from dubito.model.likelihoods import Categorical
-from dubito.posteriors import Point, Posterior
+from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors.checks import at_least, one_of, positive, require
 from dubito.tensors.randomness import generator
@@ -259,7 +259,7 @@ def _certified(
     posterior: Posterior, clean: Predictive, y: Tensor, size: float, norm: str, bound: Bound | None, transform: Transform | None
 ) -> float | None:
     f, likelihood = clean.f_mean, clean.likelihood
-    if bound is None or norm != "l2" or transform is not None or not isinstance(posterior, Point):
+    if bound is None or norm != "l2" or transform is not None or not posterior.certain:
         return None
     # only there is the class the largest output: noise of the logits may turn their order
     if not isinstance(likelihood, Categorical) or f.shape[-1] < 2:

@@ -157,6 +157,11 @@ class Likelihood(ABC):
         return False
 
     @property
+    def task_names(self) -> tuple[str, ...]:
+        """The names of the tasks, if it is made of several."""
+        return ()
+
+    @property
     def separate(self) -> bool:
         """Whether each entry of a target depends on its own output alone, independently of the others, as labels do."""
         return False

@@ -81,6 +81,11 @@ class MultiTask(Likelihood):
         if not self.tasks:
             raise ValueError("MultiTask needs tasks: {name: (likelihood, number of outputs)}")
 
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The names of the tasks."""
+        return tuple(self.tasks)
+
     def of(self, name: str, params: Params) -> Params:
         """The learned parameters of one task, under the names its own likelihood knows."""
         start = f"{PREFIX}{name}."

@@ -156,6 +156,10 @@ class Predictive(ABC):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central interval of every output of a regression, (lower, upper), each [B, *D, C]."""
 
+    def task(self, name: str) -> Predictive:
+        """The predictive of one task of a `MultiTask` likelihood."""
+        raise ValueError(f"only a MultiTask predictive has tasks; this one is {type(self.likelihood).__name__}")
+
     @abstractmethod
     def to(self, device: torch.device | str) -> Predictive:
         """The same predictive on another device."""
