@@ -48,6 +48,7 @@ IMAGE_SETS: dict[str, Callable[..., Examples]] = {
 TRAINABLE = ("mnist", "fashion-mnist", "cifar10")  # of the others only the test part is read
 KNOWN = ("digits", *TRAINABLE, *(f"uci:{name}" for name in FOLDERS))
 
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU}
 Build = Callable[[tuple[int, ...], int], nn.Module]  # (shape of an input, outputs) -> a network, from the global generator
 
 
@@ -276,16 +277,18 @@ def of_table(
     return Problem(name, kind, split, training, build, outputs, source=f"{name}, {len(y)} rows", hidden=hidden)
 
 
-def perceptron(hidden: tuple[int, ...]) -> Build:
-    """Linear layers with ReLU between them, after flattening."""
+def perceptron(hidden: tuple[int, ...], *, activation: str = "relu", dropout: float = 0.0, head: str = "output") -> Build:
+    """Linear layers with an activation, and dropout if its rate is above 0, between them, after flattening; `head` names the last."""
 
     def build(shape: tuple[int, ...], outputs: int) -> nn.Module:
         """The network for inputs of a shape."""
         layers: OrderedDict[str, nn.Module] = OrderedDict(flat=nn.Flatten()) if len(shape) > 1 else OrderedDict()
         before = math.prod(shape)
         for i, width in enumerate(hidden, 1):
-            layers[f"hidden{i}"], layers[f"relu{i}"], before = nn.Linear(before, width), nn.ReLU(), width
-        layers["output"] = nn.Linear(before, outputs)
+            layers[f"hidden{i}"], layers[f"{activation}{i}"], before = nn.Linear(before, width), ACTIVATIONS[activation](), width
+            if dropout:
+                layers[f"dropout{i}"] = nn.Dropout(dropout)
+        layers[head] = nn.Linear(before, outputs)
         return nn.Sequential(layers)
 
     return build

@@ -19,7 +19,7 @@ POINTS = 400  # of a curve that are drawn
 def panels(
     images: Tensor,
     y: Tensor,
-    found: Maps,
+    maps: Maps,
     *,
     colours: Sequence[tuple[int, int, int]] | None = None,
     names: Sequence[str] | None = None,
@@ -39,20 +39,20 @@ def panels(
     >>> panels(torch.rand(1, 3, 4, 6), torch.zeros(1, 4, 6).long(), maps_of(p)).alt
     'Dense prediction, 1 image: input, truth, prediction, aleatoric and epistemic uncertainty. The mean is 0... and 0...'
     """
-    _check_panels(images, y, found, labels)
-    uncertain = [found.aleatoric, found.epistemic] if found.discrete else [found.aleatoric.sqrt(), found.epistemic.sqrt()]
+    _check_panels(images, y, maps, labels)
+    uncertain = [maps.aleatoric, maps.epistemic] if maps.discrete else [maps.aleatoric.sqrt(), maps.epistemic.sqrt()]
     uncertain = [values.float().cpu() for values in uncertain]
-    classes = found.mean.shape[-1]
-    palette = _palette(colours if found.discrete else None, classes)
-    if found.discrete:
-        predicted, truth = palette[found.prediction.cpu()], palette[_known(y.cpu(), classes)]
+    classes = maps.mean.shape[-1]
+    palette = _palette(colours if maps.discrete else None, classes)
+    if maps.discrete:
+        predicted, truth = palette[maps.prediction.cpu()], palette[_known(y.cpu(), classes)]
         limits: dict[str, float | str] = {}
-        present = sorted({int(c) for part in (found.prediction, y) for c in part.unique() if 0 <= int(c) < classes})
+        present = sorted({int(c) for part in (maps.prediction, y) for c in part.unique() if 0 <= int(c) < classes})
     else:
-        predicted, truth = found.mean[..., 0].cpu(), y.reshape(len(y), *y.shape[-2:]).cpu()
+        predicted, truth = maps.mean[..., 0].cpu(), y.reshape(len(y), *y.shape[-2:]).cpu()
         limits, present = _limits(truth), []
     legend = {} if names is None else {names[c]: "#{:02x}{:02x}{:02x}".format(*palette[c].tolist()) for c in present}
-    unit = "nats" if found.discrete else "as a standard deviation"
+    unit = "nats" if maps.discrete else "as a standard deviation"
     ends = [max(float(torch.quantile(values.flatten()[:: 1 + values.numel() // 2**22], 0.995)), 1e-9) for values in uncertain]
 
     def _draw(figure: Drawing) -> None:
@@ -85,9 +85,9 @@ def panels(
     return picture(_draw, (8.9, len(images) * height + 0.25 + below), alt=alt, kind=kind)
 
 
-def _check_panels(images: Tensor, y: Tensor, found: Maps, labels: Sequence[str]) -> None:
-    same = 0 < len(images) == len(y) == len(found.total) and images.shape[-2:] == y.shape[-2:]
-    shapes = [list(tensor.shape) for tensor in (images, y, found.total)]
+def _check_panels(images: Tensor, y: Tensor, maps: Maps, labels: Sequence[str]) -> None:
+    same = 0 < len(images) == len(y) == len(maps.total) and images.shape[-2:] == y.shape[-2:]
+    shapes = [list(tensor.shape) for tensor in (images, y, maps.total)]
     require(same, f"images, targets and maps must be of the same images; got the shapes {shapes[0]}, {shapes[1]} and {shapes[2]}")
     require(not labels or len(labels) == len(images), f"labels must be one per image; got {len(labels)} for {len(images)} images")
 
@@ -107,7 +107,7 @@ def _add_legend(figure: Drawing, colours: Mapping[str, str]) -> None:
         figure.legend(handles=patches, loc="outside lower center", ncols=min(11, len(patches)), fontsize=7.5, handlelength=1.2)
 
 
-def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -> Picture:
+def detection(title: str, detectors: Mapping[str, Detector], *, kind: str = "svg") -> Picture:
     """How well scores find errors, by label: precision over recall, and the share of errors among the most certain pixels.
 
     >>> one = Detector()
@@ -115,9 +115,9 @@ def detection(title: str, found: Mapping[str, Detector], *, kind: str = "svg") -
     >>> detection("A few pixels", {"total": one}).alt
     'A few pixels: average precision of errors by total 0.83, where chance has 0.50.'
     """
-    require(found, f"no curves for the figure {title!r}")
-    pairs = {label: (one.precision_recall(), one.kept()) for label, one in found.items()}
-    areas = {label: one.average_precision for label, one in found.items()}
+    require(detectors, f"no curves for the figure {title!r}")
+    pairs = {label: (one.precision_recall(), one.kept()) for label, one in detectors.items()}
+    areas = {label: one.average_precision for label, one in detectors.items()}
     chance = float(next(iter(pairs.values()))[1][1][-1])
 
     def _draw(figure: Drawing) -> None:

@@ -47,12 +47,12 @@ def table(sweeps: Mapping[str, Sweep], *, title: str = "Under shift") -> Table:
     return Table(title, tuple(columns), tuple(tuple(row) for row in rows), caption=caption)
 
 
-def details(label: str, found: Sweep, metric: str) -> Table:
+def details(label: str, sweep: Sweep, metric: str) -> Table:
     """One method and one metric: a row for every kind of shift, a column for every level."""
     reading = READINGS.get(metric, Reading(metric))
-    columns = (Column("shift"), *(Column("clean" if level == 0 else f"{level:g}") for level in found.levels))
-    rows = tuple((kind, *(found.scores[kind, level][metric] for level in found.levels)) for kind in found.kinds)
-    return Table(f"{label}: {reading.name} by {found.axis}", columns, rows, caption=reading.meaning)
+    columns = (Column("shift"), *(Column("clean" if level == 0 else f"{level:g}") for level in sweep.levels))
+    rows = tuple((kind, *(sweep.scores[kind, level][metric] for level in sweep.levels)) for kind in sweep.kinds)
+    return Table(f"{label}: {reading.name} by {sweep.axis}", columns, rows, caption=reading.meaning)
 
 
 def lines(sweeps: Mapping[str, Sweep], metric: str) -> Picture:

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -17,9 +16,9 @@ from torch import nn
 from tyro.conf import arg
 
 from dubito.cli.commands.errors import UsageError
+from dubito.evaluation.problems import ACTIVATIONS, perceptron
 from dubito.tensors.checks import one_of, require
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU}
 OWN = (
     "Your own network instead of the MLP: package.module:factory, in the current folder or on the Python path, is called as "
     "factory(inputs, outputs) and returns an nn.Module. `inputs` is the number of columns (or the shape of an input of an NPZ file), "
@@ -49,7 +48,10 @@ class Network:
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """A network for inputs of this shape, initialized by the global generator."""
-        return self._mlp(shape, outputs) if self.network is None else call(self.network, shape, outputs)
+        if self.network is not None:
+            return call(self.network, shape, outputs)
+        mlp = perceptron(self.hidden, activation=self.activation, dropout=self.dropout, head="head")
+        return mlp(shape, outputs)
 
     def describe(self, shape: tuple[int, ...], outputs: int) -> str:
         """The network in one line."""
@@ -57,20 +59,6 @@ class Network:
             return self.network
         widths = "-".join(map(str, (math.prod(shape), *self.hidden, outputs)))
         return f"MLP {widths}, {self.activation}" + (f", dropout {self.dropout:g}" if self.dropout else "")
-
-    def _mlp(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if len(shape) > 1:
-            layers["flat"] = nn.Flatten()
-        before = math.prod(shape)
-        for i, width in enumerate(self.hidden, 1):
-            layers[f"hidden{i}"] = nn.Linear(before, width)
-            layers[f"{self.activation}{i}"] = ACTIVATIONS[self.activation]()
-            if self.dropout:
-                layers[f"dropout{i}"] = nn.Dropout(self.dropout)
-            before = width
-        layers["head"] = nn.Linear(before, outputs)
-        return nn.Sequential(layers)
 
 
 def call(name: str, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -95,13 +83,13 @@ def _imported(name: str) -> Callable[..., Any]:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does; a console script has its own folder there
     try:
-        found = getattr(importlib.import_module(module), factory, None)
+        value = getattr(importlib.import_module(module), factory, None)
     except Exception as error:
         raise UsageError(f"--network {name}: cannot import {module}: {reason(error)}") from error
-    if not callable(found):
-        problem = "has no function" if found is None else f"has a {type(found).__name__}, not a function, called"
+    if not callable(value):
+        problem = "has no function" if value is None else f"has a {type(value).__name__}, not a function, called"
         raise UsageError(f"--network {name}: the module {module} {problem} {factory}")
-    return found
+    return value
 
 
 def reason(error: Exception) -> str:

@@ -150,13 +150,13 @@ def _quality(problem: Problem, pooled: Pooled) -> list[Section]:
         return [calibration(pooled, curves), _errors(pooled, len(problem.outputs))]
     levels = torch.arange(1, LEVELS + 1, dtype=torch.float64) / (LEVELS + 1)
     values = {label: own["pit"].double().flatten() for label, own in pooled.items()}
-    found = {
+    calibrations = {
         label: QuantileCalibration(levels, (u.unsqueeze(1) <= levels).double().mean(0), len(u)) for label, u in values.items()
     }
     counts = {label: torch.histogram(u, bins=BINS, range=(0.0, 1.0)).hist for label, u in values.items()}
     quantile_figure = Figure(
         "Quantiles",
-        (quantiles("All methods", found),),
+        (quantiles("All methods", calibrations),),
         caption=(
             "On the dashed line the observed share of targets equals the nominal level; deviations inside the band are chance. The "
             "numbers are mean distances from the line. Flat in the middle: intervals are too narrow. Steep there: too wide."
@@ -266,7 +266,7 @@ def _images(grid: Grid, succeeded: ByMethod) -> list[Section]:
         for title, which in zip(IMAGES, _chosen_images(own[0]), strict=True):
             if len(which):
                 strips[title].append(replace(strip(_guesses(problem, own[0], which), title=label), label=label))
-    figures = tuple(Figure(title, tuple(found), caption=IMAGES[title]) for title, found in strips.items() if found)
+    figures = tuple(Figure(title, tuple(pictures), caption=IMAGES[title]) for title, pictures in strips.items() if pictures)
     text = f"Test images of seed {grid.seeds[0]}, or of the first seed that is done."
     return [Section("Images", text, figures=figures)] if figures else []
 

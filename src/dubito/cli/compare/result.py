@@ -113,10 +113,10 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that the numbers depend on."""
-    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    numbers = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in ("dubito", "torch", "numpy", "scikit-learn"):
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return numbers

@@ -70,17 +70,17 @@ class Score:
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     """The results of each method, in the order of the methods."""
-    found: dict[str, list[Result]] = {}
+    grouped: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(result.key.label, []).append(result)
-    return found
+        grouped.setdefault(result.key.label, []).append(result)
+    return grouped
 
 
 def values(results: Sequence[Result], key: str) -> dict[int, float]:
     """A score by seed, of those results that have it."""
     done = [result for result in results if result.error is None]
-    found = {result.key.seed: result.seconds if key == SECONDS else result.scores.get(key, math.nan) for result in done}
-    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+    every = {result.key.seed: result.seconds if key == SECONDS else result.scores.get(key, math.nan) for result in done}
+    return {seed: value for seed, value in every.items() if math.isfinite(value)}
 
 
 def differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool | None:
@@ -179,8 +179,8 @@ def table(title: str, results: Sequence[Result], wanted: Sequence[Score], *, see
     """A row for every method. Bold is the best mean; `alike` are the values that do not differ significantly from it, which includes
     methods that share fewer than two seeds with the best."""
     rows = by_method(results)
-    found = {label: {score.key: values(own, score.key) for score in wanted} for label, own in rows.items()}
-    means = {label: {key: Mean.of(list(by.values())) for key, by in own.items()} for label, own in found.items()}
+    by_seed = {label: {score.key: values(own, score.key) for score in wanted} for label, own in rows.items()}
+    means = {label: {key: Mean.of(list(by.values())) for key, by in own.items()} for label, own in by_seed.items()}
     columns = [Column("method")]
     for score in wanted:
         digits = 1 if score.key == SECONDS else _digits([means[label][score.key] for label in rows])
@@ -192,7 +192,7 @@ def table(title: str, results: Sequence[Result], wanted: Sequence[Score], *, see
     for j, score in enumerate(wanted, 1):
         best = [i for i, k in made.best if k == j]
         if best and seeds > 1 and score.key != SECONDS:
-            alike |= {(i, j) for i in _alike([by[score.key] for by in found.values()], score) if i not in best}
+            alike |= {(i, j) for i in _alike([by[score.key] for by in by_seed.values()], score) if i not in best}
     return replace(made, alike=frozenset(alike))
 
 

@@ -65,9 +65,11 @@ def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = st
     for name in suiting(METHODS, Categorical):
         spec = parse_spec(name, given)
         posterior, _, seconds = fits(spec, split)
-        found = evaluate(posterior, given, split, seed=seed)
+        evaluation = evaluate(posterior, given, split, seed=seed)
         results.append(
-            Result(Key(spec.title, seed, spec.settings), found.scores, seconds, arrays=found.arrays, versions=versions())
+            Result(
+                Key(spec.title, seed, spec.settings), evaluation.scores, seconds, arrays=evaluation.arrays, versions=versions()
+            )
         )
         shown[name] = (spec.title, posterior)
         say(f"digits: {spec.title}, {seconds:.1f} s")

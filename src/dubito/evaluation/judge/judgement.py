@@ -184,10 +184,10 @@ def rows(values: Mapping[str, float], errors: Mapping[str, float], texts: Mappin
 
 def score_table(title: str, lines: Iterable[tuple[str, str, str, str]]) -> TextTable:
     """A table of the rows of `rows`; the column of standard errors is left out if it is empty."""
-    found = list(lines)
-    if any(row[2] for row in found):
-        return TextTable(found, ("metric", "value", "± s.e.", "meaning"), title=title, right=(1,), styles={3: "dim"})
-    short = [(name, value, text) for name, value, _, text in found]
+    rows = list(lines)
+    if any(row[2] for row in rows):
+        return TextTable(rows, ("metric", "value", "± s.e.", "meaning"), title=title, right=(1,), styles={3: "dim"})
+    short = [(name, value, text) for name, value, _, text in rows]
     return TextTable(short, ("metric", "value", "meaning"), title=title, right=(1,), styles={2: "dim"})
 
 

@@ -80,16 +80,16 @@ class Means:
         if self._counts is None or float(self._counts[0]) < 2:
             return dict.fromkeys(self._sums, math.nan)
         examples, n, squares = self._counts.tolist()
-        found = {}
+        errors = {}
         for name, sums in self._sums.items():
             total, square, product = sums.tolist()
             mean = total / n
             off = square - 2 * mean * product + mean * mean * squares
             off = 0.0 if off <= ROUNDING * square else off
-            found[name] = math.sqrt(examples / (examples - 1) * off) / n if math.isfinite(off) else math.nan
+            errors[name] = math.sqrt(examples / (examples - 1) * off) / n if math.isfinite(off) else math.nan
             if name in SHARES and mean in (0.0, 1.0):
-                found[name] = math.sqrt((examples + 1) / (examples + 3)) / (examples + 2)
-        return found
+                errors[name] = math.sqrt((examples + 1) / (examples + 3)) / (examples + 2)
+        return errors
 
 
 def row_sums(values: Tensor, keep: Tensor) -> Tensor:

@@ -168,8 +168,8 @@ def brier_decomposition(p: Predictive, y: Array, *, bins: int | None = 15) -> De
     ([0.02, 0.04, 0.24, 0.0], 0.22)
     """
     probs, truth = forecasts(p, y, "brier_decomposition")
-    found = _groups(probs, truth) if bins is None else ClassBins.of(probs, truth, bins=bins)
-    return Decomposition(*(part.to(probs.dtype) for part in found.decomposition))
+    groups = _groups(probs, truth) if bins is None else ClassBins.of(probs, truth, bins=bins)
+    return Decomposition(*(part.to(probs.dtype) for part in groups.decomposition))
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class ClassBins:
 
         def total(at: Tensor, weights: Tensor | None) -> Tensor:
             """Counts, or sums of weights, at each place: [C, bins]."""
-            found = torch.bincount(at.flatten(), None if weights is None else weights.flatten(), minlength=classes * bins)
-            return found.double().reshape(classes, bins)
+            counts = torch.bincount(at.flatten(), None if weights is None else weights.flatten(), minlength=classes * bins)
+            return counts.double().reshape(classes, bins)
 
         return ClassBins(
             n, total(places, None), total(places, values), total(true[0], None), total(places, values * values), total(*true)

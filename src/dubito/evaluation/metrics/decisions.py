@@ -69,8 +69,8 @@ class Ranking(NamedTuple):
     def fpr_at_tpr(self, tpr: float) -> Tensor:
         """The share of negatives above the highest threshold that raises a share `tpr` of the positives."""
         positive, negative = self.losses.flip(0), (self.size - self.losses).flip(0)
-        found, wanted = positive.cumsum(0), tpr * positive.sum() * (1 - 1e-12)  # 0.95 times 20 is 19, whatever it rounds to
-        at = torch.searchsorted(found, wanted)
+        raised, wanted = positive.cumsum(0), tpr * positive.sum() * (1 - 1e-12)  # 0.95 times 20 is 19, whatever it rounds to
+        at = torch.searchsorted(raised, wanted)
         return negative.cumsum(0)[at] / negative.sum()
 
 

@@ -43,12 +43,12 @@ def targets(p: Predictive, y: Array, name: str, *, classes: bool | None = None, 
     f = p.means[0] if isinstance(p, LatentMixture) else p.f_mean  # for its shape alone
     y = tensor(y).to(f.device)
     p.likelihood.check(f, y)
-    found = p.likelihood.target(y, f)
-    if classes is False and p.likelihood.observed(found) is not None:
+    target = p.likelihood.target(y, f)
+    if classes is False and p.likelihood.observed(target) is not None:
         raise ValueError(
             f"{name} needs all targets, and some are NaN: leave them out, or use dubito.apps.dense.assess, which does"
         )
-    return p.likelihood.numbers(found) if classes is False else found
+    return p.likelihood.numbers(target) if classes is False else target
 
 
 def labelled(p: Predictive, target: Tensor) -> Tensor:

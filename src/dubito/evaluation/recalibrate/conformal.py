@@ -112,9 +112,9 @@ class ConformalSets:
     ) -> SetRule:
         """The quantiles of held-out data; `generator` draws u."""
         between(0, 1, level=level)
-        found = forecasts.classes("ConformalSets", predictive, y)
-        probs = _classes(found.logits, found.labels)
-        truth = found.truth.reshape(len(probs), -1, 1)  # [n, L, 1]
+        held = forecasts.classes("ConformalSets", predictive, y)
+        probs = _classes(held.logits, held.labels)
+        truth = held.truth.reshape(len(probs), -1, 1)  # [n, L, 1]
         own = _scores(self, probs, generator).gather(-1, truth).squeeze(-1)  # [n, L]
         groups, kinds = own.shape[1], probs.shape[-1]
         if self.by_class:
@@ -300,10 +300,10 @@ class IntervalRule:
             means.add(torch.ones_like(each, dtype=torch.bool), {"coverage": each.flatten()})
             inside.append(covered.flatten(0, -2).cpu())
             widths.append((upper - lower).flatten(0, -2).double().cpu())
-        found = torch.cat(inside)
-        coverage = found.all(-1) if self.settings.joint else found
+        each = torch.cat(inside)
+        coverage = each.all(-1) if self.settings.joint else each
         width, error = float(torch.cat(widths).mean()), means.standard_errors()["coverage"]
-        return IntervalCoverage(float(coverage.double().mean()), width, found.double().mean(0), len(found), error)
+        return IntervalCoverage(float(coverage.double().mean()), width, each.double().mean(0), len(each), error)
 
 
 def _scale(p: Predictive) -> Tensor:

@@ -72,8 +72,8 @@ class Histogram:
 
     def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Frequencies:
         """The frequencies in every bin of held-out data."""
-        found = forecasts.classes("Histogram", predictive, y)
-        return _columns(found, lambda probs, hits: _histogram(probs, hits, self.bins, self.by), self.floor, steps=True)
+        held = forecasts.classes("Histogram", predictive, y)
+        return _columns(held, lambda probs, hits: _histogram(probs, hits, self.bins, self.by), self.floor, steps=True)
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class Frequencies:
     def __call__(self, predictive: Predictive) -> RecalibratedClasses:
         forecasts.fits("a map of frequencies", predictive, len(self.probs), classes=True)
         labels, z = not predictive.likelihood.indexed, predictive.log_forecasts
-        found = self._mapped((torch.sigmoid(z) if labels else z.exp()).flatten(0, -2)).reshape(z.shape)
+        shares = self._mapped((torch.sigmoid(z) if labels else z.exp()).flatten(0, -2)).reshape(z.shape)
         if labels:
-            return recalibrated(predictive, torch.logit(found, eps=0.0 if self.floor else 1e-12))
-        found = torch.where(found.sum(-1, keepdim=True) == 0, 1.0, found)  # none of the classes, says each: as good as any
-        return recalibrated(predictive, found.log().clamp_min(FLOOR))
+            return recalibrated(predictive, torch.logit(shares, eps=0.0 if self.floor else 1e-12))
+        shares = torch.where(shares.sum(-1, keepdim=True) == 0, 1.0, shares)  # none of the classes, says each: as good as any
+        return recalibrated(predictive, shares.log().clamp_min(FLOOR))
 
     def _mapped(self, probs: Tensor) -> Tensor:
         """[n, C] to [n, C]; what is NaN stays so."""
@@ -109,10 +109,10 @@ class Frequencies:
 
 
 def _columns(
-    found: forecasts.Held, one: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], floor: float | None, *, steps: bool
+    held: forecasts.Held, one: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], floor: float | None, *, steps: bool
 ) -> Frequencies:
     """A map for every class on its own."""
-    n, probs, hits = len(found.truth), found.probs, found.hits
+    n, probs, hits = len(held.truth), held.probs, held.hits
     floor = 1 / (n + 2) if floor is None else floor
     maps = [one(p, hit) for p, hit in zip(probs.mT.contiguous(), hits.mT.contiguous(), strict=True)]
     most = max(len(x) for x, _ in maps)

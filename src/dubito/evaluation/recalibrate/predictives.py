@@ -224,8 +224,8 @@ class RecalibratedNumbers(Recalibrated):
     @cached_property
     def _knots(self) -> Tensor:
         """Where the pieces meet, [K - 1, B, *D, C]."""
-        found = [_quantiles(self.before, row) for row in self.levels[1:-1]]
-        return torch.stack(found) if found else self.before.mean.new_zeros(0, *self.before.mean.shape)
+        knots = [_quantiles(self.before, row) for row in self.levels[1:-1]]
+        return torch.stack(knots) if knots else self.before.mean.new_zeros(0, *self.before.mean.shape)
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
@@ -251,8 +251,8 @@ class RecalibratedNumbers(Recalibrated):
     def _piece(self, u: Tensor) -> Tensor:
         """In which piece levels [..., C] of before lie."""
         flat = u.reshape(-1, u.shape[-1]).mT.contiguous()
-        found = torch.searchsorted(self.levels.mT.contiguous(), flat, right=True) - 1
-        return found.clamp(0, len(self._slopes) - 1).mT.reshape(u.shape)
+        pieces = torch.searchsorted(self.levels.mT.contiguous(), flat, right=True) - 1
+        return pieces.clamp(0, len(self._slopes) - 1).mT.reshape(u.shape)
 
     def _mapped(self, u: Tensor) -> Tensor:
         """R(u), for levels [..., C] of before."""
@@ -322,5 +322,5 @@ class RecalibratedNumbers(Recalibrated):
 def _quantiles(p: Exact, levels: Tensor) -> Tensor:
     """The quantiles of levels [C], one for each output: [B, *D, C]."""
     tiny = 1e-12
-    found = {level: p.quantile(min(max(level, tiny), 1 - tiny)) for level in set(levels.tolist())}
-    return torch.stack([found[level][..., c] for c, level in enumerate(levels.tolist())], -1)
+    quantiles = {level: p.quantile(min(max(level, tiny), 1 - tiny)) for level in set(levels.tolist())}
+    return torch.stack([quantiles[level][..., c] for c, level in enumerate(levels.tolist())], -1)

@@ -54,17 +54,17 @@ class Variance:
             plain = plain and _gaussian(p)
             if self.by == "nll":
                 kept.append((p, target))
-        found = torch.cat(squares)  # [n, C]
-        start = found.mean(0).sqrt() if self.per_output else found.mean().sqrt().expand(found.shape[1])
+        ratios = torch.cat(squares)  # [n, C]
+        start = ratios.mean(0).sqrt() if self.per_output else ratios.mean().sqrt().expand(ratios.shape[1])
         if plain:
-            exactly = bool((found.sum(0) == 0).any())
+            exactly = bool((ratios.sum(0) == 0).any())
             require(not exactly, "the held-out targets are predicted without an error: every smaller variance looks better still")
         elif self.by == "nll":
             start = _search(kept, start, shared=not self.per_output)
         else:
             fine = start.isfinite().all() & (start > 0).all()
             require(fine, "a predictive without a variance cannot be stretched by='moments': use by='nll'")
-        return Stretched(start, len(found))
+        return Stretched(start, len(ratios))
 
 
 @dataclass(frozen=True)
@@ -155,22 +155,22 @@ class Quantiles:
 
     def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> QuantileMap:
         """The map for held-out data."""
-        levels = []
+        batches = []
         for p, target in forecasts.numbers("Quantiles", predictive, y):
-            levels.append(exact("Quantiles", p).cdf(target).double().clamp(0, 1).flatten(0, -2))
-        found = torch.cat(levels)  # [n, C]
-        outputs, count = found.shape[1], len(found)
-        lost = ((found < LOST) | (found > 1 - LOST)).double().mean()
+            batches.append(exact("Quantiles", p).cdf(target).double().clamp(0, 1).flatten(0, -2))
+        levels = torch.cat(batches)  # [n, C]
+        outputs, count = levels.shape[1], len(levels)
+        lost = ((levels < LOST) | (levels > 1 - LOST)).double().mean()
         if count >= 20 and float(lost) > 0.05:
             raise ValueError(
                 f"{float(lost):.0%} of the held-out targets lie so far from what is predicted that their levels are 0 or 1: fit "
                 "Variance first, and Quantiles to the predictives that it gives"
             )
-        found = found if self.per_output else found.reshape(-1, 1)
-        n = len(found)
+        levels = levels if self.per_output else levels.reshape(-1, 1)
+        n = len(levels)
         pieces = min(n + 1, self.pieces or max(2, round(2 * n ** (1 / 3))))
-        shares = _shares(n, pieces).to(found.device)
-        return QuantileMap(_levels(found, shares).expand(-1, outputs).contiguous(), shares, count)
+        shares = _shares(n, pieces).to(levels.device)
+        return QuantileMap(_levels(levels, shares).expand(-1, outputs).contiguous(), shares, count)
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ def _shares(n: int, pieces: int) -> Tensor:
     return torch.tensor([0.0, *sorted(shares), 1.0], dtype=torch.float64)
 
 
-def _levels(found: Tensor, shares: Tensor) -> Tensor:
+def _levels(levels: Tensor, shares: Tensor) -> Tensor:
     """Quantiles of each column: the i-th smallest of n values is that of level i / (n + 1), and 0 and 1 are the ends."""
-    n, width = found.shape
-    ordered = torch.cat([found.new_zeros(1, width), found.sort(0).values, found.new_ones(1, width)])
+    n, width = levels.shape
+    ordered = torch.cat([levels.new_zeros(1, width), levels.sort(0).values, levels.new_ones(1, width)])
     place = shares * (n + 1)
     left = place.floor().long().clamp_max(n)
     levels = torch.lerp(ordered[left], ordered[left + 1], (place - left).unsqueeze(-1))

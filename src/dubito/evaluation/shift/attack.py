@@ -124,8 +124,8 @@ def pgd(
 def check(x: Tensor, size: float, bounds: Bounds, norm: str) -> None:
     """Raise a ValueError, in words, where there is nothing to attack."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"an attack moves one tensor of real numbers; got {found}: divide bytes by 255, embed words")
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"an attack moves one tensor of real numbers; got {kind}: divide bytes by 255, embed words")
     require(size >= 0, f"size is how far an input may be moved, at least 0; got {size}")
     require(norm in ("linf", "l2"), f"norm is 'linf' (every number by at most size) or 'l2' (all together); got {norm!r}")
     if bounds is not None:
@@ -139,7 +139,7 @@ def check(x: Tensor, size: float, bounds: Bounds, norm: str) -> None:
 
 def _attacked(
     one: Callable[[Tensor, Callable[[Tensor], Tensor], int], Tensor],
-    found: Functions | Mixed,
+    functions: Functions | Mixed,
     posterior: Posterior,
     x: Tensor,
     y: Array,
@@ -158,7 +158,7 @@ def _attacked(
             def score(x: Tensor, target: Tensor = plain(target).to(device)) -> Tensor:
                 """-ln p(y | x, D) of a batch, [B]."""
                 inputs = x if transform is None else transform(x)
-                return -found(inputs.to(device, dtype)).log_prob(target)
+                return -functions(inputs.to(device, dtype)).log_prob(target)
 
             done.append(one(part.clone().to(device), score, i).detach().to(x.device))
     return torch.cat(done) if done else x.clone()

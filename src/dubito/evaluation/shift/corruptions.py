@@ -91,18 +91,22 @@ def check(images: Tensor, name: str, severity: int) -> None:
 
 def check_images(images: Tensor) -> None:
     """Raise a ValueError unless these are images: [B, C, H, W] in [0, 1], or bytes [B, H, W, C]."""
-    shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-    layout = "images are a tensor [B, C, H, W] in [0, 1], or bytes [B, H, W, C]"
-    require(isinstance(images, Tensor) and images.ndim == 4, f"{layout}; got {shape}")
-    known = images.dtype == torch.uint8 or images.is_floating_point()
-    require(known, f"images are real numbers in [0, 1] or bytes (torch.uint8); got {images.dtype}")
-    height, width = images.shape[1:3] if images.dtype == torch.uint8 else images.shape[2:]
+    height, width = images.shape[1:3] if are_bytes(images) else images.shape[2:]
     layout = "bytes are [B, H, W, C], real numbers [B, C, H, W]"
     require(min(height, width) >= 4, f"images have at least 4 x 4 pixels; these have {height} x {width}: {layout}")
     if images.is_floating_point() and images.numel():
         low, high = (float(end) for end in torch.aminmax(images.detach()))
         advice = "corrupt them before they are normalized (`transform=` where there is one)"
         require(low >= 0 and high <= 1, f"images lie in [0, 1], and these go from {low:.3g} to {high:.3g}: {advice}")
+
+
+def are_bytes(images: Tensor) -> bool:
+    """Whether images are bytes; an error if they are not images at all."""
+    given = f"{list(images.shape)} of {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
+    whole = isinstance(images, Tensor) and images.dtype == torch.uint8
+    fine = isinstance(images, Tensor) and images.ndim == 4 and (whole or images.is_floating_point())
+    require(fine, f"images are a tensor [B, C, H, W] of real numbers, or [B, H, W, C] of bytes; got {given}")
+    return whole
 
 
 def rotate(images: Tensor, degrees: float | Tensor, *, fill: float = 0.0) -> Tensor:
@@ -115,7 +119,7 @@ def rotate(images: Tensor, degrees: float | Tensor, *, fill: float = 0.0) -> Ten
     tensor([[2., 4.],
             [1., 3.]])
     """
-    whole = _check(images)
+    whole = are_bytes(images)
     x = images.movedim(-1, 1).float() if whole else images.to(torch.promote_types(images.dtype, torch.float32))
     angle = torch.as_tensor(degrees, dtype=torch.float64)
     fits = angle.shape in ((), (len(x),))
@@ -130,13 +134,3 @@ def rotate(images: Tensor, degrees: float | Tensor, *, fill: float = 0.0) -> Ten
     rows, columns = (place.mul(2**20).round().div(2**20).to(x) for place in (rows, columns))
     turned = warped(x - fill, rows, columns, border="zeros") + fill
     return turned.round().to(torch.uint8).movedim(1, -1).contiguous() if whole else turned.to(images.dtype)
-
-
-def _check(images: Tensor) -> bool:
-    """Whether images are bytes; an error if they are not images at all."""
-    if not isinstance(images, Tensor):
-        raise ValueError(f"images are real numbers [B, C, H, W], or bytes [B, H, W, C]; got {type(images).__name__}")
-    whole, shape = images.dtype == torch.uint8, list(images.shape)
-    fine = images.ndim == 4 and (whole or images.is_floating_point())
-    require(fine, f"images are real numbers [B, C, H, W], or bytes [B, H, W, C]; got {shape} of {images.dtype}")
-    return whole

@@ -183,17 +183,17 @@ def edges(layer: Tensor, low: float, high: float) -> Tensor:
     diagonal = torch.where(gx * gy < 0, rising, falling)
     peak = torch.where(gy.abs() < FLAT * gx.abs(), across, torch.where(gy.abs() > STEEP * gx.abs(), upright, diagonal))
     weak = peak & (size > low)
-    found = weak & (size > high)
+    edge = weak & (size > high)
     while True:
-        grown = (F.max_pool2d(found.to(layer.dtype).unsqueeze(1), 3, 1, 1).squeeze(1) > 0) & weak
-        if bool((grown == found).all()):
-            return found
-        found = grown
+        grown = (F.max_pool2d(edge.to(layer.dtype).unsqueeze(1), 3, 1, 1).squeeze(1) > 0) & weak
+        if bool((grown == edge).all()):
+            return edge
+        edge = grown
 
 
-def distance(found: Tensor, like: Tensor) -> Tensor:
+def distance(marked: Tensor, like: Tensor) -> Tensor:
     """How far the nearest of the marked pixels [B, H, W] is, in pixels, at most `FAR`: first along rows, then along columns."""
-    square = torch.where(found, 0.0, float(FAR**2)).to(like)
+    square = torch.where(marked, 0.0, float(FAR**2)).to(like)
     for axis in (1, 2):
         n = square.shape[axis]
         best = square.clone()
