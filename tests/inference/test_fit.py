@@ -702,7 +702,7 @@ def test_bad_input_fails_early_and_in_words():
     ]:
         with pytest.raises(ValueError, match=words):
             dubito.fit(model, MAP(epochs=1), (x, y), **wrong)
-    with pytest.raises(ValueError, match="temperature positive"):
+    with pytest.raises(ValueError, match="temperature must be positive"):
         dubito.fit(model, MAP(epochs=1), (x, y), temperature=0.0)
     for make in (
         lambda: MAP(epochs=-1),

@@ -16,6 +16,7 @@ from dubito.model.model import Model
 from dubito.model.priors import prior_params
 from dubito.network.examples import batch_size
 from dubito.network.weights import in_mode
+from dubito.tensors.checks import at_least, positive
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -52,8 +53,8 @@ class Target:
     targets: tuple[Tensor, ...] | None = None
 
     def __post_init__(self):
-        if self.n_data < 1 or not self.temperature > 0:
-            raise ValueError(f"n_data must be at least 1 and the temperature positive; got {self.n_data} and {self.temperature}")
+        at_least(1, n_data=self.n_data)
+        positive(temperature=self.temperature)
 
     def log_prior(self, params: Params) -> Tensor:
         """log p(theta), the prior of the weights, of its own hyperparameters and of what the likelihood learns; [S] if stacked."""

@@ -254,7 +254,7 @@ def test_a_prior_around_a_pretrained_network():
     with torch.no_grad():
         net.weight.add_(1.0)  # what it was centred on stays
     assert float(prior.gradient({"weight": net.weight})["weight"][0, 0]) == pytest.approx(-100, rel=1e-4)
-    with pytest.raises(ValueError, match=r"centred on a weight of \[1, 2\], but the network's is \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"centered on a weight of \[1, 2\], but the network's is \[1, 3\]"):
         prior.log_prob({"weight": torch.zeros(1, 3)})
     with pytest.raises(ValueError, match="of which the network has none"):
         Model(nn.Sequential(net), Gaussian(scale=0.3), prior).parameters()  # "0.weight"

@@ -144,7 +144,7 @@ def test_matching_of_other_families_and_refusals():
         assert found.prior.log_prob(model.parameters()).isfinite()
     with pytest.raises(ValueError, match="can be matched; got a LogUniform"):
         matching(Model(net, Gaussian(scale=0.1), LogUniform()), GaussianProcess(RBF()), x)
-    with pytest.raises(ValueError, match="one of energy, wasserstein; got 'total'"):
+    with pytest.raises(ValueError, match="distance must be one of 'energy', 'wasserstein'; got 'total'"):
         matching(Model(net, Gaussian(scale=0.1), Normal()), GaussianProcess(RBF()), x, distance="total")  # pyright: ignore
 
 

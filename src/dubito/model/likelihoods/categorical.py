@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,34 +15,52 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, Independent
 
 from dubito.model.likelihoods.likelihood import (
-    PREFIX,
+    NOISE,
+    DiagonalFisher,
     Likelihood,
     Uncertainty,
     average,
     entropy,
+    halves,
     log_average,
     nodes,
     positive,
-    tempered,
 )
 from dubito.tensors.tree import Params
+
+
+@dataclass(frozen=True)
+class Tempered(Likelihood):
+    """Logits with a noise level: f / scale^2, where the scale is known, or learned as `likelihood:log_scale` if it is None."""
+
+    scale: float | None = 1.0
+
+    def __post_init__(self):
+        positive(1.0 if self.scale is None else self.scale)
+
+    def parameters(self, y: Tensor | None = None) -> Params:
+        """`likelihood:log_scale`, 0, if the noise level is learned."""
+        return {NOISE: torch.zeros(1)} if self.scale is None else {}
+
+    def logits(self, f: Tensor, params: Params) -> Tensor:
+        """f / scale^2."""
+        if self.scale is None:
+            return f * (-2 * params[NOISE]).exp()
+        return f if self.scale == 1.0 else f / self.scale**2
+
+    def factor(self, f: Tensor, params: Params) -> Tensor:
+        """1 / scale^2 for every output, the slope of the logits."""
+        return self.logits(torch.ones_like(f), params)
 
 
 @dataclass(frozen=True)
 class Classes(Likelihood):
     """What the two likelihoods over classes share: integer targets without a channel axis, and entropies."""
 
+    discrete: ClassVar[bool] = True
+    indexed: ClassVar[bool] = True
+
     ignore_index: int = field(default=-100, kw_only=True)
-
-    @property
-    def discrete(self) -> bool:
-        """True: uncertainty is an entropy."""
-        return True
-
-    @property
-    def indexed(self) -> bool:
-        """True."""
-        return True
 
     @abstractmethod
     def log_probs(self, f: Tensor, params: Params) -> Tensor:
@@ -109,7 +128,7 @@ class Classes(Likelihood):
 
 
 @dataclass(frozen=True)
-class Categorical(Classes):
+class Categorical(Tempered, Classes):
     r"""y ~ softmax(f): one of C classes. `ignore_index` marks targets to be skipped (unlabelled pixels, padding).
 
     `scale=None` learns a noise level: the logits are divided by scale^2, as when several tasks are weighed (see `MultiTask`).
@@ -118,19 +137,6 @@ class Categorical(Classes):
     tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
 
-    scale: float | None = 1.0
-
-    def __post_init__(self):
-        positive(self.scale)
-
-    def logits(self, f: Tensor, params: Params) -> Tensor:
-        """f / scale^2."""
-        return tempered(f, self.scale, params)
-
-    def parameters(self, y: Tensor | None = None) -> Params:
-        """`likelihood:log_scale`, 0, if the noise level is learned."""
-        return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}
-
     def log_probs(self, f: Tensor, params: Params) -> Tensor:
         """log softmax(f / scale^2)."""
         return F.log_softmax(self.logits(f, params), -1)
@@ -138,7 +144,7 @@ class Categorical(Classes):
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         """(diag(p) - p p^T) / scale^4."""
         probs = self.mean(f, params)
-        slope = self.logits(torch.ones_like(f), params)
+        slope = self.factor(f, params)
         outer = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
         return outer * slope.unsqueeze(-1) * slope.unsqueeze(-2)
 
@@ -150,17 +156,17 @@ class Categorical(Classes):
             flat = flat.to(generator.device)
         drawn = torch.multinomial(flat, 1, generator=generator).reshape(*f.shape[:-1], 1).to(f.device)
         slope = (-probs).scatter_add(-1, drawn, torch.ones_like(probs[..., :1]))
-        return slope if self.scale == 1.0 else slope * self.logits(torch.ones_like(f), params)
+        return slope if self.scale == 1.0 else slope * self.factor(f, params)
 
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
         """p (1 - p) / scale^4."""
         probs = self.mean(f, params)
-        return probs * (1 - probs) * self.logits(torch.ones_like(f), params) ** 2
+        return probs * (1 - probs) * self.factor(f, params) ** 2
 
     def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
         """sum_n diag(p_n) - p_n p_n^T, over scale^4."""
         probs = self.mean(f, params).reshape(-1, f.shape[-1])
-        slope = self.logits(torch.ones_like(probs[:1]), params)
+        slope = self.factor(probs[:1], params)
         return (torch.diag(probs.sum(0)) - probs.mT @ probs) * slope * slope.mT
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
@@ -175,7 +181,7 @@ class Categorical(Classes):
         size = (probs[..., :-1] * later / here.clamp_min(torch.finfo(f.dtype).tiny)).sqrt()  # [..., K]
         share = (probs.unsqueeze(-2) / later.unsqueeze(-1)).triu(1)  # [..., K, C]
         columns = size.unsqueeze(-1) * (torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)[:-1] - share)
-        return (columns * self.logits(torch.ones_like(f), params).unsqueeze(-2)).movedim(-2, 0)
+        return (columns * self.factor(f, params).unsqueeze(-2)).movedim(-2, 0)
 
     def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
         r"""Three closed forms. Probit: :math:`\mathrm{softmax}(m_c / \sqrt{1 + \pi V_{cc} / 8})`. Pairwise (Lu et al. 2020):
@@ -183,7 +189,7 @@ class Categorical(Classes):
         2022): the mean of the Dirichlet with :math:`\alpha_c = \frac{1}{V_{cc}} (1 - \frac{2}{C} + \frac{e^{m_c}}{C^2} \sum_d
         e^{-m_d})`, after the logits are made to sum to zero."""
         mean, classes = self.logits(f_mean, params), f_mean.shape[-1]
-        slope = self.logits(torch.ones_like(f_mean), params)
+        slope = self.factor(f_mean, params)
         cov = (f_cov if f_cov.ndim > f_mean.ndim else torch.diag_embed(f_cov)) * slope.unsqueeze(-1) * slope.unsqueeze(-2)
         variance = cov.diagonal(dim1=-2, dim2=-1)
         if link == "probit":
@@ -223,12 +229,8 @@ class HeteroscedasticCategorical(Classes):
 
     def _noisy(self, f: Tensor) -> Tensor:
         """The logits at every node, [C, n, ...]. Classes come first: over a last axis of ten, softmax takes several times as long."""
-        if f.shape[-1] % 2:
-            raise ValueError(
-                f"HeteroscedasticCategorical needs a logit and a log variance for each class, an even number of outputs; "
-                f"the network gives {f.shape[-1]}"
-            )
-        logits, log_variance = (part.movedim(-1, 0).contiguous().unsqueeze(1) for part in f.chunk(2, -1))  # [C, 1, ...]
+        parts = halves(f, type(self).__name__, "a logit and a log variance for each class")
+        logits, log_variance = (part.movedim(-1, 0).contiguous().unsqueeze(1) for part in parts)  # [C, 1, ...]
         points = nodes(self.samples, f[..., : len(logits)]).mT.reshape(len(logits), self.samples, *[1] * (f.ndim - 1))
         return logits + (0.5 * log_variance).exp() * points
 
@@ -255,34 +257,14 @@ class HeteroscedasticCategorical(Classes):
 
 
 @dataclass(frozen=True)
-class Bernoulli(Likelihood):
+class Bernoulli(Tempered, DiagonalFisher):
     r"""Each output is a label of its own: y_c ~ Bernoulli(sigmoid f_c). One output: binary; several: multi-label.
 
     Uncertainty is the sum of the labels' entropies. `scale=None` learns a noise level as in `Categorical`.
     """
 
-    scale: float | None = 1.0
-
-    @property
-    def discrete(self) -> bool:
-        """True: uncertainty is an entropy."""
-        return True
-
-    @property
-    def separate(self) -> bool:
-        """True."""
-        return True
-
-    def __post_init__(self):
-        positive(self.scale)
-
-    def logits(self, f: Tensor, params: Params) -> Tensor:
-        """f / scale^2."""
-        return tempered(f, self.scale, params)
-
-    def parameters(self, y: Tensor | None = None) -> Params:
-        """`likelihood:log_scale`, 0, if the noise level is learned."""
-        return {PREFIX + "log_scale": torch.zeros(1)} if self.scale is None else {}
+    discrete: ClassVar[bool] = True
+    separate: ClassVar[bool] = True
 
     def __call__(self, f: Tensor, params: Params) -> Distribution:
         return Independent(BernoulliDistribution(logits=self.logits(f, params), validate_args=False), 1)
@@ -306,20 +288,16 @@ class Bernoulli(Likelihood):
         """P(y = 1 | f) = sigmoid(f)."""
         return torch.sigmoid(self.logits(f, params))
 
-    def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
-        """diag(p (1 - p))."""
+    def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
+        """p (1 - p) / scale^4."""
         probs = self.mean(f, params)
-        return torch.diag_embed(probs * (1 - probs) * self.logits(torch.ones_like(f), params) ** 2)
-
-    def fisher_root(self, f: Tensor, params: Params) -> Tensor:
-        """The root of a diagonal matrix."""
-        return self.fisher(f, params).sqrt().movedim(-1, 0)  # it is diagonal
+        return probs * (1 - probs) * self.factor(f, params) ** 2
 
     def linked(self, f_mean: Tensor, f_cov: Tensor, params: Params, link: str) -> Tensor:
         """Probit: f / sqrt(1 + pi Var(f) / 8)."""
         if link != "probit":
             return super().linked(f_mean, f_cov, params, link)
-        slope = self.logits(torch.ones_like(f_mean), params)
+        slope = self.factor(f_mean, params)
         variance = slope**2 * (f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1))
         return self.logits(f_mean, params) / (1 + math.pi / 8 * variance).sqrt()
 

@@ -35,6 +35,7 @@ class _Intervals(Independent):
 class Censored(Scaled):
     """Numbers of which sometimes only an interval is known; see `CensoredGaussian` for the layout of targets."""
 
+    intervals: ClassVar[bool] = True
     logarithm: ClassVar[bool] = False  # whether f is about the logarithm of the target
 
     @staticmethod
@@ -67,11 +68,6 @@ class Censored(Scaled):
     def _with(self, f: Tensor, scale: Tensor) -> Distribution:
         return _Intervals(self.outcome(f, scale.expand_as(f)), lambda y: self.score(f, y, scale))
 
-    @property
-    def intervals(self) -> bool:
-        """True."""
-        return True
-
     def target(self, y: Tensor, f: Tensor) -> Tensor:
         """Lower ends, then upper ends, [..., 2 C]; numbers [..., C] are both."""
         ends = (y, y)
@@ -83,9 +79,8 @@ class Censored(Scaled):
         """Lower ends must not be above upper ends, numbers must be finite, and times positive."""
         lower, upper = self.target(y, f).chunk(2, -1)
         exact = (lower == upper).logical_and(~lower.isinf())
-        require(
-            bool((exact | (lower < upper)).all()), "a target is an interval (lower, upper), whose ends must not be NaN or swapped"
-        )
+        if not bool((exact | (lower < upper)).all()):
+            raise ValueError("a target is an interval (lower, upper), whose ends must not be NaN or swapped")
         fine = not self.logarithm or bool((lower >= 0).all() and (upper > 0).all())
         require(fine, f"the targets of {type(self).__name__} are positive; a lower end may be 0")
 

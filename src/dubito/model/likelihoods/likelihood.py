@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from dubito.tensors.checks import require
 from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
@@ -50,8 +52,7 @@ def entropy(probs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _unit_nodes(n: int, width: int) -> Tensor:
-    if n < 2 or n % 2:
-        raise ValueError(f"the nodes come in pairs: their number is even and at least 2; got {n}")
+    require(not (n < 2 or n % 2), f"the nodes come in pairs: their number is even and at least 2; got {n}")
     # They outlive this call, so they are made in a thread of their own: torch.func transforms, inference mode and the like,
     # which may surround the first call, do not reach there.
     with ThreadPoolExecutor(1) as thread:
@@ -123,18 +124,19 @@ def log_average(logs: Tensor, weights: Tensor) -> Tensor:
     return (logs.double() + weights.double().log().reshape(-1, *[1] * (logs.ndim - 1))).logsumexp(0)
 
 
-def tempered(f: Tensor, scale: float | None, params: Params) -> Tensor:
-    """Logits at a noise level: f / scale^2, where None stands for a learned one."""
-    if scale is None:
-        return f * (-2 * params[PREFIX + "log_scale"]).exp()
-    return f if scale == 1.0 else f / scale**2
-
-
-def positive(scale: float | tuple[float, ...] | None) -> None:
-    """Raise, in words, for a noise scale that is none."""
-    for value in scale if isinstance(scale, tuple) else [1.0 if scale is None else scale]:
-        if not (value > 0 and math.isfinite(value)):
+def positive(*scales: float) -> None:
+    """Raise for a noise scale that is not a positive number."""
+    for scale in scales:
+        if not (scale > 0 and math.isfinite(scale)):
             raise ValueError(f"a noise scale is a positive standard deviation; got {scale}")
+
+
+def halves(f: Tensor, owner: str, needs: str) -> tuple[Tensor, Tensor]:
+    """The two halves of the outputs, of which the second are log variances."""
+    if f.shape[-1] % 2:
+        raise ValueError(f"{owner} needs {needs}, an even number of outputs; the network gives {f.shape[-1]}")
+    first, log_variance = f.chunk(2, -1)
+    return first, log_variance
 
 
 @dataclass(frozen=True)
@@ -146,30 +148,15 @@ class Likelihood(ABC):
     def __post_init__(self):  # noqa: B027 (those that have something to check do)
         pass
 
-    @property
-    def discrete(self) -> bool:
-        """Classes or labels rather than numbers: uncertainty is an entropy rather than a variance."""
-        return False
-
-    @property
-    def indexed(self) -> bool:
-        """Whether a target is the index of a class, without an axis for outputs."""
-        return False
+    discrete: ClassVar[bool] = False  # classes or labels rather than numbers: uncertainty is an entropy rather than a variance
+    indexed: ClassVar[bool] = False  # a target is the index of a class, without an axis for outputs
+    separate: ClassVar[bool] = False  # each entry of a target depends on its own output alone, as labels do
+    intervals: ClassVar[bool] = False  # a target is an interval: lower ends, then upper ends, [..., 2 C]
 
     @property
     def task_names(self) -> tuple[str, ...]:
         """The names of the tasks, if it is made of several."""
         return ()
-
-    @property
-    def separate(self) -> bool:
-        """Whether each entry of a target depends on its own output alone, independently of the others, as labels do."""
-        return False
-
-    @property
-    def intervals(self) -> bool:
-        """Whether a target is an interval: lower ends, then upper ends, [..., 2 C]."""
-        return False
 
     def mean_noise(self, f: Tensor, params: Params) -> Tensor | None:
         """The variance of the noise of the targets given f, [..., n], where the first n outputs are their means; else None."""

@@ -13,6 +13,7 @@ from torch.distributions import Distribution, MultivariateNormal
 
 from dubito.model.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty
 from dubito.model.likelihoods.noise import given_nodes
+from dubito.tensors.checks import require
 from dubito.tensors.tree import Params
 
 
@@ -78,8 +79,7 @@ class MultiTask(Likelihood):
     tasks: Mapping[str, tuple[Likelihood, int]] = field(default_factory=dict)
 
     def __post_init__(self):
-        if not self.tasks:
-            raise ValueError("MultiTask needs tasks: {name: (likelihood, number of outputs)}")
+        require(self.tasks, "MultiTask needs tasks: {name: (likelihood, number of outputs)}")
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -112,8 +112,7 @@ class MultiTask(Likelihood):
     def _targets(self, y: Tensor | dict[str, Tensor], f: Tensor) -> dict[str, Tensor]:
         if isinstance(y, dict):
             missing = [name for name in self.tasks if name not in y]
-            if missing:
-                raise ValueError(f"the targets lack the tasks {missing}; they have {list(y)}")
+            require(not missing, f"the targets lack the tasks {missing}; they have {list(y)}")
             return {
                 name: self._channels_last(y[name], f) if task.dim == -1 else y[name] for name, (task, _) in self.tasks.items()
             }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods.likelihood import NOISE, DiagonalFisher, Likelihood, nodes, positive
+from dubito.model.likelihoods.likelihood import NOISE, DiagonalFisher, Likelihood, halves, nodes, positive
 from dubito.tensors.tree import Params
 
 
@@ -23,7 +23,7 @@ class Scaled(DiagonalFisher):
         if self.scale is None:
             return
         scales = torch.as_tensor(self.scale, dtype=torch.float64).flatten().tolist()
-        positive(tuple(scales))
+        positive(*scales)
         object.__setattr__(self, "scale", tuple(scales) if len(scales) > 1 else scales[0])
 
     def noise(self, f: Tensor, params: Params) -> Tensor:
@@ -84,13 +84,7 @@ class Heteroscedastic(DiagonalFisher):
 
     def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The means and the log variances, each [..., C / 2]."""
-        if f.shape[-1] % 2:
-            raise ValueError(
-                f"{type(self).__name__} needs a mean and a log variance for each target, an even number of outputs; "
-                f"the network gives {f.shape[-1]}"
-            )
-        mean, log_variance = f.chunk(2, -1)
-        return mean, log_variance
+        return halves(f, type(self).__name__, "a mean and a log variance for each target")
 
     def width(self, f: Tensor) -> int:
         """Half of the outputs are means."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,29 +156,33 @@ class Centered(Prior):
         object.__setattr__(self, "mean", {name: leaf.detach().clone() for name, leaf in given.items()})
 
     @property
+    def centers(self) -> Mapping[str, Tensor]:
+        """The weights that the prior is centered on."""
+        return cast(Mapping[str, Tensor], self.mean)
+
+    @property
     def stacks(self) -> bool:
         """As the prior of the difference."""
         return self.prior.stacks
 
     def _shifted(self, params: Params, sign: float) -> Params:
-        assert isinstance(self.mean, Mapping)
         moved = dict(params)
-        for name, leaf in params.items():
-            if name in self.mean:
-                centre = self.mean[name]
-                if leaf.shape[leaf.ndim - centre.ndim :] != centre.shape:
+        for name, center in self.centers.items():
+            if name in params:
+                leaf = params[name]
+                if leaf.shape[leaf.ndim - center.ndim :] != center.shape:
                     raise ValueError(
-                        f"the prior is centred on a {name} of {list(centre.shape)}, but the network's is {list(leaf.shape)}"
+                        f"the prior is centered on a {name} of {list(center.shape)}, but the network's is {list(leaf.shape)}"
                     )
-                moved[name] = leaf + sign * centre.to(leaf)
+                moved[name] = leaf + sign * center.to(leaf)
         return moved
 
     def parameters(self, weights: Params) -> Params:
         """Those of the prior of the difference."""
-        assert isinstance(self.mean, Mapping)
-        if self.mean and weights and not any(name in self.mean for name in weights):
+        centers = list(self.centers)
+        if centers and weights and not set(centers) & set(weights):
             raise ValueError(
-                f"the prior is centred on {list(self.mean)[:4]}, of which the network has none: its weights are {list(weights)[:4]}"
+                f"the prior is centered on {centers[:4]}, of which the network has none: its weights are {list(weights)[:4]}"
             )
         return self.prior.parameters(self._shifted(weights, -1.0))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,8 +18,65 @@ from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params, full_precision
 
 
+class Matrices(Prior):
+    r"""Every leaf is a matrix :math:`A Z B^T` of standard normals Z, with roots A and B of two covariances; None is the identity."""
+
+    @abstractmethod
+    def shaped(self, name: str, leaf: Tensor) -> Tensor:
+        """The leaf as a matrix."""
+
+    @abstractmethod
+    def roots(self, leaf: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Cholesky factors of the covariances of rows and columns, in float64."""
+
+    def log_prob(self, params: Params) -> Tensor:
+        """Log density of the matrix normal distribution."""
+        total = zero(params)
+        for name, leaf in params.items():
+            matrix, (up, left) = self.shaped(name, full_precision(leaf)), self.roots(leaf)
+            rows, columns = matrix.shape
+            if up is not None:
+                total = total - columns * up.diagonal().log().sum().to(matrix)
+                matrix = torch.linalg.solve_triangular(up.to(matrix), matrix, upper=False)
+            if left is not None:
+                total = total - rows * left.diagonal().log().sum().to(matrix)
+                matrix = torch.linalg.solve_triangular(left.mT.to(matrix), matrix, upper=True, left=False)
+            total = total - 0.5 * matrix.square().sum() - 0.5 * leaf.numel() * math.log(2 * math.pi)
+        return total
+
+    def _scaled(self, name: str, leaf: Tensor, factor: Callable[[Tensor], Tensor]) -> Tensor:
+        """The leaf as a matrix, times a factor of each row and of each column that follow from the roots."""
+        matrix = self.shaped(name, leaf)
+        for axis, root in zip((1, 0), self.roots(leaf), strict=True):
+            matrix = matrix if root is None else matrix * factor(root).to(matrix).unsqueeze(axis)
+        return matrix
+
+    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
+        """For independent weights only the diagonals of both precisions are needed beside the mean."""
+        if not independent:
+            return None
+        total = self.log_prob(mean)
+        for name, leaf in variance.items():
+            total = total - 0.5 * self._scaled(name, leaf, lambda root: torch.cholesky_inverse(root).diagonal()).sum()
+        return total
+
+    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
+        """A Z B^T."""
+        source, drawn = source_for(like, generator), {}
+        for name, leaf in like.items():
+            matrix, (up, left) = self.shaped(name, torch.empty_like(leaf).normal_(generator=source)), self.roots(leaf)
+            matrix = matrix if up is None else up.to(matrix) @ matrix
+            drawn[name] = (matrix if left is None else matrix @ left.mT.to(matrix)).reshape(leaf.shape)
+        return drawn
+
+    def units(self, params: Params) -> Params:
+        """Standard deviations, from the diagonals of both covariances."""
+        found = {name: self._scaled(name, torch.ones_like(leaf), lambda root: root.norm(dim=1)) for name, leaf in params.items()}
+        return {name: leaf.reshape(params[name].shape) for name, leaf in found.items()}
+
+
 @dataclass(frozen=True, eq=False)
-class MatrixNormal(Prior):
+class MatrixNormal(Matrices):
     r""":math:`W \sim MN(0, U, V)`: :math:`\mathrm{Cov}(w_{ai}, w_{bj}) = U_{ab} V_{ij}`, for the output units a, b and inputs i, j of a
     layer.
 
@@ -41,17 +99,21 @@ class MatrixNormal(Prior):
             square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
             if not square or not torch.allclose(matrix, matrix.mT) or torch.linalg.cholesky_ex(matrix.double())[1]:
                 raise ValueError(f"`{name}` is a covariance: a square matrix, symmetric and positive definite")
-        _ = self._roots  # now, and not in the middle of a trace
+        _ = self._factors  # now, and not in the middle of a trace
 
     @cached_property
-    def _roots(self) -> tuple[Tensor | None, Tensor | None]:
-        """Cholesky factors of both, in float64."""
+    def _factors(self) -> tuple[Tensor | None, Tensor | None]:
         up, left = (None if m is None else torch.linalg.cholesky(m.double()) for m in (self.rows, self.columns))
         return up, left
 
-    def _shaped(self, name: str, leaf: Tensor) -> Tensor:
+    def roots(self, leaf: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Cholesky factors of both covariances, in float64."""
+        return self._factors
+
+    def shaped(self, name: str, leaf: Tensor) -> Tensor:
+        """[O, I], if that is the size of the prior's covariances."""
         matrix = leaf.reshape(leaf.shape[0], -1) if leaf.ndim else leaf.reshape(1, 1)
-        for side, axis, root in zip(("rows", "columns"), (0, 1), self._roots, strict=True):
+        for side, axis, root in zip(("rows", "columns"), (0, 1), self._factors, strict=True):
             if root is not None and len(root) != matrix.shape[axis]:
                 raise ValueError(
                     f"{name} is {list(matrix.shape)} as a matrix, but the prior's {side} are {list(root.shape)}: give this prior to "
@@ -59,63 +121,9 @@ class MatrixNormal(Prior):
                 )
         return matrix
 
-    def _whitened(self, name: str, leaf: Tensor) -> tuple[Tensor, Tensor]:
-        """The leaf as standard normals, [O, I], and the log of what the determinant takes."""
-        matrix, (up, left) = self._shaped(name, full_precision(leaf)), self._roots
-        logs = torch.zeros((), device=leaf.device)
-        if up is not None:
-            logs = logs + matrix.shape[1] * up.diagonal().log().sum().to(matrix)
-            matrix = torch.linalg.solve_triangular(up.to(matrix), matrix, upper=False)
-        if left is not None:
-            logs = logs + matrix.shape[0] * left.diagonal().log().sum().to(matrix)
-            matrix = torch.linalg.solve_triangular(left.mT.to(matrix), matrix, upper=True, left=False)
-        return matrix, logs
-
-    def log_prob(self, params: Params) -> Tensor:
-        """Log density of the matrix normal distribution."""
-        total = zero(params)
-        for name, leaf in params.items():
-            white, logs = self._whitened(name, leaf)
-            total = total - 0.5 * white.square().sum() - logs - 0.5 * leaf.numel() * math.log(2 * math.pi)
-        return total
-
-    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
-        """For independent weights only the diagonals of both precisions are needed beside the mean."""
-        if not independent:
-            return None
-        total, (up, left) = self.log_prob(mean), self._roots
-        for name, leaf in variance.items():
-            matrix = self._shaped(name, leaf)
-            for axis, root in ((1, up), (0, left)):
-                if root is not None:
-                    matrix = matrix * torch.cholesky_inverse(root).diagonal().to(matrix).unsqueeze(axis)
-            total = total - 0.5 * matrix.sum()
-        return total
-
-    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        """A Z B^T with roots A and B of the two covariances and standard normal Z."""
-        source, (up, left) = source_for(like, generator), self._roots
-        drawn: Params = {}
-        for name, leaf in like.items():
-            matrix = self._shaped(name, torch.empty_like(leaf).normal_(generator=source))
-            matrix = matrix if up is None else up.to(matrix) @ matrix
-            drawn[name] = (matrix if left is None else matrix @ left.mT.to(matrix)).reshape(leaf.shape)
-        return drawn
-
-    def units(self, params: Params) -> Params:
-        """Standard deviations, from the diagonals of both covariances."""
-        found: Params = {}
-        for name, leaf in params.items():
-            matrix = self._shaped(name, torch.ones_like(leaf))
-            for axis, cov in ((1, self.rows), (0, self.columns)):
-                if cov is not None:
-                    matrix = matrix * cov.diagonal().sqrt().to(matrix).unsqueeze(axis)
-            found[name] = matrix.reshape(leaf.shape)
-        return found
-
 
 @dataclass(frozen=True)
-class ConvCorrelated(Prior):
+class ConvCorrelated(Matrices):
     r"""The weights at positions p and q of a kernel have the covariance
     :math:`\mathrm{scale}^2 \exp(-\lVert p - q \rVert / \mathrm{length})`.
 
@@ -137,45 +145,16 @@ class ConvCorrelated(Prior):
         """Of the positions of a kernel, [k, k], in float64."""
         return self.scale**2 * _correlation(shape, self.length)
 
-    def _root(self, leaf: Tensor) -> Tensor:
+    def roots(self, leaf: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The Cholesky factor of a leaf's kernels."""
         if leaf.ndim < 3:
-            return leaf.new_full((1, 1), self.scale)
-        return self.scale * torch.linalg.cholesky(_correlation(tuple(leaf.shape[2:]), self.length)).to(leaf)
+            return None, leaf.new_full((1, 1), self.scale, dtype=torch.float64)
+        correlation = _correlation(tuple(leaf.shape[2:]), self.length)
+        return None, self.scale * torch.linalg.cholesky(correlation).to(leaf.device)
 
-    def _kernels(self, leaf: Tensor) -> Tensor:
+    def shaped(self, name: str, leaf: Tensor) -> Tensor:
+        """One row for each kernel."""
         return leaf.reshape(-1, math.prod(leaf.shape[2:])) if leaf.ndim > 2 else leaf.reshape(-1, 1)
-
-    def log_prob(self, params: Params) -> Tensor:
-        """Sum over kernels of log N(0, K) with K = `covariance`."""
-        total = zero(params)
-        for leaf in params.values():
-            kernels = self._kernels(full_precision(leaf))  # [n, k]
-            root = self._root(leaf).to(kernels)
-            white = torch.linalg.solve_triangular(root, kernels.mT, upper=False)
-            total = total - 0.5 * white.square().sum() - len(kernels) * root.diagonal().log().sum()
-            total = total - 0.5 * leaf.numel() * math.log(2 * math.pi)
-        return total
-
-    def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
-        """For independent weights only the diagonal of the precision is needed beside the mean."""
-        if not independent:
-            return None
-        total = self.log_prob(mean)
-        for leaf in variance.values():
-            precision = torch.cholesky_inverse(self._root(leaf)).diagonal()
-            total = total - 0.5 * (self._kernels(leaf) * precision).sum()
-        return total
-
-    def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        """One draw in the shapes of `like`."""
-        source = source_for(like, generator)
-        normals = {name: torch.empty_like(leaf).normal_(generator=source) for name, leaf in like.items()}
-        return {name: (self._kernels(leaf) @ self._root(leaf).mT).reshape(leaf.shape) for name, leaf in normals.items()}
-
-    def units(self, params: Params) -> Params:
-        """`scale` for every weight."""
-        return {name: torch.full_like(leaf, self.scale) for name, leaf in params.items()}
 
 
 def _correlation(shape: tuple[int, ...], length: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dubito.model.priors.prior import Prior, source_for, zero
 from dubito.model.priors.scales import IMPROPER, keep_positive, positive
+from dubito.tensors.checks import between, require
 from dubito.tensors.tree import Params, full_precision
 
 
@@ -174,8 +175,7 @@ class ScaleMixture(Factorized):
     scales: tuple[float, float] = field(default=(1.0, math.exp(-6)), kw_only=True)
 
     def __post_init__(self):
-        if not 0 < self.share < 1:
-            raise ValueError(f"share is that of the first normal, between 0 and 1; got {self.share}")
+        between(0, 1, share=self.share)
         first, second = self.scales
         object.__setattr__(self, "scales", (positive("first", first), positive("second", second)))
 
@@ -289,10 +289,8 @@ class Bernoulli(Factorized):
     temperature: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
-        if not 0 < self.probability < 1:
-            raise ValueError(f"a probability is between 0 and 1; got {self.probability}")
-        if not self.values[0] < self.values[1]:
-            raise ValueError(f"the two values are in order, such as (0, 1) or (-1, 1); got {self.values}")
+        between(0, 1, probability=self.probability)
+        require(self.values[0] < self.values[1], f"the two values are in order, such as (0, 1) or (-1, 1); got {self.values}")
         if self.temperature is not None:
             keep_positive(self, "temperature")
 

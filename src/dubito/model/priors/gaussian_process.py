@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.priors.scales import keep_positive
+from dubito.tensors.checks import at_least, one_of
 from dubito.tensors.covariances.covariance import normal
 
 
@@ -38,10 +39,8 @@ class NNGP:
 
     def __post_init__(self):
         keep_positive(self, "scale")
-        if self.activation not in ("relu", "erf"):
-            raise ValueError(f"the activation is 'relu' or 'erf', whose recursions are known; got {self.activation!r}")
-        if self.depth < 0 or not self.bias >= 0:
-            raise ValueError(f"depth and bias are at least 0; got {self.depth} and {self.bias}")
+        one_of(("relu", "erf"), activation=self.activation)
+        at_least(0, depth=self.depth, bias=self.bias)
 
     def __call__(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """The covariances of the outputs at x [N, d] with those at z [M, d], [N, M]."""

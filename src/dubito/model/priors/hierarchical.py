@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.model.priors.prior import PREFIX, Prior, source_for, weights
+from dubito.model.priors.prior import PREFIX, Prior, source_for, weights, zero
 from dubito.model.priors.scales import Flat, HalfCauchy, InverseGamma, Scale, keep_positive
+from dubito.tensors.checks import require
 from dubito.tensors.tree import Params, full_precision
 
 By = Literal["all", "layer", "tensor", "row", "column", "kernel", "gate", "weight"]
@@ -39,8 +40,8 @@ class Groups:
     gates: int = 4
 
     def __post_init__(self):
-        if self.by not in get_args(By):
-            raise ValueError(f"weights are grouped by one of {', '.join(get_args(By))}; got {self.by!r}")
+        words = get_args(By)
+        require(self.by in words, f"weights are grouped by one of {', '.join(words)}; got {self.by!r}")
 
     @staticmethod
     def of(value: str | Groups) -> Groups:
@@ -91,15 +92,22 @@ class Scaled(Prior):
     Their free coordinates are the hyperparameters "prior:log_scale:<leaf or layer>", [G] each, and "prior:log_overall", [1].
     """
 
-    @property
+    scale: Scale
+    groups: str | Groups
+
     @abstractmethod
-    def local(self) -> Scale:
-        """The density of a group's scale."""
+    def __post_init__(self):
+        Groups.of(self.groups)
 
     @property
-    @abstractmethod
+    def local(self) -> Scale:
+        """The density of a group's scale."""
+        return self.scale
+
+    @property
     def grouping(self) -> Groups:
-        """The groups."""
+        """The groups of weights that share a scale."""
+        return Groups.of(self.groups)
 
     @property
     def overall(self) -> Scale | None:
@@ -123,13 +131,8 @@ class Scaled(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """sum_i log N(w_i; 0, s_i^2) + the log densities of the scales."""
-        free, first = self._hyper(params), next(iter(params.values()), torch.zeros(()))
-        total = torch.zeros((), device=first.device)
-        for name, leaf in weights(params).items():
-            log = self._log_scale(name, params)  # [G]
-            rows = self.grouping.rows(name, full_precision(leaf))  # [G, n]
-            total = total - 0.5 * (rows.square().sum(1) * (-2 * log).exp()).sum() - rows.shape[1] * log.sum()
-            total = total - 0.5 * leaf.numel() * math.log(2 * math.pi)
+        free = self._hyper(params)
+        total = self._given_scales(params, {}, {})
         for name, leaf in free.items():
             total = total + self._scale(name).log_prob(leaf).sum()
         return total
@@ -138,31 +141,36 @@ class Scaled(Prior):
         r"""With :math:`\ln \tau \sim N(m, v)` independent of the weights, :math:`E[\tau^{-2}] = e^{2v - 2m}`.
         Scales of which `variance` says nothing are points."""
         free = self._hyper(mean)
-        if not independent and any(name in variance for name in free):
+        parts = {name: self._expected(name, leaf, variance.get(name)) for name, leaf in free.items()}
+        inferred = [name for name in free if name in variance]
+        if (inferred and not independent) or any(parts[name] is None for name in inferred):
             return None
-        spread = {name: variance.get(name, torch.zeros_like(leaf)) for name, leaf in free.items()}
-        total = torch.zeros((), device=next(iter(mean.values())).device)
+        total = self._given_scales(mean, variance, {name: variance[name] for name in inferred})
         for name, leaf in free.items():
-            part = self._scale(name).expected_log_prob(leaf, spread[name])
-            if part is None and name in variance:
-                return None
+            part = parts[name]
             total = total + (self._scale(name).log_prob(leaf) if part is None else part).sum()
-        for name, leaf in weights(mean).items():
-            log, doubt = self._log_scale(name, free), spread[self._key(name)]
-            doubt = doubt if self.overall is None else doubt + spread[OVERALL]
-            squares = self.grouping.rows(name, leaf.square() + variance[name])
-            total = total - 0.5 * (squares.sum(1) * (2 * doubt - 2 * log).exp()).sum() - squares.shape[1] * log.sum()
-            total = total - 0.5 * leaf.numel() * math.log(2 * math.pi)
         return total
 
     def log_hyper(self, params: Params) -> Tensor | float:
-        """The log densities of the scales."""
+        """The log densities of the scales; of an improper density, what its expectation counts as."""
         total = 0.0
         for name, leaf in self._hyper(params).items():
-            part = self._scale(name).expected_log_prob(
-                leaf, torch.zeros_like(leaf)
-            )  # of an improper density, what it counts as there
+            part = self._expected(name, leaf, None)
             total = total + (self._scale(name).log_prob(leaf) if part is None else part).sum()
+        return total
+
+    def _expected(self, name: str, leaf: Tensor, variance: Tensor | None) -> Tensor | None:
+        return self._scale(name).expected_log_prob(leaf, torch.zeros_like(leaf) if variance is None else variance)
+
+    def _given_scales(self, params: Params, variance: Params, doubts: Params) -> Tensor:
+        """E log N(w; 0, s^2) of all weights, with these variances of weights and of free coordinates of the scales."""
+        total = zero(params)
+        for name, leaf in weights(params).items():
+            log, squares = self._log_scale(name, params), full_precision(leaf).square()  # [G], and as the leaf
+            rows = self.grouping.rows(name, squares + variance[name] if name in variance else squares)  # [G, n]
+            doubt = doubts.get(self._key(name), 0.0) + doubts.get(OVERALL, 0.0)
+            total = total - 0.5 * (rows.sum(1) * (2 * doubt - 2 * log).exp()).sum() - rows.shape[1] * log.sum()
+            total = total - 0.5 * leaf.numel() * math.log(2 * math.pi)
         return total
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
@@ -229,6 +237,12 @@ class Scaled(Prior):
         return log if self.overall is None else log + self.overall.log_scale(params[OVERALL])
 
 
+def check_scale(scale: object) -> None:
+    """Raise for what is no density of a scale."""
+    if not isinstance(scale, Scale):
+        raise TypeError(f"scale must be a density such as HalfCauchy(1.0) or InverseGamma(2.0, 2.0); got {scale!r}")
+
+
 @dataclass(frozen=True)
 class Hierarchical(Scaled):
     r"""Weights are normal given the scale of their group, and the scale has a prior of its own:
@@ -251,19 +265,8 @@ class Hierarchical(Scaled):
     groups: str | Groups = field(default="tensor", kw_only=True)
 
     def __post_init__(self):
-        if not isinstance(self.scale, Scale):
-            raise TypeError(f"the scale has a density such as HalfCauchy(1.0) or InverseGamma(2.0, 2.0); got {self.scale!r}")
-        Groups.of(self.groups)
-
-    @property
-    def local(self) -> Scale:
-        """The density of a group's scale."""
-        return self.scale
-
-    @property
-    def grouping(self) -> Groups:
-        """The groups of weights that share a scale."""
-        return Groups.of(self.groups)
+        super().__post_init__()
+        check_scale(self.scale)
 
 
 @dataclass(frozen=True)
@@ -284,15 +287,10 @@ class ARD(Scaled):
 
     scale: Scale = field(default_factory=lambda: InverseGamma(0.5, 0.5))
 
-    @property
-    def local(self) -> Scale:
-        """The density of a group's scale."""
-        return self.scale
+    groups: ClassVar[str] = "column"  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    @property
-    def grouping(self) -> Groups:
-        """The weights that leave an input unit."""
-        return Groups("column")
+    def __post_init__(self):
+        check_scale(self.scale)
 
     def relevance(self, params: Params) -> dict[str, Tensor]:
         """The scale of every input unit, [inputs] for each leaf."""
@@ -331,11 +329,6 @@ class Horseshoe(Scaled):
         """C+(0, width)."""
         return HalfCauchy(self.width)
 
-    @property
-    def grouping(self) -> Groups:
-        """The groups of weights that share a scale."""
-        return Groups.of(self.groups)
-
 
 @dataclass(frozen=True)
 class Jeffreys(Scaled):
@@ -363,8 +356,3 @@ class Jeffreys(Scaled):
     def local(self) -> Scale:
         """1 / tau, between the bounds if there are some."""
         return Flat(self.bounds)
-
-    @property
-    def grouping(self) -> Groups:
-        """The groups of weights that share a scale."""
-        return Groups.of(self.groups)

@@ -28,6 +28,7 @@ from dubito.model.priors.gaussian_process import GaussianProcess
 from dubito.model.priors.normal import Normal
 from dubito.model.priors.prior import Prior, weights
 from dubito.tensors import randomness, tree
+from dubito.tensors.checks import one_of, require
 
 
 class Matched(NamedTuple):
@@ -65,12 +66,10 @@ def matching(
     (4, 5)
     """
     base, like, buffers = model.prior, weights(model.parameters()), model.buffers()
-    if not isinstance(base, Normal | Laplace | StudentT):
-        raise ValueError(f"the scales of a Normal, a Laplace or a StudentT can be matched; got a {type(base).__name__}")
+    require(type(base) in FIELDS, f"the scales of a Normal, a Laplace or a StudentT can be matched; got a {type(base).__name__}")
     if inputs.ndim != 2 or steps < 1 or draws < 2 or points < 1 or not 0 <= box <= 1:
         raise ValueError("inputs are [N, d], steps and points at least 1, draws at least 2 and box a share between 0 and 1")
-    if distance not in DISTANCES:
-        raise ValueError(f"distance is one of {', '.join(DISTANCES)}; got {distance!r}")
+    one_of(DISTANCES, distance=distance)
     device = next(iter(like.values())).device
     generator, inputs = randomness.generator(device, seed, "matching"), inputs.to(device)
     low, high = inputs.min(0).values, inputs.max(0).values
@@ -112,21 +111,20 @@ def wasserstein_distance(x: Tensor, y: Tensor) -> Tensor:
     """
     from scipy.optimize import linear_sum_assignment
 
-    if x.shape != y.shape:
-        raise ValueError(f"draws are paired: give as many of both; got {list(x.shape)} and {list(y.shape)}")
+    require(x.shape == y.shape, f"draws are paired: give as many of both; got {list(x.shape)} and {list(y.shape)}")
     apart = torch.cdist(x, y)
     rows, columns = linear_sum_assignment(apart.detach().double().cpu().numpy())
     return apart[torch.from_numpy(rows).to(x.device), torch.from_numpy(columns).to(x.device)].mean()
 
 
+FIELDS: dict[type[Prior], str | None] = {Normal: None, Laplace: "scale", StudentT: "width"}  # where a family has its scale
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"energy": energy_distance, "wasserstein": wasserstein_distance}
 
 
 def _scaled(base: Normal | Laplace | StudentT, factors: dict[str, float]) -> Prior:
     """The same family with a scale for every parameter."""
-    exact = {name: f"^{re.escape(name)}$" for name in factors}
-    if isinstance(base, Normal):
-        return Normal(scale={exact[name]: factor * base.scale_of(name) for name, factor in factors.items()})
-    if isinstance(base, Laplace):
-        return ByName({exact[name]: replace(base, scale=factor * base.scale) for name, factor in factors.items()})
-    return ByName({exact[name]: replace(base, width=factor * base.width) for name, factor in factors.items()})
+    field = FIELDS[type(base)]
+    if field is None:
+        return Normal(scale={f"^{re.escape(name)}$": factor * base.scale_of(name) for name, factor in factors.items()})
+    own = getattr(base, field)
+    return ByName({f"^{re.escape(name)}$": replace(base, **{field: factor * own}) for name, factor in factors.items()})

@@ -23,19 +23,19 @@ IMPROPER = (
 def plain(value: Any) -> Any:
     """A number of NumPy or torch as Python's own, so that priors can be compared and printed; anything else as it is."""
     constant = isinstance(value, Tensor) and value.ndim == 0 and not value.requires_grad  # one to be trained would stand still
-    return float(value) if constant or (isinstance(value, Real) and not isinstance(value, int)) else value
+    return float(value) if constant or (isinstance(value, Real) and type(value) not in (int, bool)) else value
 
 
 def positive(name: str, value: Any) -> float:
-    """`value` as a plain number, if it is a positive one."""
+    """`value` as a plain number, if it is positive."""
     number = plain(value)
     if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
-        raise ValueError(f"{name} is a positive number; got {value!r}")
+        raise ValueError(f"{name} must be a positive number; got {value!r}")
     return number
 
 
 def keep_positive(owner: object, *names: str) -> None:
-    """See that these fields of a frozen dataclass are positive numbers, and keep them as plain ones."""
+    """Check that these fields of a frozen dataclass are positive, and keep them as plain numbers."""
     for name in names:
         object.__setattr__(owner, name, positive(name, getattr(owner, name)))
 
@@ -113,12 +113,8 @@ class HalfCauchy(Scale):
 
 
 @dataclass(frozen=True)
-class Gamma(Scale):
-    r""":math:`\tau \sim \mathrm{Gamma}(\mathrm{shape}, \mathrm{rate})`, with mean shape / rate.
-
-    >>> Gamma(1.0, 1.0).log_prob(torch.zeros(()))
-    tensor(-1.)
-    """
+class ShapeAndRate(Scale):
+    """A density with a shape and a rate."""
 
     shape: float = 2.0
     rate: float = 2.0
@@ -127,13 +123,27 @@ class Gamma(Scale):
         keep_positive(self, "shape", "rate")
 
     @property
+    def normalizer(self) -> float:
+        """shape ln rate - ln Gamma(shape)."""
+        return self.shape * math.log(self.rate) - math.lgamma(self.shape)
+
+
+@dataclass(frozen=True)
+class Gamma(ShapeAndRate):
+    r""":math:`\tau \sim \mathrm{Gamma}(\mathrm{shape}, \mathrm{rate})`, with mean shape / rate.
+
+    >>> Gamma(1.0, 1.0).log_prob(torch.zeros(()))
+    tensor(-1.)
+    """
+
+    @property
     def start(self) -> float:
         """The log of the mean."""
         return math.log(self.shape / self.rate)
 
     def log_prob(self, free: Tensor) -> Tensor:
         """Log density of log tau."""
-        return self.shape * math.log(self.rate) - math.lgamma(self.shape) + self.shape * free - self.rate * free.exp()
+        return self.normalizer + self.shape * free - self.rate * free.exp()
 
     def sample(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """The log of a draw of tau."""
@@ -142,12 +152,11 @@ class Gamma(Scale):
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor | None:
         """The expectation of `log_prob`, with E[e^(k s)] = e^(k m + k^2 v / 2)."""
-        constant = self.shape * math.log(self.rate) - math.lgamma(self.shape)
-        return constant + self.shape * mean - self.rate * (mean + 0.5 * variance).exp()
+        return self.normalizer + self.shape * mean - self.rate * (mean + 0.5 * variance).exp()
 
 
 @dataclass(frozen=True)
-class InverseGamma(Scale):
+class InverseGamma(ShapeAndRate):
     r""":math:`\tau^2 \sim \mathrm{InvGamma}(\mathrm{shape}, \mathrm{rate})`, conjugate to normal weights.
 
     A weight with a scale of its own is then Student-t, with 2 shape degrees of freedom and width :math:`\sqrt{\mathrm{rate} /
@@ -157,24 +166,14 @@ class InverseGamma(Scale):
     tensor(0.7358)
     """
 
-    shape: float = 2.0
-    rate: float = 2.0
-
-    def __post_init__(self):
-        keep_positive(self, "shape", "rate")
-
     @property
     def start(self) -> float:
         """The log of the width of the Student-t."""
         return 0.5 * math.log(self.rate / self.shape)
 
-    @property
-    def _constant(self) -> float:
-        return self.shape * math.log(self.rate) - math.lgamma(self.shape) + math.log(2)
-
     def log_prob(self, free: Tensor) -> Tensor:
         """Log density of log tau."""
-        return self._constant - 2 * self.shape * free - self.rate * (-2 * free).exp()
+        return self.normalizer + math.log(2) - 2 * self.shape * free - self.rate * (-2 * free).exp()
 
     def sample(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """The log of a draw of tau."""
@@ -183,7 +182,7 @@ class InverseGamma(Scale):
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor | None:
         """The expectation of `log_prob`, with E[e^(k s)] = e^(k m + k^2 v / 2)."""
-        return self._constant - 2 * self.shape * mean - self.rate * (2 * variance - 2 * mean).exp()
+        return self.normalizer + math.log(2) - 2 * self.shape * mean - self.rate * (2 * variance - 2 * mean).exp()
 
     def conditional(
         self, free: Tensor, count: int, squares: Tensor, temperature: float, generator: torch.Generator

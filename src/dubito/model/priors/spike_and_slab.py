@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dubito.model.priors.prior import PREFIX, Prior, source_for, weights, zero
 from dubito.model.priors.scales import keep_positive, plain, positive
+from dubito.tensors.checks import require
 from dubito.tensors.tree import Params, full_precision
 
 LOGIT = PREFIX + "logit_share"
@@ -36,24 +38,32 @@ class SpikeAndSlab(Prior):
     def __post_init__(self):
         keep_positive(self, "scale")
         object.__setattr__(self, "spike", plain(self.spike))
-        if not 0 <= self.spike < self.scale:
-            raise ValueError(f"the spike is narrower than the slab: 0 <= spike < {self.scale}; got {self.spike}")
-        if isinstance(self.share, tuple):
-            a, b = self.share
-            object.__setattr__(self, "share", (positive("a", a), positive("b", b)))
-        elif not 0 < self.share < 1:
-            raise ValueError(f"share is a probability between 0 and 1, or (a, b) of its Beta prior; got {self.share}")
+        require(0 <= self.spike < self.scale, f"the spike is narrower than the slab: 0 <= spike < {self.scale}; got {self.spike}")
+        if self.beta is not None:
+            object.__setattr__(self, "share", tuple(positive(name, value) for name, value in zip("ab", self.beta, strict=True)))
+            return
+        require(0 < self.fixed < 1, f"share is a probability between 0 and 1, or (a, b) of its Beta prior; got {self.share}")
+
+    @property
+    def beta(self) -> tuple[float, float] | None:
+        """(a, b) of the Beta prior, if the share is inferred."""
+        return self.share if isinstance(self.share, tuple) else None
+
+    @property
+    def fixed(self) -> float:
+        """The share, if it is not inferred."""
+        return cast(float, self.share)
 
     @property
     def stacks(self) -> bool:
         """Whether the share of the slab is fixed."""
-        return not isinstance(self.share, tuple)
+        return self.beta is None
 
     def parameters(self, weights: Params) -> Params:
         """The logit of the share, if it is inferred."""
-        if not isinstance(self.share, tuple) or not weights:
+        if self.beta is None or not weights:
             return {}
-        start = math.log(self.share[0] / self.share[1])
+        start = math.log(self.beta[0] / self.beta[1])
         return {LOGIT: torch.full((1,), start, device=next(iter(weights.values())).device)}
 
     def log_prob(self, params: Params) -> Tensor:
@@ -72,7 +82,7 @@ class SpikeAndSlab(Prior):
 
     def log_hyper(self, params: Params) -> Tensor | float:
         """Beta(a, b), and with the slope of the logistic function pi^a (1 - pi)^b."""
-        if not isinstance(self.share, tuple):
+        if self.beta is None:
             return 0.0
         (a, b), logit, log = self.share, self._logit(params), torch.nn.functional.logsigmoid
         return (a * log(logit) + b * log(-logit)).sum() + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
@@ -92,13 +102,12 @@ class SpikeAndSlab(Prior):
         """One draw in the shapes of `like`."""
         source = source_for(like, generator)
         drawn: Params = {}
-        share = self.share
-        if isinstance(share, tuple):
-            first = next(iter(like.values()))
-            both = torch.tensor(share, dtype=torch.float64, device=first.device)
-            odds = torch._standard_gamma(both, generator=source).log()
-            logit = odds[0] - odds[1]
-            drawn[LOGIT], share = logit.reshape(1), float(logit.sigmoid())
+        if self.beta is None:
+            share = self.fixed
+        else:
+            both = torch.tensor(self.beta, dtype=torch.float64, device=next(iter(like.values())).device)
+            logit = -torch._standard_gamma(both, generator=source).log().diff()
+            drawn[LOGIT], share = logit, float(logit.sigmoid())
         for name, leaf in weights(like).items():
             there = torch.rand(leaf.shape, device=leaf.device, generator=source) < share
             drawn[name] = torch.empty_like(leaf).normal_(generator=source) * torch.where(
@@ -111,10 +120,9 @@ class SpikeAndSlab(Prior):
         return {name: torch.full_like(leaf, 1.0 if ":" in name else self.scale) for name, leaf in params.items()}
 
     def _logit(self, params: Params) -> Tensor:
-        if not isinstance(self.share, tuple):
-            return torch.tensor(math.log(self.share) - math.log1p(-self.share))
-        if LOGIT not in params:
-            raise ValueError(f"SpikeAndSlab infers [{LOGIT!r}] along with the weights: add `prior.parameters(weights)`")
+        if self.beta is None:
+            return torch.tensor(math.log(self.fixed) - math.log1p(-self.fixed))
+        require(LOGIT in params, f"SpikeAndSlab infers [{LOGIT!r}] along with the weights: add `prior.parameters(weights)`")
         return params[LOGIT]
 
     def _both(self, leaf: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
