@@ -67,9 +67,11 @@ class StartFlags(MAP):
 class PlainStartFlags(StartFlags):
     """MAP trains the network first, and the method starts from there."""
 
-    # renamed, since the method may have a flag --clip
+    # renamed, since the method may have flags --clip and --check
     clip: Annotated[float | None, arg(name="clip-gradient")] = field(default=None, kw_only=True)
     """Largest norm of the gradient of the loss per example."""
+    check: Annotated[bool, arg(name="check-training")] = field(default=True, kw_only=True, repr=False)
+    """Warn where the training of the start ends on its way."""
 
 
 class FitOptions(NamedTuple):

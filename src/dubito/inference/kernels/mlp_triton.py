@@ -80,6 +80,50 @@ def relu_by_warp(
 
 
 @jit
+def load_first(
+    q, D: tl.constexpr, H: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, W_AT: tl.constexpr, B_AT: tl.constexpr
+):  # fmt: skip
+    """The weights of the first layer, [HP, DP], with its bias in column D."""
+    i = tl.arange(0, HP)[:, None]
+    j = tl.arange(0, DP)[None, :]
+    w = tl.load(q + W_AT + i * D + j, mask=(i < H) & (j < D), other=0.0)
+    if B_AT >= 0:
+        w += tl.load(q + B_AT + i + 0 * j, mask=(i < H) & (j == D), other=0.0)
+    return w
+
+
+@jit
+def store_first_and_last(
+    g, gw, gu, gc, weight,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
+    W_AT: tl.constexpr, B_AT: tl.constexpr, U_AT: tl.constexpr, C_AT: tl.constexpr,
+):  # fmt: skip
+    """Writes `weight` times the gradients of the first and of the last layer to g."""
+    i = tl.arange(0, HP)[:, None]
+    j = tl.arange(0, DP)[None, :]
+    k = tl.arange(0, KP)
+    gw *= weight
+    tl.store(g + W_AT + i * D + j, gw, mask=(i < H) & (j < D))
+    if B_AT >= 0:
+        tl.store(g + B_AT + i + 0 * j, gw, mask=(i < H) & (j == D))
+    tl.store(g + U_AT + k, weight * gu, mask=k < K)
+    if C_AT >= 0:
+        tl.store(g + C_AT, weight * gc)
+
+
+@jit
+def through_second(h, slope, u, v, shift, c, targets, within, gu, gv, ga, ACTIVATION: tl.constexpr):
+    """The second hidden layer of a tile: the gradient at the first, the residuals, and the sums with this tile in them."""
+    last, steep = activate(tl.dot(v, h, input_precision="ieee") + shift[:, None], ACTIVATION)
+    r = tl.where(within, targets - tl.sum(last * u[:, None], 0) - c, 0.0)
+    gu += tl.sum(last * r[None, :], 1)
+    back = steep * u[:, None] * r[None, :]
+    gv = tl.dot(back, tl.trans(h), gv, input_precision="ieee")
+    ga += tl.sum(back, 1)
+    return slope * tl.dot(tl.trans(v), back, input_precision="ieee"), r, gu, gv, ga
+
+
+@jit
 def pull(
     x, y, n, q, g, noise, shape, rate,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
@@ -91,11 +135,7 @@ def pull(
     Returns the sum of squares and 1 / sigma^2. The network is :math:`f = u \cdot \phi(W x + b) + c`, or, where V_AT is not
     negative, :math:`f = u \cdot \phi(V \phi(W x + b) + a) + c` with K units in the second layer.
     """
-    i = tl.arange(0, HP)[:, None]
-    j = tl.arange(0, DP)[None, :]
-    w = tl.load(q + W_AT + i * D + j, mask=(i < H) & (j < D), other=0.0)
-    if B_AT >= 0:
-        w += tl.load(q + B_AT + i + 0 * j, mask=(i < H) & (j == D), other=0.0)
+    w = load_first(q, D, H, DP, HP, W_AT, B_AT)
     k = tl.arange(0, KP)  # units of the last hidden layer
     u = tl.load(q + U_AT + k, mask=k < K, other=0.0)
     c = 0.0
@@ -130,13 +170,7 @@ def pull(
             targets = tl.load(y + rows)
             h, slope = activate(tl.dot(w, tl.trans(inputs), input_precision="ieee"), ACTIVATION)
             if V_AT >= 0:
-                last, steep = activate(tl.dot(v, h, input_precision="ieee") + shift[:, None], ACTIVATION)
-                r = tl.where(rows < n, targets - tl.sum(last * u[:, None], 0) - c, 0.0)
-                gu += tl.sum(last * r[None, :], 1)
-                back = steep * u[:, None] * r[None, :]
-                gv = tl.dot(back, tl.trans(h), gv, input_precision="ieee")
-                ga += tl.sum(back, 1)
-                back = slope * tl.dot(tl.trans(v), back, input_precision="ieee")
+                back, r, gu, gv, ga = through_second(h, slope, u, v, shift, c, targets, rows < n, gu, gv, ga, ACTIVATION)
             else:
                 r = tl.where(rows < n, targets - tl.sum(h * u[:, None], 0) - c, 0.0)
                 gu += tl.sum(h * r[None, :], 1)
@@ -151,13 +185,7 @@ def pull(
             if A_AT >= 0:
                 tl.store(g + A_AT + k, weight * ga, mask=k < K)
 
-    gw *= weight
-    tl.store(g + W_AT + i * D + j, gw, mask=(i < H) & (j < D))
-    if B_AT >= 0:
-        tl.store(g + B_AT + i + 0 * j, gw, mask=(i < H) & (j == D))
-    tl.store(g + U_AT + k, weight * gu, mask=k < K)
-    if C_AT >= 0:
-        tl.store(g + C_AT, weight * gc)
+    store_first_and_last(g, gw, gu, gc, weight, D, H, K, DP, HP, KP, W_AT, B_AT, U_AT, C_AT)
     if S_AT >= 0:
         tl.store(g + S_AT, (noise * squares - n + 2.0 * (rate * noise - shape)).to(tl.float32))
     return squares, noise
