@@ -38,6 +38,11 @@ METHODS = {
     "dubito.HMC.judge": ["method/hmc/fixed step"],
     "dubito.HMC.judge>rise": ["method/hmc/fixed step", "method/mala/fixed step"],
     "dubito.HMC.judge>kinetic": ["method/hmc/fixed step", "method/mala/fixed step"],
+    "dubito.NUTS.move": ["method/nuts/fixed step"],
+    "dubito.NUTS._branch": ["method/nuts/fixed step"],
+    "dubito.NUTS._branch>_joined": ["method/nuts/fixed step"],
+    "dubito.MAMS.move": ["method/mams/fixed step"],
+    "dubito.MAMS._trajectory": ["method/mams/fixed step"],
     "dubito.MCLMC.move": ["method/mclmc/fixed step"],
     "dubito.SGLD.move": ["method/sgld/batches"],
     "dubito.SGHMC.factor": ["method/sghmc/batches"],
@@ -50,6 +55,10 @@ METHODS = {
     "dubito.Variational._complexity": ["method/variational/mean field", "method/variational/full"],
 }
 PREDICT = {
+    "dubito.tensors.covariances.Kronecker.propagate": ["method/laplace/kronecker"],
+    "dubito.tensors.covariances.Kronecker._propagate_layer": ["method/laplace/kronecker"],
+    "dubito.tensors.covariances.Dense.propagate_output": ["method/laplace/dense"],
+    "dubito.tensors.covariances.Diagonal.propagate": ["method/laplace/diagonal"],
     "dubito.posteriors.predictive.LatentMixture.uncertainty": [
         "form/Samples",
         "form/Gaussian",

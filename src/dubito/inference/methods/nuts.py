@@ -16,6 +16,8 @@ from dubito.model import Target
 from dubito.tensors.checks import at_least, between, one_of
 
 DIVERGED = 1000.0  # a change of energy that no sound trajectory makes
+SMALLEST, LARGEST = 8, 32  # points of a doubling from which on blocks are looked at together, and of a block
+NUMBERS = 2**22  # of positions in a block: more would take too much memory
 
 
 class Stretch(NamedTuple):
@@ -151,24 +153,35 @@ class NUTS(Chains):
         """`size` more points beyond `end`, for the chains that are `growing`; the others, and those that turn or diverge, wait.
 
         All chains are at the same point of the same doubling, so whichever stretches end there end there for all of them. `halves` are
-        the stretches that wait for a neighbor of their length, as the ones in the binary number of points so far.
+        the stretches that wait for a neighbor of their length, as the ones in the binary number of blocks so far. Of a long doubling a
+        block of points is looked at together; a turn within it is found when the block is complete.
         """
         sound, chosen, before = growing, end, kinetic(start.velocity)
         nothing = torch.zeros_like(before)
         error, weight, acceptance, points = nothing, nothing - torch.inf, nothing, nothing
         diverged, halves = torch.zeros_like(sound), []
-        for number in range(size):
-            end = leapfrog(density, end, step=step, count=sound.int(), scale=state.scale)
-            risen = rise(density, start, end) + kinetic(end.velocity) - before
+        block = min(size, LARGEST) if size >= SMALLEST and end.position.numel() * LARGEST <= NUMBERS else 1
+        for number in range(size // block):
+            path = []
+            for _ in range(block):
+                end = leapfrog(density, end, step=step, count=sound.int(), scale=state.scale)
+                path.append(end)
+            path = Point(*(torch.stack(leaves) for leaves in zip(*path, strict=True)))  # [block, C, ...]
+            risen = rise(density, start, path) + kinetic(path.velocity.flatten(0, 1)).view(block, -1) - before
             risen = torch.where(risen.isfinite(), risen, torch.inf)
-            acceptance, points = acceptance + torch.where(sound, (-risen).exp().clamp(max=1.0), 0.0), points + sound
-            lost = sound & (risen > DIVERGED)
-            diverged, sound = diverged | lost, sound & ~lost
-            # each point takes the place of the one drawn before it with its share of the weight up to here
-            weight = torch.logaddexp(weight, -risen)
-            taken = sound & (dice(error, generator).log() < -risen - weight)
-            chosen, error = _where(taken, end, chosen), torch.where(taken, risen, error)
-            stretch, left = Stretch(end.velocity, end.velocity, end.velocity), number
+            shares = (-risen).exp().clamp(max=1.0).sum(0)
+            acceptance, points = acceptance + torch.where(sound, shares, 0.0), points + block * sound
+            lost = sound & (risen > DIVERGED).any(0)
+            stretch, straight = _ascend(path.velocity)
+            diverged, sound = diverged | lost, sound & ~lost & straight
+            # a point of the block, by its weight, takes the place of the one before with the block's share of the weight up to here
+            own = torch.logsumexp(-risen, 0)
+            weight = torch.logaddexp(weight, own)
+            taken = sound & (dice(error, generator).log() < own - weight)
+            which = _drawn(-risen, generator) if block > 1 else torch.zeros_like(lost, dtype=torch.long)
+            point = Point(*(leaf[which, torch.arange(len(lost), device=which.device)] for leaf in path))
+            error = torch.where(taken, risen.gather(0, which.unsqueeze(0)).squeeze(0), error)
+            chosen, left = _where(taken, point, chosen), number
             while left & 1:
                 stretch, straight = _joined(halves.pop(), stretch)
                 sound, left = sound & straight, left >> 1
@@ -178,11 +191,31 @@ class NUTS(Chains):
         return Branch(end, halves[0], chosen, error, weight, sound, acceptance, points, diverged)
 
 
-def _joined(one: Stretch, two: Stretch) -> tuple[Stretch, Tensor]:
-    """Two neighbors as one stretch, and whether it goes straight on, [C]; so must each with the first point of the other."""
+def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Which of the points is drawn by its weight, [C], for log weights [n, C]: the largest after Gumbel noise."""
+    return (logits - (-dice(logits, generator).log()).log()).argmax(0)
+
+
+def _ascend(velocity: Tensor) -> tuple[Stretch, Tensor]:
+    """Points [n, C, P], n a power of 2, as one stretch, and whether every two neighbors of one length in it go straight on, [C]."""
+    straight = torch.ones(velocity.shape[1], dtype=torch.bool, device=velocity.device)
+    if len(velocity) == 1:
+        (point,) = velocity
+        return Stretch(point, point, point), straight
+    parts = Stretch(velocity, velocity, velocity)
+    while len(parts.total) > 1:
+        one, two = (Stretch(*(leaf[half::2] for leaf in parts)) for half in (0, 1))
+        parts, onwards = _joined(one, two, single=len(parts.total) == len(velocity))
+        straight &= onwards.all(0)
+    return Stretch(*(leaf[0] for leaf in parts)), straight
+
+
+def _joined(one: Stretch, two: Stretch, *, single: bool = False) -> tuple[Stretch, Tensor]:
+    """Two neighbors as one stretch, and whether it goes straight on; so must each with the first point of the other, unless both are
+    single points."""
     whole = Stretch(one.first, two.last, one.total + two.total)
     straight = _straight(whole)
-    if one.first is not one.last:  # two points are checked already
+    if not single and one.first is not one.last:
         straight &= _straight(Stretch(one.first, two.first, one.total + two.first))
         straight &= _straight(Stretch(one.last, two.last, one.last + two.total))
     return whole, straight
@@ -190,7 +223,7 @@ def _joined(one: Stretch, two: Stretch) -> tuple[Stretch, Tensor]:
 
 def _straight(stretch: Stretch) -> Tensor:
     """Whether the velocities at both ends point along the sum of all."""
-    return ((stretch.first * stretch.total).sum(1) > 0) & ((stretch.last * stretch.total).sum(1) > 0)
+    return ((stretch.first * stretch.total).sum(-1) > 0) & ((stretch.last * stretch.total).sum(-1) > 0)
 
 
 def _where(chains: Tensor, this: Point, other: Point) -> Point:
