@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import dubito
-from dubito.apps.action_values import action_value_model
 from dubito.apps.bandits import (
     PROBLEMS,
     Bandit,
@@ -33,7 +32,8 @@ from dubito.apps.bandits import (
     simulate,
     wheel,
 )
-from dubito.apps.bandits.simulate import Run
+from dubito.apps.bandits.problems import Run
+from dubito.apps.network import action_value_model
 from dubito.posteriors import Gaussian, Mixture, Point, Samples, Stochastic, Stored
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.priors import Centered, Normal

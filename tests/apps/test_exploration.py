@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import dubito
-from dubito.apps.action_values import action_value_model
 from dubito.apps.exploration import EpsilonGreedy, History, Maze, QLearning, Replay, Thompson
-from dubito.apps.network import only_network
+from dubito.apps.network import action_value_model, only_network
 from dubito.posteriors import Point, Stochastic
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.priors import Normal

@@ -17,8 +17,7 @@ from torch import Tensor
 from dubito.apps.active.acquisitions import acquisition as named
 from dubito.apps.active.labels import Folder, Indices, Labels, Round, check_targets, pool_indices, read
 from dubito.apps.active.pool import Acquisition, Pool, View
-from dubito.apps.network import joined, only_network
-from dubito.apps.sequence import Methods, chain, fit_in_turn
+from dubito.apps.network import Methods, chain, fit_in_turn, joined, only_network
 from dubito.evaluation.judge import judge
 from dubito.inference.method import traits_of
 from dubito.inference.options import FitOptions

@@ -11,9 +11,16 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from dubito.apps.action_values import action_value_model, action_values, check_width
-from dubito.apps.network import last_linear, only_network
-from dubito.apps.sequence import Methods, chain, fit_in_turn
+from dubito.apps.network import (
+    Methods,
+    action_value_model,
+    action_values,
+    chain,
+    check_width,
+    fit_in_turn,
+    last_linear,
+    only_network,
+)
 from dubito.inference.method import traits_of
 from dubito.inference.methods.neural_linear import NeuralLinear as NeuralLinearMethod
 from dubito.inference.options import FitOptions

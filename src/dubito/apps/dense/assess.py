@@ -114,8 +114,7 @@ class Detector:
     """
 
     def __init__(self) -> None:
-        self._size: Tensor | None = None
-        self._losses: Tensor | None = None
+        self._size, self._losses = torch.zeros(BINS, dtype=torch.long), torch.zeros(BINS, dtype=torch.float64)
 
     def add(self, score: Tensor, loss: Tensor) -> None:
         """Count scores, at least 0, and whether each is an error, or its loss."""
@@ -125,22 +124,20 @@ class Detector:
         # the bits of numbers that are not negative are ordered as the numbers are; adding 0 makes a plus of the sign of -0
         which = (score + 0.0).view(torch.int32) >> SHIFT
         size, losses = torch.bincount(which, minlength=BINS), torch.bincount(which, loss, minlength=BINS)
-        self._size = size if self._size is None else self._size.to(size.device) + size
-        self._losses = losses if self._losses is None else self._losses.to(size.device) + losses
+        self._size, self._losses = self._size.to(size.device) + size, self._losses.to(size.device) + losses
 
     @property
     def ranking(self) -> Ranking:
         """The scores that occur, ascending, with counts and losses."""
-        if self._size is None or self._losses is None:
-            raise ValueError("nothing has been counted: add scores first")
         some = self._size.nonzero().squeeze(1)
+        require(len(some), "nothing has been counted: add scores first")
         values = (some.to(torch.int32) << SHIFT).view(torch.float32)
         return Ranking(*(leaf.cpu() for leaf in (values, self._size[some], self._losses[some])))
 
     @property
     def n(self) -> int:
         """How many pixels were counted."""
-        return 0 if self._size is None else int(self._size.sum())
+        return int(self._size.sum())
 
     def precision_recall(self) -> tuple[Tensor, Tensor]:
         """(precision, recall), each [G] in float64: of all pixels above a score, from the most uncertain down."""

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from dubito.apps.action_values import action_value_model, action_values, check_width
-from dubito.apps.network import Network, only_network
+from dubito.apps.network import Network, action_value_model, action_values, check_width, only_network
 from dubito.inference.method import Method, Start, traits_of, with_budget
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target

@@ -1,7 +1,7 @@
 """Bayesian optimization with any posterior: expected improvement and Thompson sampling.
 
 `Optimization` is the loop, with `ask` and `tell`; `expected_improvement` scores a predictive; `surrogate` wraps a posterior as a model
-of BoTorch, an optional dependency. A part of the room `apps`: it imports from `apps.sequence` and from the rooms below.
+of BoTorch, an optional dependency. A part of the room `apps`: it imports from `apps.network` and from the rooms below.
 """
 
 from dubito.apps.optimize.optimization import Optimization as Optimization

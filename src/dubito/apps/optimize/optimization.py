@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dubito.apps.sequence import Methods, fit_in_turn
+from dubito.apps.network import Methods, fit_in_turn
 from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.model.likelihoods import Gaussian, average
