@@ -127,7 +127,7 @@ JOINED = {  # modules that became parts of another one in the same package; thes
     "posteriors.diagnostics.chains": ("energy", "ess", "quantities", "ranks", "rhat"),
     "posteriors.diagnostics.summary": ("arviz",),
     "posteriors.families.factorized": ("binary", "factorised"),
-    "posteriors.families.gaussian": ("cholesky", "low_rank", "mean_field"),
+    "posteriors.families.gaussian": ("cholesky", "low_rank", "matrix_normal", "mean_field"),
     "posteriors.families.grouped": ("flow",),
     "posteriors.predict.streamlined.moments": ("registry",),
     "posteriors.predict.streamlined.prune": ("commute",),

@@ -298,4 +298,15 @@ def _reached(f: Tensor, names: dict[int, str]) -> set[str]:
 
 def example_count(x: Inputs) -> int:
     """The number of examples in inputs x."""
-    return next(iter(tree.leaves(x))).shape[0]
+    leaf = next(iter(tree.leaves(x)), None)
+    if leaf is None:
+        raise TypeError(
+            f"the inputs hold no tensor; got a {type(x).__name__}. Inputs are a tensor, or a tuple or dict of tensors"
+        )
+    return leaf.shape[0]
+
+
+def select_examples(x: Inputs, start: int, count: int) -> Inputs:
+    """`count` examples of x from number `start` on; inputs that are not one for each example stay as they are."""
+    size = example_count(x)
+    return tree.apply_leaves(lambda leaf: leaf[start : start + count] if leaf.shape[:1] == (size,) else leaf, x)

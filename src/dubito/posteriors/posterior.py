@@ -170,13 +170,7 @@ class Posterior(ABC):
     # -- loaders
 
     def predict_batches(
-        self,
-        loader: Iterable[Batch],
-        how: str | None = None,
-        *,
-        draws: int | None = None,
-        memory: float = 1.0,
-        seed: int = 0,
+        self, loader: Iterable[Batch], how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> Iterator[tuple[Predictive, Any]]:
         """Stream over a loader: the predictive and the targets (None if it has none) of every batch. `how`: as `predict` does."""
         for batch in _given(loader):
@@ -184,13 +178,7 @@ class Posterior(ABC):
             yield self.predict(x, how, draws=draws, memory=memory, seed=seed), tree.move(y, self.model.device)
 
     def predict_loader(
-        self,
-        loader: Iterable[Batch],
-        how: str | None = None,
-        *,
-        draws: int | None = None,
-        memory: float = 1.0,
-        seed: int = 0,
+        self, loader: Iterable[Batch], how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> tuple[Predictive, Any]:
         """One predictive and the targets of all that a loader gives; every batch is seen by the same functions.
 
@@ -198,17 +186,21 @@ class Posterior(ABC):
         """
         if isinstance(loader, tuple | Dataset):
             raise TypeError("predict_loader takes a DataLoader or a list of batches; for inputs in memory use predict(x)")
-        predictives, targets = [], []
         with borrowed_generators(loader), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
-            for p, y in self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed):
-                predictives.append(p.to("cpu"))
-                targets.append(tree.move(y, "cpu"))
-        if not predictives:
+            pairs = self._predict_all(loader, how, draws=draws, memory=memory, seed=seed)
+        if not pairs:
             raise ValueError("there is no data: the loader gave no batch")
-        shapes = {p.means.shape[2:] for p in predictives}
+        shapes = {p.means.shape[2:] for p, _ in pairs}
         if len(shapes) > 1:
             raise ValueError(f"the batches give outputs of different shapes, {sorted(map(list, shapes))}: use predict_batches")
-        return concatenate(predictives), _joined(targets)
+        return concatenate([p for p, _ in pairs]), _joined([y for _, y in pairs])
+
+    def _predict_all(
+        self, loader: Iterable[Batch], how: str | None, *, draws: int | None, memory: float, seed: int
+    ) -> Sequence[tuple[Predictive, Any]]:
+        """The predictive and the targets of every batch, on the CPU."""
+        batches = self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed)
+        return [(p.to("cpu"), tree.move(y, "cpu")) for p, y in batches]
 
     def _only(self, how: str | None, *known: str) -> None:
         if how is not None and how not in known:

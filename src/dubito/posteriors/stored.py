@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from dubito.model import Model
 from dubito.network.examples import Batch, Inputs
 from dubito.posteriors.diagnostics import Summary, energy_error_per_dimension, summarize
 from dubito.posteriors.functions import Functions, Setting, on_cpu, spaced
 from dubito.posteriors.identity import belonging, differences
-from dubito.posteriors.posterior import Posterior, _joined, inputs_of
+from dubito.posteriors.posterior import Posterior, inputs_of
 from dubito.posteriors.predict.sampled import sampled
-from dubito.posteriors.predictive import LatentMixture, concatenate
+from dubito.posteriors.predictive import LatentMixture
 from dubito.posteriors.samples import Samples
 from dubito.tensors import store, tree
-from dubito.tensors.randomness import borrowed_generators, fork_rng, fresh_generator
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Buffers, Params
 
 TRACE, BUFFER = "trace:", "buffer:"
@@ -189,29 +188,13 @@ class Stored(Posterior):
         """All draws by default; `draws` takes that many, evenly spaced. Their outputs are kept, [S, B, ...], and no weights."""
         return self._predict([x], how, draws, memory)[0]
 
-    def predict_loader(
-        self,
-        loader: Iterable[Batch],
-        how: str | None = None,
-        *,
-        draws: int | None = None,
-        memory: float = 1.0,
-        seed: int = 0,
-    ) -> tuple[LatentMixture, Any]:
-        """As every posterior does. The inputs are kept in memory, so that the draws are read once, and not for every batch."""
-        if isinstance(loader, tuple | Dataset):
-            raise TypeError("predict_loader takes a DataLoader or a list of batches; for inputs in memory use predict(x)")
-        with borrowed_generators(loader), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
-            batches = [tree.move(inputs_of(self.model, batch), "cpu") for batch in loader]
-        if not batches:
-            raise ValueError("there is no data: the loader gave no batch")
-        predictives = self._predict([x for x, _ in batches], how, draws, memory, torch.device("cpu"))
-        shapes = {p.means.shape[2:] for p in predictives}
-        if len(shapes) > 1:
-            raise ValueError(f"the batches give outputs of different shapes, {sorted(map(list, shapes))}: use predict_batches")
-        predictive = concatenate(predictives)
-        assert isinstance(predictive, LatentMixture)
-        return predictive, _joined([y for _, y in batches])
+    def _predict_all(
+        self, loader: Iterable[Batch], how: str | None, *, draws: int | None, memory: float, seed: int
+    ) -> Sequence[tuple[LatentMixture, Any]]:
+        """The inputs are kept in memory, so that the draws are read once, and not for every batch."""
+        batches = [tree.move(inputs_of(self.model, batch), "cpu") for batch in loader]
+        predictives = self._predict([x for x, _ in batches], how, draws, memory, torch.device("cpu")) if batches else []
+        return [(p, y) for p, (_, y) in zip(predictives, batches, strict=True)]
 
     def _predict(
         self, inputs: list[Inputs], how: str | None, draws: int | None, memory: float, device: torch.device | None = None

@@ -202,6 +202,5 @@ def draw_normals(leaves: list[Tensor], generator: torch.Generator, scale: float 
 
 
 __getattr__ = renamed(
-    __name__,
-    {"derive": "derive_seed", "forked": "fork_rng", "fresh": "fresh_generator", "lent": "borrowed_generators"},
+    __name__, {"derive": "derive_seed", "forked": "fork_rng", "fresh": "fresh_generator", "lent": "borrowed_generators"}
 )

@@ -1,7 +1,7 @@
 """Families of distributions q(theta) for variational inference.
 
-`Family` is the interface, `FAMILIES` the table by name. Read `family`; the Gaussian families in `gaussian` and
-`matrix_normal`; the others, `factorized` and `grouped`; and `reparametrized`, for drawing the outputs of layers instead of weights.
+`Family` is the interface, `FAMILIES` the table by name. Read `family`; `gaussian`, with matrix-variate Gaussians; the others,
+`factorized` and `grouped`; and `reparametrized`, for drawing the outputs of layers instead of weights.
 The package imports from the rooms `tensors`, `network` and `model`.
 """
 
@@ -12,10 +12,10 @@ from dubito.posteriors.families.family import Family as Family
 from dubito.posteriors.families.gaussian import Full as Full
 from dubito.posteriors.families.gaussian import Layerwise as Layerwise
 from dubito.posteriors.families.gaussian import LowRank as LowRank
+from dubito.posteriors.families.gaussian import MatrixNormal as MatrixNormal
 from dubito.posteriors.families.gaussian import MeanField as MeanField
 from dubito.posteriors.families.grouped import Flow as Flow
 from dubito.posteriors.families.grouped import Grouped as Grouped
-from dubito.posteriors.families.matrix_normal import MatrixNormal as MatrixNormal
 
 FAMILIES: dict[str, type[Family]] = {
     "mean_field": MeanField,

@@ -10,7 +10,8 @@ through these slopes to every layer's output, which gives :math:`\delta_k`, and
 where the last sum is what a function makes of its input beyond its expected slope.
 
 All correlations between units, tokens, branches and positions are kept, as in the linearized network, whose code does the work
-here: the network that is linearized is that of the means. A plain chain of layers has a shorter way, `chain`.
+here: the network that is linearized is that of the means. A plain chain of layers has a shorter way, `chain`. Where an example has too
+many outputs for a sweep each, draws of the same Gaussian stand for it, `sketch`.
 
 `one_pass` is what the forms call: moments forwards alone ("streamlined"), or with these sweeps backwards ("adjoint").
 """
@@ -18,26 +19,28 @@ here: the network that is linearized is that of the means. A plain chain of laye
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dubito.curvature.capture import example_count, tapped
+from dubito.curvature.capture import Capture, example_count, select_examples, tapped
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
 from dubito.posteriors.predict.linearized import DRAWS, POSITIONS, linearized
-from dubito.posteriors.predict.sketch import sketch
+from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, Weight
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import generator
+from dubito.tensors.covariances import Covariance
+from dubito.tensors.randomness import derive_seed, generator, uniforms_from
 from dubito.tensors.tree import Buffers, Params
 
 MANY, TOP = 100, 16  # outputs above which only the largest are swept back, and how many
@@ -160,11 +163,10 @@ def _in_chunks(
     size, step = example_count(x), max(1, int(memory * 2**30 / (16 * outputs * chain.width)))
     if size <= step:
         return sweep(engine, trace, chain, x, x_var)
-    chunks = []
-    for start in range(0, size, step):
-        rows = slice(start, start + step)
-        some = tree.apply_leaves(lambda leaf: leaf[rows] if leaf.shape[:1] == (size,) else leaf, x)  # noqa: B023
-        chunks.append(sweep(engine, trace, chain, some, None if x_var is None else x_var[rows]))
+    chunks = [
+        sweep(engine, trace, chain, select_examples(x, start, step), None if x_var is None else x_var[start : start + step])
+        for start in range(0, size, step)
+    ]
     means, covs = zip(*chunks, strict=True)
     return torch.cat(means), torch.cat(covs)
 
@@ -194,3 +196,84 @@ def refuse_one_pass_options(x_var: Tensor | None, rank: int | None, top: int | N
     """Raise where another way to predict is given options that are for one pass."""
     unused = x_var is None and rank is None and top is None
     require(unused, 'x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
+
+
+HELD = 16  # numbers that a pass holds, for each of a layer's outputs
+
+
+def sketch(
+    model: Model,
+    x: Inputs,
+    *,
+    params: Params,
+    buffers: Buffers,
+    covariance: Covariance,
+    draws: int,
+    generator: torch.Generator,
+    memory: float = 1.0,
+) -> Tensor:
+    """Draws of f [S, B, *D, C] at x, of a model that tells a `Capture` of its noise; weights are drawn once for all examples. `memory`
+    changes how many draws and examples are computed at a time, and no number."""
+    size, first = example_count(x), 0
+    groups, step = [], _examples_at_a_time(model, x, params, buffers, memory)
+    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+    for n in draw_groups(draws, covariance, memory):
+        deltas, parts = covariance.draws(n, generator), []
+        seeds = [derive_seed(seed, first + i) for i in range(n)]
+        for start in range(0, size, step):
+            some = select_examples(x, start, step)
+            parts.append(torch.stack(list(_draws(model, some, params, buffers, deltas, seeds, start))))
+        groups.append(torch.cat(parts, 1))
+        first += n
+    f = torch.cat(groups)
+    return f.float() if f.dtype.itemsize < 4 else f
+
+
+def _run(model: Model, x: Inputs, params: Params, buffers: Buffers) -> tuple[Tensor, Capture]:
+    """The output with its graph, and the places where noise enters."""
+    capture = Capture({})
+    with torch.enable_grad(), capture.listening():
+        f, _ = model.call(params, x, {name: leaf.detach() for name, leaf in buffers.items()})
+    return f, capture
+
+
+def _draws(
+    model: Model, x: Inputs, params: Params, buffers: Buffers, deltas: Params, seeds: list[int], start: int
+) -> Iterator[Tensor]:
+    """A draw for each seed, at examples of which the first is number `start` of all."""
+    live = {name: params[name].detach().requires_grad_() for name in deltas}
+    f, capture = _run(model, x, {**params, **live}, buffers)
+    u = torch.zeros_like(f, requires_grad=True)
+    roots = [tap.var.clamp_min(0).sqrt() for tap in capture.taps]
+    inputs: list[Any] = [*live.values(), *(tap.edge for tap in capture.taps)]
+    slopes = torch.autograd.grad(f, inputs, u, create_graph=True, allow_unused=True)
+    used = [i for i, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
+    for draw, seed in enumerate(seeds):
+        noise = [
+            root * _normals(derive_seed(seed, i), root, tap.axis, start)
+            for i, (root, tap) in enumerate(zip(roots, capture.taps, strict=True))
+        ]
+        along = [*(deltas[name][draw].to(leaf.dtype) for name, leaf in live.items()), *noise]
+        (moved,) = torch.autograd.grad(
+            [slopes[i] for i in used], u, [along[i].expand_as(slopes[i]) for i in used], retain_graph=True
+        )  # fmt: skip
+        yield f.detach() + moved
+
+
+def _normals(seed: int, like: Tensor, axis: int, start: int) -> Tensor:
+    """Normals that depend on the seed, the number of the example and the place within it, whatever examples come with it."""
+    shape = like.movedim(axis, 0).shape
+    each = shape[1:].numel()
+    keys = torch.arange(start * each, (start + shape[0]) * each, device=like.device) ^ seed
+    uniform = uniforms_from(keys).clamp(1e-12, 1 - 1e-12)
+    return torch.special.ndtri(uniform).to(like.dtype).view(shape).movedim(0, axis)
+
+
+def _examples_at_a_time(model: Model, x: Inputs, params: Params, buffers: Buffers, memory: float) -> int:
+    """How many examples fit the memory: what noise there is for one of them tells how large a pass is."""
+    size = example_count(x)
+    one = select_examples(x, 0, 1)
+    live = {name: leaf.detach().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
+    _, capture = _run(model, one, live, buffers)
+    numbers = sum(tap.var.numel() for tap in capture.taps)
+    return max(1, min(size, int(memory * GIGABYTE / 2 / (4 * HELD * max(1, numbers)))))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dubito.curvature.capture import example_count
+from dubito.curvature.capture import example_count, select_examples
 from dubito.curvature.generic import Unrolled, along, example_gradients
 from dubito.curvature.layout import Layout, Part, layout, passed
 from dubito.curvature.rows import Layer
@@ -261,7 +261,7 @@ def linearized(
     f, cov, root = [], [], []
     step = _examples_at_a_time(found, params, x, top, memory)
     for start in range(0, example_count(x), step):
-        run = Linearization(model, params, buffers, covariance, _some(x, start, step), found, names)
+        run = Linearization(model, params, buffers, covariance, select_examples(x, start, step), found, names)
         found = run.found
         if top is not None:
             run.top = run.f.topk(top[0]).indices
@@ -286,12 +286,6 @@ def _examples_at_a_time(found: Layout, params: Params, x: Inputs, top: tuple[int
     other = 3 * found.classes * sum(params[name].numel() for name in found.generic)
     each = 4 * (found.taps * ((found.classes if top is None else top[0]) + 2) + other)  # one position at a time
     return size if found.alone else max(1, min(size, int(memory * GIGABYTE / 2 / max(1, each))))
-
-
-def _some(x: Inputs, start: int, step: int) -> Any:
-    """The inputs of some examples."""
-    size = example_count(x)
-    return tree.apply_leaves(lambda leaf: leaf[start : start + step] if leaf.shape[:1] == (size,) else leaf, x)
 
 
 @torch.inference_mode(False)

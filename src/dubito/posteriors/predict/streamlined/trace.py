@@ -149,13 +149,7 @@ class Recorder(Watch):
             )
 
     def _dropped(
-        self,
-        func: Callable,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        shared: Axes = None,
+        self, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, shared: Axes = None
     ) -> Tensor:
         """Dropout that is kept on: recorded, while the values stay as they are."""
         assert self.dropout is not None

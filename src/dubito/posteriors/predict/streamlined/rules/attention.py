@@ -263,11 +263,7 @@ def _directions(means: _Scores, scale: float, query: Tensor | None, key: Tensor 
     def _move(scores: Tensor) -> Tensor:  # a move of the scores, to the outputs
         return (a * (scores - (a * scores).sum(-1, keepdim=True))) @ v
 
-    steps = (
-        (query, lambda u: _move((u * scale) @ k.mT)),
-        (key, lambda u: _move((q * scale) @ u.mT)),
-        (value, lambda u: a @ u),
-    )
+    steps = ((query, lambda u: _move((u * scale) @ k.mT)), (key, lambda u: _move((q * scale) @ u.mT)), (value, lambda u: a @ u))
     moved = [vmap(step)(factor) for factor, step in steps if factor is not None]
     return total(moved, a) if moved else None
 

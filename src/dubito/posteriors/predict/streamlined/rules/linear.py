@@ -259,10 +259,7 @@ def bilinear(
     with still(adjoint):
         m, w = (m.detach(), w.detach()) if adjoint else (m, w)
         v, s, own_a, own_b = var_of(a), var_of(b), residual_of(a), residual_of(b)
-        var = plus(
-            None if own_a is None else function(own_a, w * w),
-            None if own_b is None else function(m * m, own_b),
-        )
+        var = plus(None if own_a is None else function(own_a, w * w), None if own_b is None else function(m * m, own_b))
         both = None if v is None or s is None else function(v, s)
         var = plus(var, both)
         sides = ((lambda u: function(u, w), factor_of(a)), (lambda u: function(m, u), factor_of(b)))
