@@ -472,7 +472,7 @@ def test_an_input_that_is_changed_in_place_after_use_is_refused():
 
 def test_embeddings_that_are_renormalised_in_use_are_refused():
     model = Model(nn.Sequential(nn.Embedding(7, 2, max_norm=1.0), nn.Linear(2, 2)).double(), Categorical())
-    with pytest.raises(ValueError, match="0.weight is renormalised while it is used"):
+    with pytest.raises(ValueError, match="0.weight is renormalized while it is used"):
         curvature(model, model.parameters(), [(tokens(4), torch.zeros(4).long())], {})
 
 

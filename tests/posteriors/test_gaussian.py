@@ -293,11 +293,11 @@ def test_a_grid_that_is_none_is_refused():
 
 def test_what_says_nothing_of_some_weights_is_no_prior_of_all():
     model, data = problem(Categorical())
-    with pytest.raises(ValueError, match="a subnetwork's posterior says nothing of the other weights"):
+    with pytest.raises(ValueError, match="this posterior covers a subnetwork only"):
         fitted(model, STRUCTURES["subnetwork"], data).as_prior()
     x, y = numbers(20, 2), numbers(20, 1)
     walk = dubito.fit(Model(nn.Linear(2, 1).double(), Gaussian()), dubito.SWAG(epochs=6), (x, y))
-    with pytest.raises(ValueError, match="also over a learned noise"):
+    with pytest.raises(ValueError, match="includes a learned noise"):
         walk.as_prior()
 
 

@@ -2,8 +2,8 @@ r"""One forward pass, with the input of every layer recorded and a tap on its ou
 
 Curvature needs, for each layer, its inputs and the gradients of cotangents of the network's output with respect to the layer's
 outputs; gradients of weights, which for every example and output would be a Jacobian of outputs x parameters, are never formed.
-A layer is recognised by the function it calls (`linear`, `conv2d`, `layer_norm` ...) on one of the weights, so that a network written
-with functions is understood as well as one of modules. What is not recognised, or not surely, is left to `generic`.
+A layer is recognized by the function it calls (`linear`, `conv2d`, `layer_norm` ...) on one of the weights, so that a network written
+with functions is understood as well as one of modules. What is not recognized, or not surely, is left to `generic`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Use(NamedTuple):
     kind: str  # "affine", "scale" or "lookup"
     weight: str | None  # the Bayesian ones among the call's weights
     bias: str | None
-    x: Tensor  # input: of a scale the normalised input, of a lookup the indices
+    x: Tensor  # input: of a scale the normalized input, of a lookup the indices
     version: int  # of x when it was recorded
     edge: GradientEdge  # where the gradient of the output is to be had, whatever is done to the output in place
     shape: torch.Size  # of the output
@@ -202,7 +202,7 @@ class Capture(Watch):
         if self.name(weight) is None:
             return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if max_norm is not None:
-            raise ValueError(f"{self.name(weight)} is renormalised while it is used (max_norm): curvature needs a fixed function")
+            raise ValueError(f"{self.name(weight)} is renormalized while it is used (max_norm): curvature needs a fixed function")
         h = func(input, self._proxy(weight), None)
         return without_padding(self._record("lookup", weight, None, input, h, -1), input, weight, padding_idx)
 
@@ -217,10 +217,10 @@ class Capture(Watch):
         weight, bias = given.get("weight"), given.get("bias")
         if self.name(weight) is None and self.name(bias) is None:
             return func(*args, **kwargs)
-        normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in names else {})})
+        normalized = func(**{**given, "weight": None, **({"bias": None} if "bias" in names else {})})
         channel = -1 if func in (F.layer_norm, F.rms_norm) else 1
-        h = _scale(normalised, self._proxy(weight), self._proxy(bias), channel)
-        return self._record("scale", weight, bias, normalised, h, channel)
+        h = _scale(normalized, self._proxy(weight), self._proxy(bias), channel)
+        return self._record("scale", weight, bias, normalized, h, channel)
 
 
 _SIGNATURES = {

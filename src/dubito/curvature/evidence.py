@@ -4,7 +4,7 @@ r"""The log evidence of a Laplace approximation, as a function of prior precisio
           + (\theta^* - \mu_0)^T P_0 (\theta^* - \mu_0) \Big)
 
 At a temperature T the likelihood and the quadratic term are divided by T: it is the evidence of the likelihood
-:math:`p(D \mid \theta)^{1/T}` under the prior :math:`p(\theta)^{1/T}`, normalised.
+:math:`p(D \mid \theta)^{1/T}` under the prior :math:`p(\theta)^{1/T}`, normalized.
 
 `Approximation` is the Gaussian around a mode that it belongs to, of which curvature, prior and noise are known apart: what a Laplace
 fit ends with.
@@ -163,7 +163,7 @@ def maximize(
     temperature: float = 1.0,
     steps: int = 60,
 ) -> tuple[Params, Tensor, Tensor]:
-    """Prior precisions of the groups and noise precisions that maximise the evidence, and its value: L-BFGS over their logarithms."""
+    """Prior precisions of the groups and noise precisions that maximize the evidence, and its value: L-BFGS over their logarithms."""
     names = tuple(covariance.shapes)
     members = groups(names, by)
     device = evidence.log_likelihood.device

@@ -20,7 +20,7 @@ KEPT = 4  # recordings; the one that was not played for longest goes first
 
 
 class Steps:
-    """The steps of an optimiser, recorded as CUDA graphs once they repeat themselves.
+    """The steps of an optimizer, recorded as CUDA graphs once they repeat themselves.
 
     A step is repeated if it has the same `kind` (all that decides which operations it consists of, and with which numbers), a batch
     of the same shapes, and weights that are where they were. Its first times it goes the ordinary way, and is watched: where the GPU
@@ -44,7 +44,7 @@ class Steps:
         kind: Hashable,
         work: Callable[[Any], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """`work(batch)`, or as if: it makes a step of the optimiser, at its learning rate, and gives tensors."""
+        """`work(batch)`, or as if: it makes a step of the optimizer, at its learning rate, and gives tensors."""
         leaves = list(tree.leaves(batch))
         if not self.pays or not leaves or any(leaf.device.type != "cuda" for leaf in leaves):
             return work(batch)

@@ -76,8 +76,8 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
             repeated |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()
     if uses.names_used:
         raise ValueError(
-            f"the network reaches {sorted(uses.names_used)} by another way than the attribute of its module (a list, a closure), where "
-            "no other weights can be put: write self.layer.weight in forward, and keep lists of weights in an nn.ParameterList"
+            f"the network uses {sorted(uses.names_used)} by a reference of its own (a list, a closure), so that it would keep "
+            "the weights that it has now: write self.layer.weight in forward, and keep lists of weights in an nn.ParameterList"
         )
     if repeated:
         raise ValueError(

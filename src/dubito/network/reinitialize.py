@@ -27,10 +27,10 @@ def reinitialize(
 
 
 def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:
-    """Initialize every layer again; a wanted parameter that no layer initialises is an error."""
+    """Initialize every layer again; a wanted parameter that no layer initializes is an error."""
     for name, p in network.named_parameters():
         if name in wanted and p.is_floating_point():
-            p.fill_(torch.nan)  # whatever is still so afterwards, nothing has initialised
+            p.fill_(torch.nan)  # whatever is still so afterwards, nothing has initialized
     for module in reversed(list(network.modules())):  # parts before wholes, whose word is the last
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
@@ -38,6 +38,6 @@ def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:
     missed = [name for name, p in network.named_parameters() if name in wanted and p.isnan().any()]
     if missed:
         raise ValueError(
-            f"no reset_parameters() initialises {missed}, so all members would start alike there: define reset_parameters() in the "
-            "module that holds them, or give Ensemble(initialize=function) that initialises a network anew"
+            f"no reset_parameters() initializes {missed}, so all members would start alike there: define reset_parameters() in the "
+            "module that holds them, or give Ensemble(initialize=function) that initializes a network anew"
         )

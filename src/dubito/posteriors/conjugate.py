@@ -149,10 +149,10 @@ class Conjugate(Posterior):
             mean += gain / s.unsqueeze(-1) * error.unsqueeze(-1)
             root -= gain.unsqueeze(-1) * v.unsqueeze(-2) / (s + s.sqrt()).reshape(-1, 1, 1)
         evidence = self.evidence + float(gained)
-        return replace(self, mean=mean, root=root, shape=shape, rate=rate, evidence=evidence).centred()
+        return replace(self, mean=mean, root=root, shape=shape, rate=rate, evidence=evidence).centered()
 
-    def centred(self) -> Conjugate:
-        """With `params` at the centre of the posterior."""
+    def centered(self) -> Conjugate:
+        """With `params` at the center of the posterior."""
         params = {**self.params, **self._leaves(self.mean)}
         if self.shape is not None and self.rate is not None:
             params[NOISE] = (0.5 * (self.rate / self.shape).log()).to(params[NOISE])

@@ -81,7 +81,7 @@ def as_module(posterior: Posterior, x: Inputs, *, how: str | None = None, rank: 
         posterior = Samples(posterior.model, tree.repeat(posterior.params, 1), posterior.buffers)
     if isinstance(posterior, Samples):
         if how is not None or rank is not None:
-            raise ValueError("samples are networks to run as they are: leave out `how` and `rank`")
+            raise ValueError("a module of samples runs each network as it is: leave out `how` and `rank`")
         with torch.inference_mode(False), torch.no_grad():
             return _side_by_side(posterior, x)
     how = how or "streamlined"
@@ -100,7 +100,7 @@ def as_module(posterior: Posterior, x: Inputs, *, how: str | None = None, rank: 
         x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, engine.prepare(x))
         if not engine.trace(x).dynamic:
             raise ValueError(
-                "the network takes another way for another number of examples, so there is no module of it for any number"
+                "the network computes differently for another number of examples, so no module serves all: use posterior.predict"
             )
         rank = engine.rank(x) if rank is None else rank
         f = engine.moments(x, rank=rank)
@@ -208,7 +208,7 @@ class Readout(nn.Module):
 def _side_by_side(posterior: Samples, x: Inputs) -> fx.GraphModule:
     """The network once for every draw of the weights, and the average of what they say."""
     if not isinstance(x, Tensor) and not all(isinstance(leaf, Tensor) for leaf in (x.values() if isinstance(x, dict) else x)):
-        raise ValueError("a module of samples takes tensors, by position or by name, and no trees of them")
+        raise ValueError("a module of samples takes tensors as inputs, by position or by name; nested inputs cannot be exported")
     graph, root, members = fx.Graph(), nn.Module(), nn.ModuleList()
     root.add_module("members", members)
     root.add_module("readout", Average(posterior))

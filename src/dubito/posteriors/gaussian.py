@@ -35,7 +35,7 @@ from dubito.tensors.tree import Buffers, Params
 class Gaussian(Posterior):
     """N(params, covariance) over the weights that the covariance names; the other parameters are a point.
 
-    It predicts by linearising the network (`how="linearized"`: mean f(x), exact Gaussian over f), by `draws` of the weights
+    It predicts by linearizing the network (`how="linearized"`: mean f(x), exact Gaussian over f), by `draws` of the weights
     (`how="sampled"`), or by moments of such draws in one pass (`how="streamlined"`, `how="adjoint"`). A fitted Laplace approximation
     also has its `evidence`, and its prior can be changed afterwards.
 
@@ -134,7 +134,7 @@ class Gaussian(Posterior):
         rank: int | None = None,
         top: int | None = None,
     ) -> LatentMixture:
-        """The predictive at x. Linearised with `draws`, it is made of so many linear functions instead of their exact Gaussian.
+        """The predictive at x. Linearized with `draws`, it is made of so many linear functions instead of their exact Gaussian.
 
         `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
@@ -175,11 +175,11 @@ class Gaussian(Posterior):
         return replace(parts[0], means=torch.cat([part.means for part in parts]), params=learned)
 
     def joint(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Mean [B, C] and covariance [B, C, B, C] of the linearised outputs at all inputs together."""
+        """Mean [B, C] and covariance [B, C, B, C] of the linearized outputs at all inputs together."""
         return joint(self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance)
 
     def sample_functions(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of the linearised function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
+        """n draws of the linearized function at all inputs together, [n, B, *D, C]: from their one joint Gaussian."""
         deltas = self.covariance.draws(n, generator or fresh_generator(self.model.device))
         return functions(self.model, x, params=self.params, buffers=self.buffers, deltas=deltas)
 
@@ -198,7 +198,9 @@ class Gaussian(Posterior):
     @property
     def _fitted(self) -> Evidence:
         if self.fitted is None:
-            raise ValueError("this Gaussian was not fitted by a method that knows curvature and prior apart, such as Laplace")
+            raise ValueError(
+                "this Gaussian has no curvature and prior to change: only Laplace and OnlineLaplace fit one that has"
+            )
         return self.fitted
 
     @property
@@ -247,7 +249,7 @@ class Gaussian(Posterior):
         temperatures: Sequence[float] = (1.0,),
         noises: Sequence[float] = (1.0,),
     ) -> Gaussian:
-        """The posterior whose linearised predictive scores held-out data best, (x, y) or batches: the alternative to the evidence.
+        """The posterior whose linearized predictive scores held-out data best, (x, y) or batches: the alternative to the evidence.
 
         All prior precisions are multiplied by one of `precisions`, the covariance by one of `temperatures` (relative to its own), a
         learned noise by one of `noises`. The network runs over the data once: what it gives is kept, batch by batch, in the basis in
@@ -311,11 +313,11 @@ class Gaussian(Posterior):
         At a temperature, it is the posterior before tempering: the next fit, at the same temperature, will temper all of it."""
         require(
             not any(":" in name for name in self.covariance.shapes),
-            "this posterior is also over a learned noise, about which a prior of the weights says nothing: fix the noise",
+            "this posterior includes a learned noise, which a prior over weights cannot hold: fit with a fixed noise",
         )
         require(
             self.covariance.moving == self.covariance.size,
-            "a subnetwork's posterior says nothing of the other weights, so it cannot be the prior of all: use subset=",
+            "this posterior covers a subnetwork only, so it cannot be the prior of all weights: fit with subset= instead",
         )
         covariance = self.covariance if self.temperature == 1.0 else self.covariance.with_temperature(1.0)
         return MultivariateNormal({name: self.params[name] for name in covariance.shapes}, covariance)

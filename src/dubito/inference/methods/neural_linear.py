@@ -161,7 +161,7 @@ class NeuralLinear:
         mean, root = (leaf.clone(memory_format=torch.contiguous_format) for leaf in (mean, root))  # as in a file: the same bits
         shape, rate = (data.shape, data.rate(precision)) if data.noise is None else (None, None)
         head, known = (state.weight, state.bias), (data.evidence(precision), precision)
-        return Conjugate(model, state.params, state.buffers, *head, mean, root, shape, rate, *known).centred()
+        return Conjugate(model, state.params, state.buffers, *head, mean, root, shape, rate, *known).centered()
 
     def _noise(self, likelihood: Likelihood, like: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """The noise's variance [K] where it is known, and its prior (a0, b0), each [G] for G noises that are learned."""

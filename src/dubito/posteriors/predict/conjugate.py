@@ -102,7 +102,7 @@ def features(model: Model, params: Params, buffers: Buffers, x: Inputs, head: He
     call = watch.calls[-1] if watch.calls else None
     rows = None if call is None else _rows(call, f)
     if call is None or rows is None or len(watch.calls) > 1:
-        raise ValueError(f"the network took another way for these inputs: {head.weight!r} is not its last layer any more")
+        raise ValueError(f"for these inputs {head.weight!r} is not the last layer of the network, as it was in the fit")
     phi = call.input.reshape(-1, call.input.shape[-1])[rows]
     return (torch.cat([phi, torch.ones_like(phi[..., :1])], -1) if head.bias in params else phi), f
 

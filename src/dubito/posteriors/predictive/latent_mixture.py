@@ -36,7 +36,7 @@ class LatentMixture(Predictive):
 
     .. math:: p(y \mid x) = \sum_s w_s \int p(y \mid f)\, N(f;\, m_s, V_s)\, df
 
-    Draws of weights have no covariance (`cov=None`); a linearised or one-pass predictive is S = 1 with one; an ensemble of those has
+    Draws of weights have no covariance (`cov=None`); a linearized or one-pass predictive is S = 1 with one; an ensemble of those has
     both. With a Gaussian likelihood the density is exact; otherwise each Gaussian becomes deterministic nodes with its moments.
 
     >>> import dubito
@@ -271,7 +271,7 @@ class LatentMixture(Predictive):
             seen = self.likelihood.observed(y)
             if seen is not None and isinstance(self.likelihood, MultiTask):
                 raise ValueError(
-                    "some targets are missing, and a joint density of tasks that hang together needs all: ask for each task alone, "
+                    "some targets are missing, and the joint density of correlated tasks needs all of them: score each task alone, "
                     f"p.task(name).log_prob(...) with one of {list(self.likelihood.tasks)}"
                 )
             score = closed._exact.log_prob(y if seen is None else torch.where(seen.unsqueeze(-1), y, 0.0))

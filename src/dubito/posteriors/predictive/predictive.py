@@ -166,12 +166,12 @@ class Predictive(ABC):
 
     def rescaled(self, shift: Units, scale: Units) -> Predictive:
         """The predictive of shift + scale * y, each [C] or one number: back to the units that the targets of a regression were
-        standardised from."""
-        raise ValueError(f"a {type(self).__name__} has no other units to be seen in")
+        standardized from."""
+        raise ValueError(f"a {type(self).__name__} predictive cannot be rescaled to other units")
 
     def followed_by(self, others: Sequence[Any]) -> Predictive:
         """This predictive and those of further batches, from the same draws, as one of all their inputs."""
-        raise ValueError(f"predictives of the kind {type(self).__name__} cannot be put one after another")
+        raise ValueError(f"{type(self).__name__} predictives of several batches cannot be joined: predict the batches one by one")
 
 
 def as_units(shift: Units, scale: Units, mean: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,9 +125,9 @@ class StudentT(Predictive):
         z = (y - self.mean) / self.scale
         beta = log_beta(half, dof / 2)
         density = (-(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - beta).exp()
-        centre = z.abs() * (1 - 2 * student_t_tail(z.abs(), dof))
+        center = z.abs() * (1 - 2 * student_t_tail(z.abs(), dof))
         spread = dof.sqrt() * (log_beta(half, dof - 0.5) - 2 * beta).exp()
-        score = self.scale * (centre + 2 * ((dof + z * z) * density - spread) / (dof - 1))
+        score = self.scale * (center + 2 * ((dof + z * z) * density - spread) / (dof - 1))
         return torch.where(dof > 1, score, torch.inf).to(self.means)
 
     def to(self, device: torch.device | str) -> StudentT:
