@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import Gaussian, HeteroscedasticGaussian
 from dubito.model.model import Inspection, Model
 from dubito.network.inspect import close
 from dubito.tensors import randomness, tree
 from dubito.tensors.tree import Buffers, Params
 
 FAR = 100.0  # times the network's outputs: targets that training would not reach
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=6)  # the call of fit
+
+
+def _targets(model: Model, batch: Any) -> Tensor | None:
+    """The targets of a batch, if they are one tensor."""
+    y = model.split(batch)[1]
+    return y if isinstance(y, Tensor) else None
 
 
 def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, inspection: Inspection, *, rows: bool) -> None:
@@ -43,23 +52,20 @@ def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, i
             depends = not mixed and not close(run(change(numbers.where(numbers < half, 0)))[:half], f[:half])
         random = (mixed or depends or not rows) and not close(run(x), f)
     if random:
-        warnings.warn(
+        _warn(
             "The network is random in eval mode: two calls on the same input differ. Look for dropout or noise that ignores "
-            "self.training, such as F.dropout(x) without training=self.training.",
-            stacklevel=5,  # the call of fit
+            "self.training, such as F.dropout(x) without training=self.training."
         )
     elif depends:
-        warnings.warn(
+        _warn(
             "The outputs of some examples depend on the others in their batch (attention among rows, a graph of neighbours, "
             "h - h.mean(0)), so mini-batches and predictions depend on which examples come together. Pass everything as one batch, "
-            "[(x, y)], or let each example hold all that its output depends on.",
-            stacklevel=5,  # the call of fit
+            "[(x, y)], or let each example hold all that its output depends on."
         )
     elif mixed:
-        warnings.warn(
+        _warn(
             "Reversing the rows of x does not reverse the outputs, so examples also lie along another axis (an [N, N] adjacency "
-            "matrix, for instance) and cannot be cut into mini-batches. Pass everything as one batch: [(x, y)].",
-            stacklevel=5,  # the call of fit
+            "matrix, for instance) and cannot be cut into mini-batches. Pass everything as one batch: [(x, y)]."
         )
 
 
@@ -68,28 +74,26 @@ def warn_if_padding_is_random(model: Model) -> None:
     bayesian = model.parameters()
     padded = [name for name in model.padding() if name in bayesian]
     if padded:
-        warnings.warn(
+        _warn(
             f"The padding row of {padded[0]} is drawn like any other weight and enters the network wherever there is padding, because "
             "torch only sets its gradient to zero. Multiply the embeddings by (x != padding).unsqueeze(-1) in forward, or leave them "
-            "out by only=....",
-            stacklevel=5,  # the call of fit
+            "out by only=...."
         )
 
 
 def warn_if_targets_are_far(model: Model, params: Params, batch: Any, inspection: Inspection) -> None:
     """Warn of targets such as 300,000, which weights that begin near 1, under their prior, do not reach; a learned noise hides it."""
-    y = model.split(batch)[1]
-    if not isinstance(model.likelihood, Gaussian | HeteroscedasticGaussian) or not isinstance(y, Tensor):
-        return
+    y, f = _targets(model, batch), inspection.output
+    if y is None or model.likelihood.intervals or model.likelihood.noise_variance(f, torch.zeros_like(f), params) is None:
+        return  # the outputs are not the means of numbers
     size = float(y.detach().double().square().nanmean().sqrt())
     if size <= FAR:
         return
-    reached = float(model.likelihood.mean(inspection.output, params).double().square().mean().sqrt())
+    reached = float(model.likelihood.mean(f, params).double().square().mean().sqrt())
     if size > FAR * max(reached, 1.0):  # a network that was trained on them is where they are
-        warnings.warn(
+        _warn(
             f"The targets are about {size:.2g} in size and the network's outputs about {reached:.2g}, too far apart for the usual "
-            "steps and priors. Standardize the targets, fit (y - mean) / std, and go back by posterior.predict(x).rescaled(mean, std).",
-            stacklevel=5,  # the call of fit
+            "steps and priors. Standardize the targets, fit (y - mean) / std, and go back by posterior.predict(x).rescaled(mean, std)."
         )
 
 
@@ -113,21 +117,21 @@ class TargetCheck:
     @staticmethod
     def of(model: Model, output: Tensor, batch: Any) -> TargetCheck:
         """From the network's output for a batch."""
-        y = model.split(batch)[1]
-        return TargetCheck(model, output[:1].clone(), y.shape[1:] if isinstance(y, Tensor) else None)
+        y = _targets(model, batch)
+        return TargetCheck(model, output[:1].clone(), None if y is None else y.shape[1:])
 
     def __call__(self, batch: Any) -> None:
-        y = self.model.split(batch)[1]
-        if self.shape is not None and isinstance(y, Tensor) and y.shape[1:] == self.shape:
+        y = _targets(self.model, batch)
+        if y is not None and y.shape[1:] == self.shape:
             self.model.likelihood.check(self.output.to(y.device).expand(len(y), *self.output.shape[1:]), y)
 
 
 def refuse_copied_labels(model: Model, batch: Any) -> None:
     """Raise where the labels of a language model are its own inputs, which a network learns to copy."""
-    x, y = model.split(batch)
+    x, y = model.split(batch)[0], _targets(model, batch)
     ids = x.get("input_ids") if isinstance(x, dict) else None
     config = getattr(model.network, "config", None)
-    if not isinstance(ids, Tensor) or not isinstance(y, Tensor) or ids.shape != y.shape or y.ndim < 2 or y.shape[1] < 2:
+    if y is None or getattr(ids, "shape", None) != y.shape or y.ndim < 2 or y.shape[1] < 2:
         return
     keep = y != getattr(model.likelihood, "ignore_index", -100)
     if bool((ids == y)[keep].all()) and not getattr(config, "is_encoder_decoder", False):

@@ -28,6 +28,12 @@ def normal(mean: Tensor, covariance: Tensor, noise: Tensor) -> Distribution:
     return Independent(NormalDistribution(mean, (variance + noise).sqrt(), validate_args=False), 1)
 
 
+def log_gamma(prior: Gamma, log: Tensor) -> Tensor:
+    """The log density of e^log, as the distribution's own, which cannot take numbers on a GPU if its parameters are not there."""
+    a, b = (item.to(log) for item in (prior.concentration, prior.rate))
+    return a * b.log() - torch.lgamma(a) + (a - 1) * log - b * log.exp()
+
+
 @dataclass(frozen=True)
 class Gaussian(Scaled):
     r"""y ~ N(f, scale^2): regression with noise that does not depend on x.
@@ -55,15 +61,10 @@ class Gaussian(Scaled):
         if self.scale is not None or self.prior is None:
             return torch.zeros(())
         log_precision = -2 * params[NOISE]
-        density = self._log_gamma(log_precision) if isinstance(self.prior, Gamma) else self.prior.log_prob(log_precision.exp())
+        given = self.prior
+        density = log_gamma(given, log_precision) if isinstance(given, Gamma) else given.log_prob(log_precision.exp())
         # change of variables from the precision to log scale: |d precision / d log scale| = 2 precision
         return (density + log_precision + math.log(2)).sum()
-
-    def _log_gamma(self, log_precision: Tensor) -> Tensor:
-        """As the distribution's own, which cannot take numbers that are on a GPU while its parameters are not."""
-        assert isinstance(self.prior, Gamma)
-        a, b = (item.to(log_precision) for item in (self.prior.concentration, self.prior.rate))
-        return a * b.log() - torch.lgamma(a) + (a - 1) * log_precision - b * log_precision.exp()
 
     def resample(
         self,

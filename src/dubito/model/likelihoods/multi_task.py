@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, MultivariateNormal
 
 from dubito.model.likelihoods.likelihood import PREFIX, Likelihood, Uncertainty
@@ -18,47 +19,27 @@ from dubito.tensors.tree import Params
 
 
 class _Joint(Distribution):
-    """Independent tasks side by side: a sample is [..., T], the tasks' targets one after another."""
+    """Independent distributions, each of some columns of a target: numbers, or the index of a class, which is a single column."""
 
-    def __init__(self, parts: list[Distribution]):
+    def __init__(self, parts: list[tuple[Distribution, list[int]]]):
         self.parts = parts
-        super().__init__(parts[0].batch_shape, torch.Size([sum(_columns(part) for part in parts)]), validate_args=False)
+        super().__init__(parts[0][0].batch_shape, torch.Size([sum(len(columns) for _, columns in parts)]), validate_args=False)
 
     @property
     def mean(self) -> Tensor:
-        """The tasks' means side by side; of classes the probabilities."""
-        return torch.cat([part.probs if isinstance(part, CategoricalDistribution) else part.mean for part in self.parts], -1)
+        """The means side by side; of classes the probabilities."""
+        return torch.cat([part.mean if part.event_shape else part.probs for part, _ in self.parts], -1)  # pyright: ignore[reportAttributeAccessIssue]
 
     def sample(self, sample_shape=torch.Size()) -> Tensor:
         """A draw of every task, side by side."""
-        draws = [(part, part.sample(sample_shape)) for part in self.parts]
-        return torch.cat([d if part.event_shape else d.unsqueeze(-1) for part, d in draws], -1)
+        draws = [part.sample(sample_shape) for part, _ in self.parts]
+        return torch.cat([d if part.event_shape else d.unsqueeze(-1) for d, (part, _) in zip(draws, self.parts, strict=True)], -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """The sum over the tasks."""
-        columns = value.split([_columns(part) for part in self.parts], -1)
-        values = [v if part.event_shape else v.squeeze(-1).long() for part, v in zip(self.parts, columns, strict=True)]
-        return torch.stack([part.log_prob(v) for part, v in zip(self.parts, values, strict=True)]).sum(0)
-
-
-class _Coupled(Distribution):
-    """Numbers of several tasks, which hang together, beside classes that are independent of them; for its density only."""
-
-    def __init__(self, numbers: Distribution, where: Tensor, classes: list[tuple[Distribution, slice]], columns: int):
-        self.numbers, self.where, self.classes = numbers, where, classes
-        super().__init__(numbers.batch_shape, torch.Size([columns]), validate_args=False)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """The joint density of the numbers, and that of each class."""
-        score = self.numbers.log_prob(value[..., self.where])
-        for part, column in self.classes:
-            y = value[..., column]
-            score = score + part.log_prob(y if part.event_shape else y.squeeze(-1).long())
-        return score
-
-
-def _columns(part: Distribution) -> int:
-    return part.event_shape[0] if part.event_shape else 1
+        """The sum over the parts."""
+        columns = [(part, value[..., at]) for part, at in self.parts]
+        scores = [part.log_prob(y if part.event_shape else y.squeeze(-1).long()) for part, y in columns]
+        return torch.stack(scores).sum(0)
 
 
 @dataclass(frozen=True)
@@ -80,6 +61,8 @@ class MultiTask(Likelihood):
 
     def __post_init__(self):
         require(self.tasks, "MultiTask needs tasks: {name: (likelihood, number of outputs)}")
+        censored = [name for name, (likelihood, _) in self.tasks.items() if likelihood.intervals]
+        require(not censored, f"the targets of {censored} are intervals, which have no place beside those of other tasks")
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -93,10 +76,8 @@ class MultiTask(Likelihood):
 
     def least_noise(self, params: Params) -> Tensor | float:
         """The least of all tasks."""
-        found = [likelihood.least_noise(self.of(name, params)) for name, (likelihood, _) in self.tasks.items()]
-        learned = [noise for noise in found if isinstance(noise, Tensor)]
-        known = min((noise for noise in found if not isinstance(noise, Tensor)), default=math.inf)
-        return torch.stack(learned).amin(0).clamp(max=known) if learned else known
+        found = [torch.as_tensor(likelihood.least_noise(self.of(name, params))) for name, (likelihood, _) in self.tasks.items()]
+        return reduce(torch.minimum, found)
 
     def split(self, f: Tensor) -> dict[str, Tensor]:
         """The outputs of each task, by its name."""
@@ -105,30 +86,35 @@ class MultiTask(Likelihood):
             raise ValueError(f"the tasks take {widths} outputs, {sum(widths)} in all, but the network gives {f.shape[-1]}")
         return dict(zip(self.tasks, f.split(widths, -1), strict=True))
 
-    def _each(self, f: Tensor, params: Params):
+    def _each(self, f: Tensor, params: Params) -> Iterator[tuple[str, Likelihood, Tensor, Params]]:
         for name, part in self.split(f).items():
             yield name, self.tasks[name][0], part, self.of(name, params)
 
+    def _by_name(self, y: Tensor | dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Targets that are given by the names of the tasks; none if they are a tensor."""
+        return y if isinstance(y, dict) else {}
+
     def _targets(self, y: Tensor | dict[str, Tensor], f: Tensor) -> dict[str, Tensor]:
-        if isinstance(y, dict):
-            missing = [name for name in self.tasks if name not in y]
-            require(not missing, f"the targets lack the tasks {missing}; they have {list(y)}")
-            return {
-                name: self._channels_last(y[name], f) if task.dim == -1 else y[name] for name, (task, _) in self.tasks.items()
-            }
-        columns, y = self._columns(f), self._channels_last(y, f)
-        if y.ndim != f.ndim or y.shape[-1] != sum(columns):
-            raise ValueError(f"one tensor of targets for these tasks is [..., {sum(columns)}]; got {list(y.shape)}")
-        return self._unstack(y, f)
+        def channels_last(y: Tensor) -> Tensor:
+            return y.movedim(self.dim, -1) if y.ndim == f.ndim else y
 
-    def _channels_last(self, y: Tensor, f: Tensor) -> Tensor:
-        return y.movedim(self.dim, -1) if y.ndim == f.ndim else y
+        if named := self._by_name(y):
+            missing = [name for name in self.tasks if name not in named]
+            require(not missing, f"the targets lack the tasks {missing}; they have {list(named)}")
+            return {name: named[name] if task.dim != -1 else channels_last(named[name]) for name, (task, _) in self.tasks.items()}
+        whole, width = channels_last(cast(Tensor, y)), self.width(f)
+        fits = whole.ndim == f.ndim and whole.shape[-1] == width
+        require(fits, f"one tensor of targets for these tasks is [..., {width}]; got {list(whole.shape)}")
+        return self._unstack(whole, f)
 
-    def _columns(self, f: Tensor) -> list[int]:
-        return [1 if part.indexed else part.width(g) for _, part, g, _ in self._each(f, {})]
+    def _columns(self, f: Tensor) -> list[list[int]]:
+        """The columns of each task in a target of all."""
+        widths = [1 if part.indexed else part.width(g) for _, part, g, _ in self._each(f, {})]
+        ends = list(accumulate(widths))
+        return [list(range(end - width, end)) for end, width in zip(ends, widths, strict=True)]
 
     def _unstack(self, y: Tensor, f: Tensor) -> dict[str, Tensor]:
-        parts = dict(zip(self.tasks, y.split(self._columns(f), -1), strict=True))
+        parts = dict(zip(self.tasks, y.split([len(columns) for columns in self._columns(f)], -1), strict=True))
         return {n: v.squeeze(-1).long() if self.tasks[n][0].indexed else v for n, v in parts.items()}
 
     def target(self, y: Tensor | dict[str, Tensor], f: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -149,7 +135,7 @@ class MultiTask(Likelihood):
         """What the tasks learn, as `likelihood:<task>.<name>`."""
         learned = {}
         for name, (likelihood, _) in self.tasks.items():
-            inner = likelihood.parameters(y.get(name) if isinstance(y, dict) else None)
+            inner = likelihood.parameters(self._by_name(y).get(name))
             learned |= {f"{PREFIX}{name}.{key[len(PREFIX) :]}": leaf for key, leaf in inner.items()}
         return learned
 
@@ -159,7 +145,8 @@ class MultiTask(Likelihood):
         return sum(parts, torch.zeros(()))  # those without a prior are on the CPU, which a sum of scalars allows
 
     def __call__(self, f: Tensor, params: Params) -> Distribution:
-        return _Joint([likelihood(part, inner) for _, likelihood, part, inner in self._each(f, params)])
+        parts = [likelihood(part, inner) for _, likelihood, part, inner in self._each(f, params)]
+        return _Joint(list(zip(parts, self._columns(f), strict=True)))
 
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
         """The sum over the tasks."""
@@ -168,7 +155,7 @@ class MultiTask(Likelihood):
 
     def width(self, f: Tensor) -> int:
         """Numbers or class indices in a target of all tasks."""
-        return sum(self._columns(f))
+        return sum(map(len, self._columns(f)))
 
     def mean(self, f: Tensor, params: Params) -> Tensor:
         """The tasks' means side by side."""
@@ -176,12 +163,10 @@ class MultiTask(Likelihood):
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         """Block-diagonal, a block for each task."""
-        full = f.new_zeros(*f.shape, f.shape[-1])
-        start = 0
+        full, start = f.new_zeros(*f.shape, f.shape[-1]), 0
         for _, likelihood, part, inner in self._each(f, params):
-            end = start + part.shape[-1]
-            full[..., start:end, start:end] = likelihood.fisher(part, inner, draws=draws)
-            start = end
+            block = slice(start, start + part.shape[-1])
+            full[..., block, block], start = likelihood.fisher(part, inner, draws=draws), block.stop
         return full
 
     def observed(self, y: Tensor) -> Tensor | None:
@@ -222,14 +207,13 @@ class MultiTask(Likelihood):
             return None
         full = torch.diag_embed(spread[..., means]) if diagonal else f_cov[..., means, :][..., means]
         numbers = MultivariateNormal(f_mean[..., means], full + torch.diag_embed(noise), validate_args=False)
-        where, classes, start = [], [], 0
-        for (_, likelihood, part, inner), n in zip(self._each(f_mean, params), self._columns(f_mean), strict=True):
-            column, start = slice(start, start + n), start + n
+        where, others = [], []
+        for (_, likelihood, part, inner), columns in zip(self._each(f_mean, params), self._columns(f_mean), strict=True):
             if likelihood.mean_noise(part, inner) is not None:
-                where += range(column.start, column.stop)
+                where += columns
             else:
-                classes.append((likelihood(part, inner), column))
-        return _Coupled(numbers, torch.tensor(where, device=f_mean.device), classes, start)
+                others.append((likelihood(part, inner), columns))
+        return _Joint([(numbers, where), *others])
 
     def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
         """Nodes over all but the means of numbers."""

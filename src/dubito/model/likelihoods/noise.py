@@ -20,11 +20,15 @@ class Scaled(DiagonalFisher):
     outputs: int = field(default=1, kw_only=True)
 
     def __post_init__(self):
-        if self.scale is None:
-            return
-        scales = torch.as_tensor(self.scale, dtype=torch.float64).flatten().tolist()
-        positive(*scales)
-        object.__setattr__(self, "scale", tuple(scales) if len(scales) > 1 else scales[0])
+        if self.scale is not None:
+            positive(*self.scales)
+            first, *others = self.scales
+            object.__setattr__(self, "scale", (first, *others) if others else first)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scales that are known, one or one for each output."""
+        return () if self.scale is None else tuple(torch.as_tensor(self.scale, dtype=torch.float64).flatten().tolist())
 
     def noise(self, f: Tensor, params: Params) -> Tensor:
         """The scale of the noise, broadcasting against f."""
@@ -49,11 +53,11 @@ class Scaled(DiagonalFisher):
         """The smallest scale."""
         if self.scale is None:
             return params[NOISE].amin(-1).exp()
-        return min(self.scale) if isinstance(self.scale, tuple) else self.scale
+        return min(self.scales)
 
     def target(self, y: Tensor, f: Tensor) -> Tensor:
         """As all targets, once the number of scales fits the outputs."""
-        width = self.outputs if self.scale is None else torch.as_tensor(self.scale).numel()
+        width = len(self.scales) or self.outputs
         if width not in (1, f.shape[-1]):
             raise ValueError(
                 f"there are {width} noise scales, but the network has {f.shape[-1]} outputs: give one, or one for each"
@@ -63,8 +67,8 @@ class Scaled(DiagonalFisher):
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
         """The scale is multiplied along."""
         if self.scale is not None:
-            noise = tuple((torch.as_tensor(self.scale, dtype=torch.float64) * scale.cpu().double()).tolist())
-            return replace(self, scale=noise), shift, scale, params
+            noise = torch.tensor(self.scales, dtype=torch.float64) * scale.cpu().double()
+            return replace(self, scale=tuple(noise.tolist())), shift, scale, params
         learned = {name: leaf + scale.log() if name == NOISE else leaf for name, leaf in params.items()}
         return replace(self, outputs=len(scale)), shift, scale, learned
 

@@ -66,7 +66,8 @@ def matching(
     (4, 5)
     """
     base, like, buffers = model.prior, weights(model.parameters()), model.buffers()
-    require(type(base) in FIELDS, f"the scales of a Normal, a Laplace or a StudentT can be matched; got a {type(base).__name__}")
+    if not isinstance(base, Normal | Laplace | StudentT):
+        raise ValueError(f"the scales of a Normal, a Laplace or a StudentT can be matched; got a {type(base).__name__}")
     if inputs.ndim != 2 or steps < 1 or draws < 2 or points < 1 or not 0 <= box <= 1:
         raise ValueError("inputs are [N, d], steps and points at least 1, draws at least 2 and box a share between 0 and 1")
     one_of(DISTANCES, distance=distance)
@@ -117,14 +118,13 @@ def wasserstein_distance(x: Tensor, y: Tensor) -> Tensor:
     return apart[torch.from_numpy(rows).to(x.device), torch.from_numpy(columns).to(x.device)].mean()
 
 
-FIELDS: dict[type[Prior], str | None] = {Normal: None, Laplace: "scale", StudentT: "width"}  # where a family has its scale
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"energy": energy_distance, "wasserstein": wasserstein_distance}
 
 
 def _scaled(base: Normal | Laplace | StudentT, factors: dict[str, float]) -> Prior:
     """The same family with a scale for every parameter."""
-    field = FIELDS[type(base)]
-    if field is None:
-        return Normal(scale={f"^{re.escape(name)}$": factor * base.scale_of(name) for name, factor in factors.items()})
-    own = getattr(base, field)
-    return ByName({f"^{re.escape(name)}$": replace(base, **{field: factor * own}) for name, factor in factors.items()})
+    names = {name: f"^{re.escape(name)}$" for name in factors}
+    if isinstance(base, Normal):
+        return Normal(scale={names[name]: factor * base.scale_of(name) for name, factor in factors.items()})
+    field = "scale" if isinstance(base, Laplace) else "width"
+    return ByName({names[name]: replace(base, **{field: factor * getattr(base, field)}) for name, factor in factors.items()})

@@ -84,7 +84,7 @@ class SpikeAndSlab(Prior):
         """Beta(a, b), and with the slope of the logistic function pi^a (1 - pi)^b."""
         if self.beta is None:
             return 0.0
-        (a, b), logit, log = self.share, self._logit(params), torch.nn.functional.logsigmoid
+        (a, b), logit, log = self.beta, self._logit(params), torch.nn.functional.logsigmoid
         return (a * log(logit) + b * log(-logit)).sum() + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
 
     def inclusion(self, params: Params) -> Params:
