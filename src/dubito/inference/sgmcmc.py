@@ -21,7 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from dubito.tensors.randomness import PIECE, Normals, draw_normals
 from dubito.tensors.tree import Buffers, Params
 
 PLAIN: dict[str, Any] = {"weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+BURN_IN = 50  # epochs of a burn-in, at least
+BURN_IN_STEPS, THIN_STEPS = 3000, 200  # of a burn-in and between draws, at least
 MEMORY = 0.99  # of RMSprop: how much of the mean square a step keeps
 
 
@@ -114,14 +116,18 @@ def _push(weights: list[Tensor], velocity: list[Tensor], by: list[Tensor], keep:
 class Langevin(ABC):
     """A sampler that sees a mini-batch a step, and adds noise.
 
-    The epochs are `burn_in`, and then `thin` for every draw, at the end of which it is made. With `cycles` there are so many of these
-    runs, which share the draws, and in each the step falls from `learning_rate` to zero along a cosine. Without, it is constant, or
-    falls after the burn-in with the number of steps t as (t / burn-in)^(-decay).
+    The epochs are `burn_in`, and then `thin` for every draw, at the end of which it is made. Where neither is given they follow the data:
+    50 epochs and 1, or as many as make 3,000 steps and 200. Where one of them or `cycles` is given, the others are 50 and 1.
+
+    With `cycles` there are so many of these runs, which share the draws, and in each the step falls from `learning_rate` to zero along a
+    cosine. Without, it is constant, or falls after the burn-in with the number of steps t as (t / burn-in)^(-decay).
     """
 
     draws: int = field(default=30, kw_only=True)  # kept of every chain, over all cycles
-    burn_in: int = field(default=50, kw_only=True)  # epochs before the first draw; in every cycle, where there are cycles
-    thin: int = field(default=1, kw_only=True)  # epochs from draw to draw
+    burn_in: int | None = field(
+        default=None, kw_only=True
+    )  # epochs before the first draw, in every cycle; None: 50, or 3,000 steps
+    thin: int | None = field(default=None, kw_only=True)  # epochs from draw to draw; None: 1, or 200 steps
     chains: int = field(default=1, kw_only=True)  # run side by side, on the same batches
     learning_rate: float | None = field(default=None, kw_only=True)  # of the loss per example, at its highest; None: by the noise
     decay: float = field(default=0.0, kw_only=True)  # exponent by which the step falls after the burn-in, such as 1/3
@@ -133,6 +139,9 @@ class Langevin(ABC):
     rates: ClassVar[dict[str, float]]  # default of the learning rate, for each preconditioner
 
     def __post_init__(self):
+        if self.cycles or (self.burn_in is None) != (self.thin is None):
+            object.__setattr__(self, "burn_in", self.burn)
+            object.__setattr__(self, "thin", self.interval)
         at_least(1, chains=self.chains, draws=self.draws, thin=self.thin)
         at_least(0, burn_in=self.burn_in, cycles=self.cycles, decay=self.decay)
         one_of(("none", "rmsprop"), preconditioner=self.preconditioner)
@@ -143,16 +152,16 @@ class Langevin(ABC):
             f"every cycle gives as many draws: draws={self.draws} must be a multiple of cycles={self.cycles}",
         )
         require(
-            not self.cycles or self.exploration * self.epochs <= self.burn_in * self.cycles + 1e-9,
+            not self.cycles or self.exploration * self.epochs <= self.burn * self.cycles + 1e-9,
             f"draws are made after the exploration: {self.exploration:g} of {self.epochs // max(1, self.cycles)} epochs is more than "
-            f"burn_in={self.burn_in}; give a longer burn_in, fewer draws or a smaller exploration",
+            f"burn_in={self.burn}; give a longer burn_in, fewer draws or a smaller exploration",
         )
         require(
-            not self.decay or (self.burn_in and not self.cycles),
+            not self.decay or (self.burn and not self.cycles),
             "the step decays from the end of the burn-in on, and not in cycles: give burn_in > 0 and cycles=0",
         )
         require(
-            self.preconditioner == "none" or self.burn_in,
+            self.preconditioner == "none" or self.burn > 0,
             "a preconditioner is learned during the burn-in: give burn_in > 0",
         )
 
@@ -173,9 +182,26 @@ class Langevin(ABC):
         return self.rates[self.preconditioner] if self.learning_rate is None else self.learning_rate
 
     @property
+    def burn(self) -> int:
+        """`burn_in`, or what it is where nothing is known of the data."""
+        return BURN_IN if self.burn_in is None else self.burn_in
+
+    @property
+    def interval(self) -> int:
+        """`thin`, or what it is where nothing is known of the data."""
+        return 1 if self.thin is None else self.thin
+
+    @property
     def epochs(self) -> int:
         """Passes over the data in all cycles."""
-        return max(1, self.cycles) * self.burn_in + self.draws * self.thin
+        return max(1, self.cycles) * self.burn + self.draws * self.interval
+
+    def with_budget(self, n_batches: int) -> Self:
+        """The method with lengths that follow the data, where they are not given."""
+        if self.burn_in is not None:
+            return self
+        burn_in, thin = (math.ceil(steps / max(1, n_batches)) for steps in (BURN_IN_STEPS, THIN_STEPS))
+        return replace(self, burn_in=max(BURN_IN, burn_in), thin=thin)
 
     @abstractmethod
     def factor(self, h: float) -> float:
@@ -191,7 +217,7 @@ class Langevin(ABC):
 
     def steps(self, n_batches: int) -> int:
         """`epochs` passes over the data."""
-        return self.epochs * n_batches
+        return self.with_budget(n_batches).epochs * n_batches
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> LangevinState:
         """Chains at their starts, with velocities and a metric where the sampler has them."""
@@ -226,7 +252,7 @@ class Langevin(ABC):
         """A step of every chain on the same batches."""
         h = self._step_length(target, state)
         noise = None if self.explores(state.step, state.period) else generator
-        adapts = self.preconditioner != "none" and self._place(state.step, state.period) < self.burn_in * state.period
+        adapts = self.preconditioner != "none" and self._place(state.step, state.period) < self.burn * state.period
         state.adapted += adapts
         data = list(data)
         size = sum(target.count(batch) for batch in data)
@@ -301,7 +327,7 @@ class Langevin(ABC):
         """Of Zhang et al. (2020), eq. 1, with cycles."""
         if self.cycles:
             return self.rate / 2 * (math.cos(math.pi * self._place(step, period) / self._length(period)) + 1)
-        return self.rate * max(1.0, (step + 1) / (self.burn_in * period)) ** -self.decay if self.decay else self.rate
+        return self.rate * max(1.0, (step + 1) / (self.burn * period)) ** -self.decay if self.decay else self.rate
 
     def explores(self, step: int, period: int) -> bool:
         """Whether a step goes without noise."""
@@ -326,8 +352,8 @@ class Langevin(ABC):
         """Whether the step just made ends in a draw."""
         if state.step == 0:
             return False
-        since = self._place(state.step - 1, state.period) + 1 - self.burn_in * state.period
-        return since > 0 and since % (self.thin * state.period) == 0
+        since = self._place(state.step - 1, state.period) + 1 - self.burn * state.period
+        return since > 0 and since % (self.interval * state.period) == 0
 
     @staticmethod
     def _shared(target: Target, state: LangevinState, size: int) -> Target:
