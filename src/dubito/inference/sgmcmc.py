@@ -116,11 +116,11 @@ def _push(weights: list[Tensor], velocity: list[Tensor], by: list[Tensor], keep:
 class Langevin(ABC):
     """A sampler that sees a mini-batch a step, and adds noise.
 
-    The epochs are `burn_in`, and then `thin` for every draw, at the end of which it is made. Where neither is given they follow the data:
-    50 epochs and 1, or as many as make 3,000 steps and 200. Where one of them or `cycles` is given, the others are 50 and 1.
+    The epochs are `burn_in`, and then `thin` for every draw, at the end of which it is made. Where neither is given they follow the
+    data: 50 epochs and 1, or as many as make 3,000 steps and 200. Where one of them or `cycles` is given, the others are 50 and 1.
 
-    With `cycles` there are so many of these runs, which share the draws, and in each the step falls from `learning_rate` to zero along a
-    cosine. Without, it is constant, or falls after the burn-in with the number of steps t as (t / burn-in)^(-decay).
+    With `cycles` there are so many of these runs, which share the draws, and in each the step falls from `learning_rate` to zero along
+    a cosine. Without, it is constant, or falls after the burn-in with the number of steps t as (t / burn-in)^(-decay).
     """
 
     draws: int = field(default=30, kw_only=True)  # kept of every chain, over all cycles
