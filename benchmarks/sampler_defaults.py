@@ -1,6 +1,6 @@
 """The default settings of each method against a long run of HMC, on small posteriors of different kinds.
 
-For every problem the reference is `HMC` with 1,000 draws in each of eight chains, of which the defaults of NUTS are an independent check;
+For every problem the reference is `HMC` with 1,000 draws in each of eight chains, which the defaults of NUTS check independently;
 where its R-hat of f is above 1.05 the problem is left out of the headline. For each method at its defaults: the mean epistemic standard
 deviation of f over the test inputs as a ratio to that of the reference, and the mean distance of the two means of f in reference
 standard deviations. `--sets tune` are the problems on which defaults may be chosen, `--sets report` the others.
