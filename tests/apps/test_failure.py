@@ -177,7 +177,8 @@ def test_what_selection_cannot_answer():
     with pytest.raises(ValueError, match=r"Selective is for classes, and Gaussian predicts numbers: .*metrics.threshold"):
         Selective(0.1).fit(model, (torch.zeros(9, 1), torch.zeros(9, 1)))
     selector = Selective(0.5, lambda x: x[:, 0].abs().nan_to_num().numpy()).fit(logistic_network(), logistic(400))
-    answer = selector(torch.tensor([[0.1], [math.nan]]))
+    with pytest.warns(UserWarning, match="The inputs hold NaN"):
+        answer = selector(torch.tensor([[0.1], [math.nan]]))
     assert answer.accepted.tolist() == [True, False]  # what is NaN is no answer
     assert selector.accept([0.0, 1e9]).tolist() == [True, False]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import borrowed_generators, fork_rng
+from dubito.tensors.randomness import borrowed_generators, derive_seed, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -197,6 +198,25 @@ def examples(model: Model, data: Any, *, size: int = SIZE, seed: int = 0) -> Gen
         for batch in batches(model, data, n_data=1, size=size, shuffle=False):
             x, y = inputs_of(model, tree.tensors(batch, next(model.network.parameters()).dtype))
             yield x, y
+
+
+END = object()
+
+
+def fetched(source: Iterable[Any], batches: Callable[[], Iterable[Any]] | None = None, *, seed: int = 0) -> Iterator[Any]:
+    """The batches of a source, or those that `batches` makes of it.
+
+    A loader draws from the global generators, even unshuffled. They are lent out for one batch at a time and given back before anybody
+    sees it, so that one pass may stand still while another runs.
+    """
+    iterator = None
+    for i in count():
+        with borrowed_generators(source), fork_rng(derive_seed(seed, i)):
+            iterator = iter(source if batches is None else batches()) if iterator is None else iterator
+            batch = next(iterator, END)
+        if batch is END:
+            return
+        yield batch
 
 
 def joined(parts: list[Any]) -> Any:

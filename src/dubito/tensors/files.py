@@ -197,19 +197,18 @@ class WriteError(OSError):
     """A run that could not be written, because the disk is full or for another reason, with what to do about it."""
 
 
+RESUME = "What was written before is whole: make room, and go on with resume=True"
+
+
 @contextmanager
-def describing_write_errors(folder: str | os.PathLike | None) -> Iterator[None]:
-    """Errors of the disk, in words."""
+def describing_write_errors(path: str | os.PathLike | None, advice: str = RESUME, *, subject: str = "the run ") -> Iterator[None]:
+    """Errors of the disk, in words that name the path and say what to do."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
-        raise WriteError(
-            error.errno,
-            f"{folder}: the run could not be written ({error.strerror or error}). What was written before is whole: make room, and "
-            "go on with resume=True",
-        ) from error
+        raise WriteError(error.errno, f"{path}: {subject}could not be written ({error.strerror or error}). {advice}") from error
 
 
 _HELD: set[Path] = set()  # folders that this very process is writing to

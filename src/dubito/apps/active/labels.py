@@ -242,11 +242,6 @@ def read(folder: str | os.PathLike) -> tuple[Folder, Labels, dict[str, Any]]:
 
 
 def _write(file: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    try:
+    advice = "All labels before are safe, and this one was not taken: free some space and repeat the call"
+    with store.describing_write_errors(file, advice, subject=""):
         store.write(file, tensors, meta)
-    except OSError as error:
-        raise store.WriteError(
-            error.errno,
-            f"{file}: could not be written ({error.strerror or error}). All labels before are safe, and this one was not taken: free "
-            "some space and repeat the call",
-        ) from error

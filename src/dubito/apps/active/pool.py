@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
-from dubito.apps.network import as_tuple, joined
+from dubito.apps.network import as_tuple, fetched, joined
 from dubito.inference.batches import Data
 from dubito.model import Model
 from dubito.model.likelihoods import average
@@ -26,7 +25,7 @@ from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import store, tree
 from dubito.tensors.checks import require
-from dubito.tensors.randomness import borrowed_generators, derive_seed, fork_rng, generator
+from dubito.tensors.randomness import fork_rng, generator
 
 
 class Pool:
@@ -114,7 +113,7 @@ class _Items:
     def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """Items, `size` at a time."""
         some = Subset(self.items, indices.tolist())
-        for batch in _fetched(DataLoader(some, batch_size=size, collate_fn=self.collate, num_workers=self.workers)):
+        for batch in fetched(DataLoader(some, batch_size=size, collate_fn=self.collate, num_workers=self.workers)):
             yield inputs_of(model, batch)[0]
 
     def take(self, model: Model, which: Tensor) -> Any:
@@ -128,13 +127,13 @@ class _Stream:
 
     def __init__(self, stream: Iterable[Any]):
         self.stream = stream
-        self.length = sum(_rows(as_tuple(batch)[0]) for batch in _fetched(stream))
+        self.length = sum(_rows(as_tuple(batch)[0]) for batch in fetched(stream))
 
     def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """What is wanted of every batch."""
         wanted, before = torch.zeros(self.length, dtype=torch.bool), 0
         wanted[indices] = True
-        for batch in _fetched(self.stream):
+        for batch in fetched(self.stream):
             x = inputs_of(model, batch)[0]
             rows = wanted[before : before + _rows(x)].nonzero().squeeze(1)
             before += _rows(x)
@@ -166,18 +165,6 @@ def _source(data: Data) -> _Arrays | _Items | _Stream:
     if isinstance(data, Iterable):
         return _Stream(data)
     raise TypeError(f"a pool must be a tensor, an array, a dict of these, a data set or a loader; got a {type(data).__name__}")
-
-
-def _fetched(source: Iterable[Any]) -> Iterator[Inputs]:
-    """The batches of a loader. It may draw from the global generators, which are given back before anybody sees a batch."""
-    with borrowed_generators(source), fork_rng(0):
-        iterator = iter(source)
-    for i in count():
-        with borrowed_generators(source), fork_rng(derive_seed("pool", i)):
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def _rows(x: Inputs) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dubito.apps.network import Network, check_real
+from dubito.apps.network import Network, check_real, fetched
 from dubito.curvature.generic import Unrolled, example_gradients
 from dubito.curvature.layout import passed
 from dubito.curvature.rows import Layer
@@ -37,11 +38,9 @@ from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.covariances import Covariance, Kronecker
 from dubito.tensors.covariances.propagation import flat, pieces
-from dubito.tensors.randomness import borrowed_generators, derive_seed, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
 RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-END = object()
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,9 @@ class Ordered:
             start += size
 
     def _pass(self, *, shuffle: bool, seed: int) -> Iterator[Batch]:
-        dtype, source, i = next(self.model.network.parameters()).dtype, None, 0
-        while True:
-            # A DataLoader draws from the global generator, even unshuffled. It is lent out for one batch at a time: a pass over test
-            # data stands still while one over the training data runs.
-            with borrowed_generators(self.data), fork_rng(derive_seed(seed, i)):
-                if source is None:
-                    source = iter(batches(self.model, self.data, n_data=1, size=self.size, shuffle=shuffle))
-                batch = next(source, END)
-            if batch is END:
-                return
-            yield tree.tensors(batch, dtype)
-            i += 1
+        dtype = next(self.model.network.parameters()).dtype
+        cut = partial(batches, self.model, self.data, n_data=1, size=self.size, shuffle=shuffle)
+        return (tree.tensors(batch, dtype) for batch in fetched(self.data, cut, seed=seed))
 
 
 def _shuffles(loader: DataLoader) -> bool:

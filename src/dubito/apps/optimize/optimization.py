@@ -50,8 +50,7 @@ def expected_improvement(p: Predictive, best: float, *, maximize: bool = True) -
     single = not p.likelihood.discrete and p.means.ndim == 3 and p.means.shape[-1] == 1
     require(single, f"expected improvement needs a regression with a single output; got means of shape {list(p.means.shape)}")
     mean, sign = p.means.squeeze(-1), 1.0 if maximize else -1.0  # [S, B]
-    gain = sign * (mean - best)
-    weights = mean.new_full((len(mean),), 1 / len(mean)) if p.weights is None else p.weights
+    gain, weights = sign * (mean - best), p.component_weights.to(mean)
     if p.certain:
         return average(gain.clamp_min(0), weights)
     scale = p.covariances.reshape(mean.shape).clamp_min(torch.finfo(mean.dtype).tiny).sqrt()

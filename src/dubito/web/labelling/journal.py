@@ -68,7 +68,7 @@ class Journal:
         """Write a decision, and then apply it; one that cannot be written is not applied."""
         answer = answer if answer.time else replace(answer, time=datetime.now(UTC).isoformat(timespec="seconds"))
         line = _line(answer)
-        try:
+        with store.describing_write_errors(self.path, "The answer was not taken: make room, and answer again", subject=""):
             if not self.path.exists() or self.path.stat().st_size != self._size:
                 # new, deleted, or with half a line that could not be removed: write everything again
                 with store.atomic_write(self.path) as scratch:
@@ -83,10 +83,6 @@ class Journal:
                 with suppress(OSError):  # half a line would damage the next; if it stays, the size shows it
                     os.truncate(self.path, self._size)
                 raise
-        except OSError as error:
-            raise store.WriteError(
-                error.errno, f"{self.path}: could not be written ({error.strerror or error}): make room"
-            ) from error
         self._size += len(line)
         self._take(answer)
 

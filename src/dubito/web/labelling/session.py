@@ -338,19 +338,19 @@ class Session:
 
     def _write_labels(self) -> None:
         """Write `labels.csv`: the row number of each labelled input in the source, from 0, and its class."""
-        path, numbers = self._path / LABELS, self.task.rows
-        try:
-            with self._changed, store.atomic_write(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
-                rows = csv.writer(file)
-                rows.writerow(["row", "class"])
-                for index, label in self.journal.standing.items():
-                    if label is not None:
-                        rows.writerow([index if numbers is None else numbers[index], spreadsheet_cell(self.task.classes[label])])
-        except OSError as error:
-            raise store.WriteError(
-                error.errno,
-                f"{path}: could not be written ({error.strerror or error}). All answers are in {ANSWERS}: free space, and start again",
-            ) from error
+        path, numbers = self._path / LABELS, self.task.rows or range(len(self.task.pool))
+        classes, advice = (
+            tuple(map(spreadsheet_cell, self.task.classes)),
+            f"All answers are in {ANSWERS}: free space, and start again",
+        )
+        with (
+            self._changed,
+            store.describing_write_errors(path, advice, subject=""),
+            store.atomic_write(path) as scratch,
+            scratch.open("w", newline="", encoding="utf-8") as file,
+        ):
+            labels = {index: label for index, label in self.journal.standing.items() if label is not None}
+            csv.writer(file).writerows([("row", "class"), *((numbers[index], classes[label]) for index, label in labels.items())])
 
     def _saved(self) -> set[int]:
         """The inputs whose answers are in `labels.csv` or in the model's folder, which are written after the journal."""
