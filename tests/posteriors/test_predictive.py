@@ -742,3 +742,14 @@ def test_labels_are_integrals_of_one_dimension(covariance):
         torch.testing.assert_close(p.log_prob(y), score, rtol=1e-3, atol=1e-3)
         two = replace(p, means=p.means.expand(2, -1, -1), cov=p.cov.expand(2, -1, -1), quadrature=64)
         torch.testing.assert_close(two.log_prob(y), score, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), HeteroscedasticCategorical(), Bernoulli()])
+def test_an_input_that_is_nan_spoils_no_other(likelihood):
+    """The eigenvalues of a matrix of NaN are an error of the linear algebra library, which took the whole batch with it."""
+    p = predictive(likelihood, covariance="dense", width=4)
+    means, cov = p.means.clone(), p.cov.clone()
+    means[:, 1], cov[:, 1] = torch.nan, torch.nan
+    mean = replace(p, means=means, cov=cov).mean
+    assert mean[1].isnan().all()
+    torch.testing.assert_close(mean[[0, 2]], p.mean[[0, 2]])

@@ -16,7 +16,7 @@ from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Targets
 from dubito.tensors.covariances.covariance import normal
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, full_precision
 
 Kind = Literal["ggn", "fisher", "empirical", "hessian"]
 KINDS = ("ggn", "fisher", "empirical", "hessian")
@@ -36,7 +36,7 @@ def cotangents(
     """(noise group, s [B, *D, C]) one after another. Where the noise is learned, `s` is that of unit noise."""
     likelihood = model.likelihood
     f = f.detach()
-    f = f.float() if f.dtype.itemsize < 4 else f
+    f = full_precision(f)
     target = likelihood.target(y, f)
     seen = observed(model, target, f, params)
     groups = groups_of(model, f, kind)

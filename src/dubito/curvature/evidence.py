@@ -59,11 +59,11 @@ class Evidence:
         """The log evidence, differentiable in `prior`, `scale` and `temperature`."""
         if self.base is not None:
             return self._continued(covariance, scale, float(temperature))
-        quadratic, log_prior = self._prior_terms(covariance, prior)
+        quadratic, log_prior = self.prior_terms(covariance, prior)
         occam = covariance.log_precision(prior, scale) - log_prior
         return self.likelihood(scale) / temperature - 0.5 * (occam + quadratic / temperature)
 
-    def _prior_terms(self, covariance: Covariance, prior: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def prior_terms(self, covariance: Covariance, prior: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(theta - mu)^T P0 (theta - mu) and log det P0, over the weights the covariance is over."""
         picked = covariance.picked()
         quadratic, logs = [], []
@@ -184,7 +184,7 @@ def maximize(
     def value() -> Tensor:
         """The log evidence at the present point."""
         at, noises = precisions(), log_scale.exp()
-        squares, log_prior = evidence._prior_terms(covariance, at)
+        squares, log_prior = evidence.prior_terms(covariance, at)
         occam = torch.stack([log_precision(at, noises) for log_precision in quick]).sum() - log_prior
         return evidence.likelihood(noises) / temperature - 0.5 * (occam + squares / temperature)
 

@@ -19,7 +19,7 @@ from dubito.network.examples import Inputs
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import in_mode
 from dubito.tensors.covariances.propagation import pieces
-from dubito.tensors.tree import Buffers, Params
+from dubito.tensors.tree import Buffers, Params, full_precision
 
 
 class Unrolled(TorchFunctionMode):
@@ -90,4 +90,4 @@ def example_gradients(
                 rows = [one(of(i), cotangents[:, i]) for i in range(batch)[piece]]
                 found.append({name: torch.stack([row[name] for row in rows], 1) for name in live})
     joined = {name: torch.cat([part[name] for part in found], 1) for name in live}
-    return {name: leaf.float() if leaf.dtype.itemsize < 4 else leaf for name, leaf in joined.items()}
+    return {name: full_precision(leaf) for name, leaf in joined.items()}

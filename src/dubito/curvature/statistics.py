@@ -34,7 +34,7 @@ from dubito.curvature.setup import Setup
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch, Targets, batch_size
 from dubito.tensors.covariances.propagation import pieces
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, full_precision
 
 SMALL = 512  # weights of a normalization, or of a bias alone, up to which they get an exact block beside Kronecker blocks
 
@@ -465,7 +465,7 @@ def observe(setup: Setup, f: Tensor, y: Targets, size: int) -> Observed:
 
 def exact(f: Tensor) -> Tensor:
     """The same in float32 or better."""
-    return f.float() if f.dtype.itemsize < 4 else f
+    return full_precision(f)
 
 
 def _otherwise(name: str) -> str:

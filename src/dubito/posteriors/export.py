@@ -243,7 +243,7 @@ class Average(nn.Module):
     def forward(self, answers: list[Any]) -> Prediction:
         """The prediction that follows from the outputs of all networks."""
         points = torch.stack([outputs_last(self.output(answer), self.likelihood.dim) for answer in answers])  # [S, B, *D, C]
-        points = points.float() if points.dtype.itemsize < 4 else points
+        points = tree.full_precision(points)
         weights = self.get_buffer("weights").to(points)
         learned = align({name: self.get_buffer(f"learned{i}").to(points) for i, name in enumerate(self.names)}, points)
         mean, split = (

@@ -83,7 +83,7 @@ class Functions:
             else:
                 f = self._batched(x, shared)
         learned = likelihood_params(shared if self.tangent else {**shared, **self.stacked})
-        f = f.float() if f.dtype.itemsize < 4 else f
+        f = tree.full_precision(f)
         weights = None if self.weights is None else plain(self.weights)
         return LatentMixture(
             self.model.likelihood, f, weights=weights, params={name: plain(leaf) for name, leaf in learned.items()}

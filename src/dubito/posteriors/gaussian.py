@@ -61,7 +61,7 @@ class Gaussian(Posterior):
     def diagonal(model: Model, mean: Params, variance: Params, buffers: Buffers | None = None) -> Gaussian:
         """Independent weights, by hand."""
         params = {name: mean.get(name, leaf) for name, leaf in model.parameters().items()}
-        variance = {name: leaf.float() if leaf.dtype.itemsize < 4 else leaf for name, leaf in variance.items()}
+        variance = {name: tree.full_precision(leaf) for name, leaf in variance.items()}
         return Gaussian(model, params, model.buffers() if buffers is None else buffers, Diagonal.of(variance))
 
     def _departures(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import Bernoulli, align
+from dubito.model.likelihoods import align
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, require
@@ -78,8 +78,7 @@ def _class_probabilities(p: Predictive | Tensor) -> Tensor:
     if isinstance(p, Predictive):
         require(p.likelihood.discrete, f"this compares class probabilities; {type(p.likelihood).__name__} predicts numbers")
         probs = p.mean.detach()
-        # a Bernoulli likelihood has a separate choice for each label
-        probs = torch.stack([1 - probs, probs], -1) if isinstance(p.likelihood, Bernoulli) else probs
+        probs = torch.stack([1 - probs, probs], -1) if p.likelihood.separate else probs  # a choice for each label
     else:
         probs = torch.as_tensor(p).detach()
     probs = probs.double()

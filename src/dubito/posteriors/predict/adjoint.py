@@ -97,7 +97,7 @@ def adjoint(
     chain = _known_chain(engine, trace)
     if chain is not None and top is None and (x_var is None or chain.start == trace.inputs[0]):
         with torch.no_grad():
-            mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in _in_chunks(engine, trace, chain, x, x_var, memory))
+            mean, cov = (tree.full_precision(t) for t in _in_chunks(engine, trace, chain, x, x_var, memory))
         check_outputs(x, mean.unsqueeze(0))
         params = likelihood_params(engine.params)
         return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
@@ -226,7 +226,7 @@ def sketch(
         groups.append(torch.cat(parts, 1))
         first += n
     f = torch.cat(groups)
-    return f.float() if f.dtype.itemsize < 4 else f
+    return tree.full_precision(f)
 
 
 def _run(model: Model, x: Inputs, params: Params, buffers: Buffers) -> tuple[Tensor, Capture]:

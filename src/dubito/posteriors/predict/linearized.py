@@ -68,7 +68,7 @@ class Linearization:
             for own in self._within(part)
         ]
         f = self.done.f.detach()
-        self.f = f.float() if f.dtype.itemsize < 4 else f
+        self.f = tree.full_precision(f)
 
     def _within(self, part: Part) -> list[Part]:
         """A layer as it is; or its matrix and its bias apart, where these are in blocks of their own."""
@@ -177,7 +177,7 @@ class Linearization:
             rows, unit = self._gradients(0)
             leaves = self._others(unit)
             for layer, g in zip(self.layers, rows, strict=True):
-                each = [layer.gradients(one.float() if one.dtype.itemsize < 4 else one) for one in g]
+                each = [layer.gradients(tree.full_precision(one)) for one in g]
                 leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
             classes, total = unit.shape[0], self.f.new_zeros(())
             for block in self.blocks:
@@ -358,4 +358,4 @@ def functions(model: Model, x: Inputs, *, params: Params, buffers: Buffers, delt
         warnings.simplefilter("ignore")  # of torch's own deprecated parts
         found = [one(tree.select(deltas, i)) for i in range(tree.count(deltas))]
     f = torch.stack(found)
-    return f.float() if f.dtype.itemsize < 4 else f
+    return tree.full_precision(f)

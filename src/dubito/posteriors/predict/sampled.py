@@ -169,7 +169,7 @@ def sampled(
         else:
             f = _all_draws(once, varying, draws, x, memory * GIGABYTE, known)
     learned = likelihood_params({**shared, **stacked})
-    f = f.float() if f.dtype.itemsize < 4 else f  # probabilities and variances need more than half precision
+    f = tree.full_precision(f)  # probabilities and variances need more than half precision
     check_outputs(x, f)
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 

@@ -87,12 +87,21 @@ def _principal(cov: Tensor, slope: Tensor, *, dense: bool) -> tuple[Tensor, Tens
     Softmax takes the logits times `slope` [S, n].
     """
     contrasts = _contrasts(cov.shape[-1]).to(cov)
-    values, vectors = torch.linalg.eigh(contrasts @ (cov if dense else torch.diag_embed(cov)) @ contrasts.mT)
-    # the symmetric root does not depend on signs and bases of eigenvectors
-    roots = contrasts.mT @ (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
-    variance = (values.mean(-1) * slope**2).amax(0)
+    inner = contrasts @ (cov if dense else torch.diag_embed(cov)) @ contrasts.mT
+    roots = contrasts.mT @ symmetric_root(inner)
+    variance = (inner.diagonal(dim1=-2, dim2=-1).mean(-1) * slope**2).amax(0)
     counts = 2.0 ** (512 * variance.nan_to_num(0.0).clamp(1e-6, 1e6)).log2().ceil()
     return roots, counts.clamp(FEWEST, min(MOST, 2 ** (cov.shape[-1] + 6))).long()
+
+
+def symmetric_root(cov: Tensor) -> Tensor:
+    """The symmetric root of covariances [..., C, C]; NaN where one is not finite.
+
+    It is defined for singular matrices, as Cholesky's is not, and does not depend on the signs and bases of eigenvectors.
+    """
+    finite = cov.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    values, vectors = torch.linalg.eigh(torch.where(finite, cov, 0.0))
+    return torch.where(finite, (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT, torch.nan)
 
 
 def _contrasts(classes: int) -> Tensor:

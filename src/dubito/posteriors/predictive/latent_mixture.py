@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
-from dubito.posteriors.predictive.classes import ClassTerms, class_terms, follows_spread
+from dubito.posteriors.predictive.classes import ClassTerms, class_terms, follows_spread, symmetric_root
 from dubito.posteriors.predictive.predictive import (
     Predictive,
     Units,
@@ -107,9 +107,7 @@ class LatentMixture(Predictive):
         assert self.cov is not None
         if self.cov.ndim == self.means.ndim:
             return self.cov.clamp_min(0).sqrt()
-        # unlike Cholesky, defined for singular covariances too; the symmetric root does not depend on signs and bases of eigenvectors
-        values, vectors = torch.linalg.eigh(self.cov)
-        return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
+        return symmetric_root(self.cov)
 
     @cached_property
     def points(self) -> LatentMixture:

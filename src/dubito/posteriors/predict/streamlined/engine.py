@@ -182,7 +182,7 @@ class Streamlined:
             how = ", ".join(["streamlined", carried, *self._neglected(self.trace(x))])
             mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
             check_outputs(x, mean)
-            mean, cov = (t.float() if t.dtype.itemsize < 4 else t for t in (mean, cov))
+            mean, cov = (tree.full_precision(t) for t in (mean, cov))
             return LatentMixture(self.model.likelihood, mean, cov, params=likelihood_params(self.params), how=how)
 
 

@@ -35,6 +35,7 @@ from dubito.posteriors.predict.streamlined.moments import (
     var_of,
 )
 from dubito.tensors.checks import require
+from dubito.tensors.tree import full_precision
 
 Axes = tuple[int, ...]
 
@@ -99,7 +100,7 @@ class _Normalized(torch.autograd.Function):
         )  # for any number of examples, where batched it would hold for one
         if ctx.centered and ctx.axes == (-1,) and (m.dtype.itemsize >= 4 or m.is_cuda) and not traced:
             back = torch.ops.aten.native_layer_norm_backward  # which takes any inverse, not only that of m alone
-            middle, i = (t.float() if t.dtype.itemsize < 4 else t for t in (middle, i))
+            middle, i = (full_precision(t) for t in (middle, i))
             result = back(g, m, m.shape[-1:], middle, i, None, None, [True, False, False])[0]
         else:
             result = _along(g, z, i, ctx.axes, ctx.centered)
