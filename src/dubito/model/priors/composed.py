@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.model.priors.normal import Normal
-from dubito.model.priors.prior import PREFIX, Prior, source_for, weights, zero
+from dubito.model.priors.prior import PREFIX, Prior, added, source_for, weights, zero
 from dubito.tensors.tree import Params
 
 
@@ -63,10 +63,7 @@ class ByName(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """The sum over the priors."""
-        total = zero(params)
-        for _, prior, own in self._parts(params):
-            total = total + prior.log_prob(own)
-        return total
+        return sum((prior.log_prob(own) for _, prior, own in self._parts(params)), zero(params))
 
     def log_hyper(self, params: Params) -> Tensor | float:
         """The sum over the priors."""
@@ -86,13 +83,8 @@ class ByName(Prior):
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
         """The sum over the priors, if all have a closed form."""
         spread = {pattern: own for pattern, _, own in self._parts(variance)}
-        total = torch.zeros((), device=next(iter(mean.values())).device)
-        for pattern, prior, own in self._parts(mean):
-            part = prior.expected_log_prob(own, spread[pattern], independent=independent)
-            if part is None:
-                return None
-            total = total + part
-        return total
+        parts = self._parts(mean)
+        return added([prior.expected_log_prob(own, spread[name], independent=independent) for name, prior, own in parts], mean)
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """One draw in the shapes of `like`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dubito.model.priors.prior import Prior, source_for, zero
+from dubito.model.priors.prior import Prior, added, source_for, zero
 from dubito.model.priors.scales import IMPROPER, keep_positive, positive
 from dubito.tensors.checks import between, require
 from dubito.tensors.tree import Params, full_precision
@@ -47,10 +47,7 @@ class Factorized(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """The sum of `density` over all weights."""
-        total = zero(params)
-        for leaf in params.values():
-            total = total + self.density(full_precision(leaf)).sum()
-        return total
+        return sum((self.density(full_precision(leaf)).sum() for leaf in params.values()), zero(params))
 
     def gradient(self, params: Params) -> Params:
         """`slope` of every weight."""
@@ -58,13 +55,7 @@ class Factorized(Prior):
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
         """The sum of `expected` over all weights, if it is known."""
-        total = zero(mean)
-        for name, leaf in mean.items():
-            part = self.expected(leaf, variance[name])
-            if part is None:
-                return None
-            total = total + part.sum()
-        return total
+        return added([self.expected(leaf, variance[name]) for name, leaf in mean.items()], mean)
 
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
         """`draw` for every weight."""
@@ -74,6 +65,11 @@ class Factorized(Prior):
     def units(self, params: Params) -> Params:
         """`typical` for every weight."""
         return {name: torch.full_like(leaf, self.typical()) for name, leaf in params.items()}
+
+
+def random_signs(leaf: Tensor, generator: torch.Generator) -> Tensor:
+    """-1 or 1 for every weight."""
+    return torch.randint(0, 2, leaf.shape, generator=generator, device=leaf.device).to(leaf) * 2 - 1
 
 
 @dataclass(frozen=True)
@@ -105,8 +101,8 @@ class Laplace(Factorized):
 
     def draw(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
         """An exponential number with a random sign."""
-        sign = torch.randint(0, 2, leaf.shape, generator=generator, device=leaf.device).to(leaf) * 2 - 1
-        return torch.empty_like(leaf).exponential_(1 / self._b, generator=generator) * sign
+        signs = random_signs(leaf, generator)
+        return torch.empty_like(leaf).exponential_(1 / self._b, generator=generator) * signs
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor | None:
         r"""Of the folded normal,
@@ -248,8 +244,7 @@ class LogUniform(Factorized):
             raise ValueError(IMPROPER.format(name="the log-uniform prior", what="sampled"))
         low, high = map(math.log, self.bounds)
         log = torch.empty_like(leaf).uniform_(low, high, generator=generator)
-        sign = torch.randint(0, 2, leaf.shape, generator=generator, device=leaf.device).to(leaf) * 2 - 1
-        return log.exp() * sign
+        return log.exp() * random_signs(leaf, generator)
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor | None:
         r""":math:`-E \ln |w|`, by the fit of Molchanov et al. to what depends on :math:`\alpha = \sigma^2 / \mu^2`, and exact at both
@@ -300,12 +295,10 @@ class Bernoulli(Factorized):
 
     def log_mass(self, params: Params) -> Tensor:
         """Log probability of weights that have these values exactly."""
-        total = zero(params)
-        for leaf in params.values():
-            first, second = (leaf == value for value in self.values)
-            mass = torch.where(second, math.log(self.probability), torch.where(first, math.log1p(-self.probability), -torch.inf))
-            total = total + mass.sum()
-        return total
+        first, second = self.values
+        log, other = math.log(self.probability), math.log1p(-self.probability)
+        masses = [torch.where(leaf == second, log, torch.where(leaf == first, other, -torch.inf)) for leaf in params.values()]
+        return sum((mass.sum() for mass in masses), zero(params))
 
     def divergence(self, logits: Params) -> Tensor:
         """KL(q || p) for q in which every weight is the second value with probability sigmoid(logit), on its own."""

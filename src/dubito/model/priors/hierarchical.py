@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.model.priors.prior import PREFIX, Prior, source_for, weights, zero
+from dubito.model.priors.prior import PREFIX, Prior, added, source_for, weights, zero
 from dubito.model.priors.scales import Flat, HalfCauchy, InverseGamma, Scale, keep_positive
 from dubito.tensors.checks import require
 from dubito.tensors.tree import Params, full_precision
@@ -131,36 +131,27 @@ class Scaled(Prior):
 
     def log_prob(self, params: Params) -> Tensor:
         """sum_i log N(w_i; 0, s_i^2) + the log densities of the scales."""
-        free = self._hyper(params)
-        total = self._given_scales(params, {}, {})
-        for name, leaf in free.items():
-            total = total + self._scale(name).log_prob(leaf).sum()
-        return total
+        scales = [self._scale(name).log_prob(leaf).sum() for name, leaf in self._hyper(params).items()]
+        return sum(scales, self._given_scales(params, {}, {}))
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
         r"""With :math:`\ln \tau \sim N(m, v)` independent of the weights, :math:`E[\tau^{-2}] = e^{2v - 2m}`.
         Scales of which `variance` says nothing are points."""
-        free = self._hyper(mean)
-        parts = {name: self._expected(name, leaf, variance.get(name)) for name, leaf in free.items()}
-        inferred = [name for name in free if name in variance]
-        if (inferred and not independent) or any(parts[name] is None for name in inferred):
+        doubts = {name: variance[name] for name in self._hyper(mean) if name in variance}
+        if doubts and not independent:
             return None
-        total = self._given_scales(mean, variance, {name: variance[name] for name in inferred})
-        for name, leaf in free.items():
-            part = parts[name]
-            total = total + (self._scale(name).log_prob(leaf) if part is None else part).sum()
-        return total
+        scales = added([self._expected(name, leaf, doubts.get(name)) for name, leaf in self._hyper(mean).items()], mean)
+        return None if scales is None else scales + self._given_scales(mean, variance, doubts)
 
     def log_hyper(self, params: Params) -> Tensor | float:
         """The log densities of the scales; of an improper density, what its expectation counts as."""
-        total = 0.0
-        for name, leaf in self._hyper(params).items():
-            part = self._expected(name, leaf, None)
-            total = total + (self._scale(name).log_prob(leaf) if part is None else part).sum()
-        return total
+        return added([self._expected(name, leaf, None) for name, leaf in self._hyper(params).items()], params)  # pyright: ignore[reportReturnType]  # none of them is None
 
     def _expected(self, name: str, leaf: Tensor, variance: Tensor | None) -> Tensor | None:
-        return self._scale(name).expected_log_prob(leaf, torch.zeros_like(leaf) if variance is None else variance)
+        """E of the log density of a scale; of a point, its log density, or what the expectation of an improper one counts as."""
+        scale = self._scale(name)
+        found = scale.expected_log_prob(leaf, torch.zeros_like(leaf) if variance is None else variance)
+        return scale.log_prob(leaf) if found is None and variance is None else found
 
     def _given_scales(self, params: Params, variance: Params, doubts: Params) -> Tensor:
         """E log N(w; 0, s^2) of all weights, with these variances of weights and of free coordinates of the scales."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,12 @@ def weights(params: Params) -> Params:
 def zero(params: Params) -> Tensor:
     """0 on the device of the weights, to which log densities are added."""
     return torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
+
+
+def added(parts: Sequence[Tensor | None], like: Params) -> Tensor | None:
+    """The sum of expectations; None if one of them is None."""
+    known = [part.sum() for part in parts if part is not None]
+    return sum(known, zero(like)) if len(known) == len(parts) else None
 
 
 def source_for(like: Params, generator: torch.Generator | None) -> torch.Generator:

@@ -73,12 +73,8 @@ class SpikeAndSlab(Prior):
                 "a spike that is exactly 0 has no density: one can draw from this prior, but not score weights or follow a gradient. "
                 "Give it a width, as SpikeAndSlab(spike=0.01)"
             )
-        logit = self._logit(params)
-        total = zero(params)
-        for leaf in weights(params).values():
-            slab, spike = self._both(full_precision(leaf), logit)
-            total = total + torch.logaddexp(slab, spike).sum()
-        return total + self.log_hyper(params)
+        both = (self._both(full_precision(leaf), self._logit(params)) for leaf in weights(params).values())
+        return sum((torch.logaddexp(slab, spike).sum() for slab, spike in both), zero(params)) + self.log_hyper(params)
 
     def log_hyper(self, params: Params) -> Tensor | float:
         """Beta(a, b), and with the slope of the logistic function pi^a (1 - pi)^b."""
