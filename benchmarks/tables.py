@@ -1,0 +1,394 @@
+"""Tables: `dubito.fit_table` as it is, beside what people use instead, each at its defaults: once as it is, and once with our help.
+
+With our help (`, helped`) a method is fitted five times, each time without another fifth of the rows, by which it stops early if it
+can; the out-of-fold predictions of all rows calibrate the mixture of the five fits by the same maps as ours.
+
+The sets are the nine of UCI (standard splits) and the classification sets that come with scikit-learn (random splits, a fifth to test).
+Every fit is a case of its own: `--sets`, `--methods` and `--splits` choose some, and what the result file has already is kept and not
+run again, so the benchmark can be run in parts.
+
+    DUBITO_DATA=... OMP_NUM_THREADS=1 BENCH_CLOCK=cpu python benchmarks/tables.py --sets yacht wine --splits 2 --methods ours hist_gb gp
+
+NGBoost, CatBoost, quantile-forest and pytabkit (RealMLP, TabM) are in requirements-tables.txt; methods whose package is absent are left out
+aloud. TabPFN and TabICL need weights that are downloaded, and are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import sklearn.datasets
+import torch
+from measure import CLOCK, RESULTS, mean_and_error, show, write
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.gaussian_process import GaussianProcessRegressor, kernels
+from torch import Tensor, nn
+
+import dubito
+from dubito.apps.tables.calibration import Scales, mixture, temperature
+from dubito.apps.tables.training import deal
+from dubito.data import uci
+from dubito.evaluation.data.uci import FOLDERS
+from dubito.evaluation.judge import score
+from dubito.posteriors.predictive import LatentMixture, Predictive
+
+Array = np.ndarray
+Predict = Callable[[Array], LatentMixture]  # standardized inputs to the predictive of standardized targets, or of classes
+CLASSIFICATION = ("breast_cancer", "digits", "iris", "wine_cultivars")
+FOLDS, SHARE, GP_ROWS = 5, 0.2, 2000
+PACKAGES = {
+    "quantile_forest": "quantile_forest",
+    "ngboost": "ngboost",
+    "catboost": "catboost",
+    "realmlp": "pytabkit",
+    "tabm": "pytabkit",
+}
+
+
+class Problem(NamedTuple):
+    x_train: Array
+    y_train: Array
+    x_test: Array
+    y_test: Array
+    classes: int  # 0 for a regression
+
+
+class Held(NamedTuple):
+    """Rows by which a method may stop early."""
+
+    x: Array
+    y: Array
+
+
+def load(name: str, split: int) -> Problem:
+    if name in CLASSIFICATION:
+        x, y = getattr(sklearn.datasets, f"load_{name.partition('_cultivars')[0]}")(return_X_y=True)
+        order = np.random.default_rng(split).permutation(len(y))
+        test, train = np.split(order, [round(SHARE * len(y))])
+        return Problem(x[train], y[train], x[test], y[test], int(y.max()) + 1)
+    x, y, x_test, y_test = (part.double().numpy() for part in uci(name, split))
+    return Problem(x, y[:, 0], x_test, y_test[:, 0], 0)
+
+
+# The methods: each is fitted to standardized inputs and targets
+
+
+def numbers(mean: Array, variance: Array | float) -> LatentMixture:
+    """Gaussians as a predictive."""
+    means = torch.as_tensor(np.asarray(mean), dtype=torch.float64).reshape(-1, 1)
+    logs = (
+        torch.as_tensor(np.broadcast_to(np.maximum(variance, 1e-10), mean.shape).copy(), dtype=torch.float64).log().reshape(-1, 1)
+    )
+    return LatentMixture(dubito.HeteroscedasticGaussian(), torch.cat([means, logs], -1).unsqueeze(0))
+
+
+def probabilities(values: Array) -> LatentMixture:
+    logs = torch.as_tensor(np.clip(values, 1e-7, 1)).double().log()
+    return LatentMixture(dubito.Categorical(), logs.log_softmax(-1).unsqueeze(0))
+
+
+def with_residuals(predict: Callable[[Array], Array], x: Array, y: Array, held: Held | None) -> Predict:
+    """A method that predicts the mean alone, with the variance of its errors: on held-out rows if there are some."""
+    rows = held or Held(x, y)
+    variance = float(np.mean((predict(rows.x) - rows.y) ** 2))
+    return lambda new: numbers(predict(new), variance)
+
+
+def hist_gb(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict:
+    if classes:
+        model = HistGradientBoostingClassifier(random_state=seed).fit(x, y)
+        return lambda new: probabilities(model.predict_proba(new))
+    return with_residuals(HistGradientBoostingRegressor(random_state=seed).fit(x, y).predict, x, y, held)
+
+
+def gp(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict | None:
+    if classes:
+        return None
+    rows = np.random.default_rng(seed).permutation(len(y))[:GP_ROWS]
+    kernel = kernels.ConstantKernel() * kernels.RBF(np.ones(x.shape[1])) + kernels.WhiteKernel()
+    model = GaussianProcessRegressor(kernel, random_state=seed).fit(x[rows], y[rows])
+
+    def predict(new: Array) -> LatentMixture:
+        mean, deviation = model.predict(new, return_std=True)
+        return numbers(mean, deviation**2)
+
+    return predict
+
+
+def quantile_forest(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict | None:
+    if classes:
+        return None
+    from quantile_forest import RandomForestQuantileRegressor
+
+    model = RandomForestQuantileRegressor(random_state=seed).fit(x, y)
+    levels = [(k + 0.5) / 50 for k in range(50)]
+
+    def predict(new: Array) -> LatentMixture:
+        """Fifty quantiles, each a Gaussian of the width that Silverman's rule gives."""
+        found = torch.as_tensor(np.asarray(model.predict(new, quantiles=levels))).double().T.unsqueeze(-1)  # [50, B, 1]
+        width = (0.9 * found.std(0) * 50**-0.2).clamp_min(0.01)
+        return LatentMixture(dubito.HeteroscedasticGaussian(), torch.cat([found, (2 * width.log()).expand_as(found)], -1))
+
+    return predict
+
+
+def ngboost(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict:
+    from ngboost import NGBClassifier, NGBRegressor
+    from ngboost.distns import k_categorical
+
+    early = {} if held is None else {"X_val": held.x, "Y_val": held.y, "early_stopping_rounds": 50}
+    if classes:
+        model = NGBClassifier(Dist=k_categorical(classes), verbose=False, random_state=seed).fit(x, y, **early)
+        return lambda new: probabilities(model.predict_proba(new))
+    model = NGBRegressor(verbose=False, random_state=seed).fit(x, y, **early)
+
+    def predict(new: Array) -> LatentMixture:
+        found = model.pred_dist(new)
+        return numbers(found.params["loc"], found.params["scale"] ** 2)
+
+    return predict
+
+
+def catboost(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict:
+    from catboost import CatBoostClassifier, CatBoostRegressor
+
+    options: dict[str, Any] = {"verbose": False, "random_seed": seed, "allow_writing_files": False, "thread_count": 1}
+    early = {} if held is None else {"eval_set": (held.x, held.y), "early_stopping_rounds": 50}
+    if classes:
+        model = CatBoostClassifier(**options).fit(x, y, **early)
+        return lambda new: probabilities(model.predict_proba(new))
+    model = CatBoostRegressor(loss_function="RMSEWithUncertainty", **options).fit(x, y, **early)
+
+    def predict(new: Array) -> LatentMixture:
+        found = model.predict(new)
+        return numbers(found[:, 0], found[:, 1])
+
+    return predict
+
+
+def pytabkit(name: str) -> Callable[..., Predict]:
+    def fit(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict:
+        from pytabkit.models import sklearn as models
+
+        kind = getattr(models, f"{name}_{'Classifier' if classes else 'Regressor'}")
+        model = kind(device="cpu", random_state=seed, verbosity=0)
+        if held is None:
+            model.fit(x, y)
+        else:
+            model.fit(x, y, held.x, held.y)
+        if classes:
+            return lambda new: probabilities(model.predict_proba(new))
+        return with_residuals(lambda new: np.asarray(model.predict(new)).reshape(-1), x, y, held)
+
+    return fit
+
+
+def network(method: Callable[[], Any]) -> Callable[..., Predict]:
+    """A multilayer perceptron with predicted noise, by a method of ours at its defaults."""
+
+    def fit(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict:
+        torch.manual_seed(seed)
+        layers = nn.Linear(x.shape[1], 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, classes or 2)
+        model = dubito.Model(nn.Sequential(*layers), dubito.Categorical() if classes else dubito.HeteroscedasticGaussian())
+        made, targets = torch.from_numpy(x).float(), torch.from_numpy(y)
+        data = made, targets if classes else targets.float().unsqueeze(1)
+        early = {}
+        if held is not None and not isinstance(method(), dubito.Ensemble):
+            inner, outer = torch.from_numpy(held.x).float(), torch.from_numpy(held.y)
+            early = {"validation": (inner, outer if classes else outer.float().unsqueeze(1)), "patience": 20}
+        posterior = dubito.fit(model, method(), data, seed=seed, progress=False, **early)
+
+        def predict(new: Array) -> LatentMixture:
+            p = posterior.predict(torch.from_numpy(new).float())
+            if classes:
+                return probabilities(p.mean.numpy())
+            assert isinstance(p, LatentMixture)
+            return LatentMixture(dubito.HeteroscedasticGaussian(), p.means.double(), None, p.weights)
+
+        return predict
+
+    return fit
+
+
+METHODS: dict[str, Callable[..., Predict | None]] = {
+    "map": network(dubito.MAP),
+    "ensemble": network(lambda: dubito.Ensemble(5)),
+    "hist_gb": hist_gb,
+    "gp": gp,
+    "quantile_forest": quantile_forest,
+    "ngboost": ngboost,
+    "catboost": catboost,
+    "realmlp": pytabkit("RealMLP_TD"),
+    "tabm": pytabkit("TabM_D"),
+}
+
+
+def helped(fit: Callable[..., Predict | None], x: Array, y: Array, classes: int, seed: int) -> Predict | None:
+    """Five fits, each without another fifth, and the map that their out-of-fold predictions give."""
+    targets = torch.from_numpy(y) if classes else torch.from_numpy(y).unsqueeze(1)
+    fold = deal(targets, FOLDS, torch.Generator().manual_seed(seed)).numpy()
+    fits = []
+    for k in range(FOLDS):
+        out = fold == k
+        made = fit(x[~out], y[~out], classes, Held(x[out], y[out]), seed + k)
+        if made is None:
+            return None
+        fits.append(made)
+    parts, order = [fits[k](x[fold == k]) for k in range(FOLDS)], np.argsort(fold, kind="stable")
+    known = targets[torch.from_numpy(order)]
+    means = torch.cat([p.means for p in parts], 1)
+    pooled = LatentMixture(parts[0].likelihood, means, weights=parts[0].weights)
+    fix = temperature(pooled, known) if classes else Scales.fit(pooled, known)
+
+    def predict(new: Array) -> Any:
+        found = [one(new) for one in fits]
+        if classes:
+            return fix(probabilities(torch.stack([p.mean for p in found]).mean(0).numpy()))
+        return fix(mixture(found, [1 / FOLDS] * FOLDS))
+
+    return predict
+
+
+def ours(problem: Problem, seed: int) -> Predictive:
+    return dubito.fit_table(problem.x_train, problem.y_train, seed=seed, kind=kind(problem), show=False).predict(problem.x_test)
+
+
+def kind(problem: Problem) -> Any:
+    return "classification" if problem.classes else "regression"
+
+
+def case(name: str, split: int, method: str, help_it: bool) -> dict[str, float] | None:
+    """The scores of one fit, in standardized units, and its seconds."""
+    problem, started = load(name, split), CLOCK()
+    shift, scale = (0.0, 1.0) if problem.classes else (problem.y_train.mean(), problem.y_train.std())
+    if method == "ours":
+        p = ours(problem, split)
+        p = p if problem.classes else p.rescaled(-shift / scale, 1 / scale)
+    else:
+        low, high = problem.x_train.mean(0), problem.x_train.std(0)
+        x, x_test = ((part - low) / np.where(high > 0, high, 1) for part in (problem.x_train, problem.x_test))
+        y = problem.y_train if problem.classes else (problem.y_train - shift) / scale
+        fit = METHODS[method]
+        made = helped(fit, x, y, problem.classes, split) if help_it else fit(x, y, problem.classes, None, split)
+        if made is None:
+            return None
+        p = made(x_test)
+    seconds = CLOCK() - started
+    y_test = (
+        torch.from_numpy(problem.y_test) if problem.classes else torch.from_numpy((problem.y_test - shift) / scale).unsqueeze(1)
+    )
+    names = ["nll", "accuracy", "brier", "ece"] if problem.classes else ["nll", "crps", "rmse", "coverage"]
+    found = score(p, y_test, names)
+    if problem.classes:
+        found["ece_debiased"] = debiased(p, y_test)
+    return {**found, "rows": float(len(problem.y_train)), "test_rows": float(len(problem.y_test)), "seconds": seconds}
+
+
+def debiased(p: Predictive, y: Tensor, bins: int = 15) -> float:
+    """The root of the squared calibration error of the most probable class, less what chance makes of it (Kumar et al. 2019)."""
+    confidence, guess = p.mean.max(-1)
+    right, total = (guess == y).double(), 0.0
+    for part in confidence.argsort().tensor_split(bins):
+        if len(part) > 1:
+            share = right[part].mean()
+            noise = share * (1 - share) / (len(part) - 1)
+            total += len(part) / len(y) * float((share - confidence[part].double().mean()) ** 2 - noise)
+    return math.copysign(abs(total) ** 0.5, total)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="+", default=[*FOLDERS, *CLASSIFICATION], choices=[*FOLDERS, *CLASSIFICATION])
+    parser.add_argument("--methods", nargs="+", default=["ours", *METHODS], choices=["ours", *METHODS])
+    parser.add_argument("--splits", type=int, default=5)
+    parser.add_argument("--again", action="store_true", help="run also what the result file has already")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    started, path = time.perf_counter(), RESULTS / "tables.json"
+    cases: dict[str, Any] = json.loads(path.read_text())["figures"]["cases"] if path.exists() else {}
+    for method in list(args.methods):
+        if method in PACKAGES and importlib.util.find_spec(PACKAGES[method]) is None:
+            print(f"{method} is left out: {PACKAGES[method]} is not installed")
+            args.methods.remove(method)
+    for split in range(args.splits):
+        for name in args.sets:
+            for method in args.methods:
+                for help_it in (False,) if method == "ours" else (False, True):
+                    key = f"{name}/{split}/{method}{', helped' if help_it else ''}"
+                    if key in cases and not args.again:
+                        continue
+                    try:
+                        found = case(name, split, method, help_it)
+                    except Exception as error:  # of a peer: told, and tried again by the next call
+                        print(f"{key}: {type(error).__name__}: {error}", flush=True)
+                        continue
+                    if found is not None:
+                        cases[key] = found
+                        print(key, {metric: round(value, 4) for metric, value in found.items()}, flush=True)
+                        save(args, cases, started)
+    table(cases)
+
+
+def save(args: argparse.Namespace, cases: dict[str, Any], started: float) -> None:
+    """After every case, so that a run that is cut short goes on where it was."""
+    write(
+        "tables",
+        settings={"folds": FOLDS, "test share": SHARE, "gp rows": GP_ROWS},
+        figures={"cases": cases, "means": means(cases), "share within one standard error of the best": shares(cases)},
+        headline={},
+        seconds=time.perf_counter() - started,
+    )
+
+
+def grouped(cases: dict[str, Any]) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """By set and method."""
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for key, values in cases.items():
+        name, _, method = key.split("/", 2)
+        found.setdefault(name, {}).setdefault(method, []).append(values)
+    return found
+
+
+def means(cases: dict[str, Any]) -> dict[str, Any]:
+    """Mean and standard error over the splits."""
+    return {
+        name: {method: {key: mean_and_error([v[key] for v in values]) for key in values[0]} for method, values in methods.items()}
+        for name, methods in grouped(cases).items()
+    }
+
+
+def shares(cases: dict[str, Any], metrics: Sequence[str] = ("nll", "crps")) -> dict[str, Any]:
+    """On which share of the sets each method is best, or within one standard error of the best."""
+    found: dict[str, dict[str, list[bool]]] = {}
+    for methods in means(cases).values():
+        for metric in metrics:
+            known = {method: values[metric] for method, values in methods.items() if metric in values}
+            if known:
+                best, error = min(known.values())
+                for method, (value, own) in known.items():
+                    near = value <= best + max(0.0 if math.isnan(e) else e for e in (error, own))
+                    found.setdefault(method, {}).setdefault(metric, []).append(near)
+    return {method: {metric: sum(near) / len(near) for metric, near in each.items()} for method, each in found.items()}
+
+
+def table(cases: dict[str, Any]) -> None:
+    for name, methods in means(cases).items():
+        metrics = (
+            ["nll", "accuracy", "ece_debiased", "seconds"]
+            if name in CLASSIFICATION
+            else ["nll", "crps", "rmse", "coverage", "seconds"]
+        )
+        rows = [[method, *(values[metric][0] for metric in metrics)] for method, values in methods.items()]
+        show(name, ["method", *metrics], rows)
+
+
+if __name__ == "__main__":
+    main()
