@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dubito.data import detect, table
+from dubito.evaluation.data.csv_table import CsvFile
 
 
 @pytest.fixture
@@ -326,6 +327,11 @@ def test_separators_and_decimal_commas(name, text, csv):
     assert found.x[:2, 0].tolist() == [1.5, 2000.25]
     assert found.y is not None
     assert found.y.flatten().tolist() == [2, 3, 4]
+
+
+def test_percentages_with_decimal_commas(csv):
+    file = CsvFile.read(csv("a;;y\n1,5 %;1;2\n2,25%;2;3\n"), unnamed=True)
+    assert file.columns == {"a": ["1.5 %", "2.25%"], "unnamed 2": ["1", "2"], "y": ["2", "3"]}
 
 
 def test_compressed_csv(tmp_path):

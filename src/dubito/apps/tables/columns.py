@@ -26,7 +26,7 @@ FEWEST = 20  # rows from which an ID can be told
 FAR = 1.0  # how far outside the training range a number is far, in widths of that range
 DAY, YEAR = 86400.0, 365.2425 * 86400.0
 PERIODS = {"hour": DAY, "weekday": 7 * DAY, "season": YEAR}
-ID = re.compile(r"(?i)(^|[_ ])(id|key|uuid|guid|index|row|rownum|nr|no)$|^column \d+$|^unnamed")
+ID = re.compile(r"(?i)(^|[_ ])(id|key|uuid|guid|index|row|rownum|nr|no)$|^unnamed")
 TIME = re.compile(r"(?i)year|time|date|day|month|age")
 
 Kind = Literal["number", "date", "words"]

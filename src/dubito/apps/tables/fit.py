@@ -14,7 +14,7 @@ from dubito.apps.tables.cells import Raw
 from dubito.apps.tables.columns import Encoder
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.model import Design, Kind, OutOfFold, TableModel
-from dubito.apps.tables.process import WIDEST, Process
+from dubito.apps.tables.process import LONGEST, WIDEST, Process
 from dubito.apps.tables.targets import class_names, class_positions, detect, target_numbers
 from dubito.apps.tables.training import CrossFit, best_weights
 from dubito.evaluation import judge
@@ -23,7 +23,7 @@ from dubito.tensors.checks import one_of, require
 
 FEWEST = 10  # rows
 WIDE = 1000  # numbers beyond which they are not embedded
-WORK = 3e13  # products of a training that are enough: fewer steps are made where each costs more
+WORK = 2e12  # products of a training that are enough: fewer steps are made where each costs more
 LEAST = 300  # steps
 FAINT = 0.05  # weight below which the Gaussian process is left out
 SMALL = 100  # rows below which a remark is made
@@ -87,7 +87,7 @@ def fit_table(
             f"the budget ended the training after {fitted.done:.0%} of its steps: a larger one may give better predictions"
         )
     before, process, share = fitted.predictive, None, 0.0
-    if not classes and encoder.width <= WIDEST:
+    if not classes and encoder.width <= WIDEST and len(x) <= LONGEST:
         process = Process.fit(x, standardized, seed)
         before, share = _joined(before, process.out_of_fold(x, fitted.fold), standardized)
     fix = temperature(before, y) if classes else Scales.fit(before, standardized)

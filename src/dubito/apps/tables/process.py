@@ -16,7 +16,8 @@ from dubito.tensors.tree import Params
 
 MOST = 2000  # rows that it is conditioned on
 TUNED = 500  # rows by which its hyperparameters are chosen
-WIDEST = 200  # inputs
+WIDEST, LONGEST = 200, 20_000  # inputs, and rows of a table, beyond which it is not worth its time
+ROWS = 2048  # predicted at a time
 STEPS, RATE = 100, 0.1  # of Adam on the hyperparameters
 JITTER = 1e-6  # of the kernel's variance, for the Cholesky factor
 LEAST = -8.0  # of the log noise
@@ -63,10 +64,14 @@ class Process:
 
     def predict(self, x: Tensor) -> LatentMixture:
         """The predictive of rows [B, F]."""
-        across = kernel(self.hyper, x.double(), self.x)
+        parts = [self._moments(rows) for rows in x.double().split(ROWS)]
+        return self._predictive(torch.cat([mean for mean, _ in parts]), torch.cat([variance for _, variance in parts]))
+
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean [B, T] and variance [B] of f."""
+        across = kernel(self.hyper, x, self.x)
         solved = torch.linalg.solve_triangular(self.root, across.mT, upper=False)
-        variance = (prior_variance(self.hyper, x.double()) - solved.square().sum(0)).clamp_min(0)
-        return self._predictive(across @ self.weights, variance)
+        return across @ self.weights, (prior_variance(self.hyper, x) - solved.square().sum(0)).clamp_min(0)
 
     def out_of_fold(self, x: Tensor, fold: Tensor) -> LatentMixture:
         """The predictive of the rows [N, F] that it was fitted to, each without the rows of its own fold [N].

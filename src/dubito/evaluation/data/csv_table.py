@@ -23,7 +23,7 @@ TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*TEXT, *PARQUET)
 SEPARATORS = (",", ";", "\t", "|")
-COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?")  # a number with a decimal comma
+COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*[%€$£]?")  # a number with a decimal comma
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CsvFile:
         require(numbered, f"{path}: the file is empty")
         header = numbered[0][1]
         if unnamed:
-            header = [name or f"column {position + 1}" for position, name in enumerate(header)]
+            header = [name or f"unnamed {position + 1}" for position, name in enumerate(header)]
         _check_header(path, header)
         require(len(numbered) > 1, f"{path}: there is a header but no row")
         for row, (line, cells) in enumerate(numbered[1:]):
