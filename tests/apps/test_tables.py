@@ -14,6 +14,7 @@ from dubito.apps.tables import TableModel, fit_table
 from dubito.apps.tables.calibration import Scales, at_least, temperature
 from dubito.apps.tables.cells import date_format, missing, numbers, seconds, words
 from dubito.apps.tables.columns import BUCKETS, LEVELS, Encoder, describe
+from dubito.apps.tables.fit import _heavy
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
@@ -394,6 +395,29 @@ def test_saved_and_loaded(kind, request, tmp_path):
     dubito.save(model.posterior, tmp_path / "p.safetensors")
     with pytest.raises(dubito.tensors.store.FileError, match="not a fitted table"):
         TableModel.load(tmp_path / "p.safetensors")
+
+
+def test_heavy_tails_are_seen():
+    source = torch.Generator().manual_seed(0)
+    p = LatentMixture(HeteroscedasticGaussian(), torch.zeros(1, 1000, 2))
+    normal = torch.randn(1000, 1, generator=source)
+    student = normal / torch.rand(1000, 1, generator=source).log().neg().sqrt()  # of two degrees of freedom
+    assert _heavy(p, student)
+    assert not _heavy(p, normal)
+    assert not _heavy(p, 3 * normal)
+
+
+def test_the_better_tails_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr("dubito.apps.tables.fit._heavy", lambda p, y: True)
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    for scores, kept in (((1.0, 0.0), True), ((0.0, 1.0), False)):
+        given = iter(scores)  # of the Student-t, and of the Gaussian
+        monkeypatch.setattr("dubito.apps.tables.fit._calibrated_score", lambda p, data, given=given: next(given))
+        model = fit_table(x, x.flatten().sin())
+        assert model.design.tails == kept
+        assert isinstance(model.posterior.model.likelihood, dubito.HeteroscedasticStudentT) == kept
+        model.save(tmp_path / "t.safetensors")
+        assert torch.equal(TableModel.load(tmp_path / "t.safetensors").predict(x).mean, model.predict(x).mean)
 
 
 def test_the_posterior_before_the_map(regression):

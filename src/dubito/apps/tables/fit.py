@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.model import Design, Kind, OutOfFold, TableModel
 from dubito.apps.tables.process import LONGEST, WIDEST, Process
 from dubito.apps.tables.targets import class_names, class_positions, detect, target_numbers
-from dubito.apps.tables.training import CrossFit, best_weights
+from dubito.apps.tables.training import CrossFit, CrossFitted, best_weights
 from dubito.evaluation import judge
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import one_of, require
@@ -25,6 +26,7 @@ FEWEST = 10  # rows
 WIDE = 1000  # numbers beyond which they are not embedded
 WORK = 2e12  # products of a training that are enough: fewer steps are made where each costs more
 LEAST = 300  # steps
+HEAVY = 2.0  # kurtosis, in units of a Gaussian's, from which errors have heavy tails
 FAINT = 0.05  # weight below which the Gaussian process is left out
 SMALL = 100  # rows below which a remark is made
 
@@ -44,7 +46,8 @@ def fit_table(
     Ten networks are trained, each of which holds out another fifth of the rows and is stopped where these are predicted best. Every
     row is thus predicted by two networks that have not seen it, and with these out-of-fold predictions the predictive is calibrated.
     A Gaussian process stands beside the networks of a regression, with the weight that its own out-of-fold predictions deserve. So
-    all rows are used for all purposes, and none is predicted by what learned from it.
+    all rows are used for all purposes, and none is predicted by what learned from it. Where the errors have heavy tails, the networks
+    are trained again with a Student-t likelihood, and the better ones are kept.
 
     Args:
         table: a DataFrame, a dict of columns, an array [N, F], or the path of a file.
@@ -61,6 +64,43 @@ def fit_table(
     torch.Size([1, 1])
     """
     one_of(("auto", "regression", "classification"), kind=kind)
+    started = time.monotonic()
+    data = prepare(table, target, kind, ignore)
+    settings = CrossFit(budget=budget, seed=seed, show=show)
+    design = Design(data.encoder.n_numbers, data.encoder.width, data.outputs, embed=data.encoder.n_numbers <= WIDE)
+    fitted = _networks(design, data, settings)
+    if data.kind == "regression" and _heavy(fitted.gaussians, data.standardized):
+        left = None if budget is None else budget - (time.monotonic() - started)
+        if left is None or left > 0.5 * (budget or 0.0):
+            other = replace(design, tails=True)
+            refitted = _networks(other, data, replace(settings, budget=left))
+            if _calibrated_score(refitted.gaussians, data) > _calibrated_score(fitted.gaussians, data):
+                design, fitted = other, refitted
+    return _calibrated(data, design, fitted, seed)
+
+
+class Prepared(NamedTuple):
+    """A table as inputs and targets."""
+
+    kind: Kind
+    targets: tuple[str, ...]
+    classes: tuple[str, ...]
+    encoder: Encoder
+    x: Tensor  # [N, F]
+    y: Tensor  # [N, T] in the units of the target, or [N] classes
+    standardized: Tensor  # [N, T], or [N] classes
+    shift: Tensor
+    scale: Tensor
+    remarks: tuple[str, ...]
+
+    @property
+    def outputs(self) -> int:
+        """Of the network: classes, or a mean and a log variance for each target."""
+        return len(self.classes) or 2 * self.y.shape[1]
+
+
+def prepare(table: Any, target: Any, kind: str, ignore: Sequence[str]) -> Prepared:
+    """Read a table, leave out what is of no use, and encode the rest."""
     inputs, targets = with_targets(as_frame(table), target)
     for name in ignore:
         require(name in inputs, f"ignore: the table has no column {name!r}")
@@ -78,38 +118,75 @@ def fit_table(
     x = torch.from_numpy(encoder.encode(inputs).x)
     shift, scale = _units(y, chosen)
     standardized = y if classes else ((y - shift) / scale).float()
-    design = Design(encoder.n_numbers, encoder.width, len(classes) or 2 * y.shape[1], embed=encoder.n_numbers <= WIDE)
-    model = design.model(chosen)
-    settings = CrossFit(budget=budget, seed=seed, show=show)
-    fitted = replace(settings, steps=_steps(model.network, settings, len(x))).fit(model, x, standardized)
+    return Prepared(chosen, tuple(targets), classes, encoder, x, y, standardized, shift, scale, tuple(remarks))
+
+
+def _networks(design: Design, data: Prepared, settings: CrossFit) -> CrossFitted:
+    model = design.model(data.kind)
+    return replace(settings, steps=_steps(model.network, settings, len(data.x))).fit(model, data.x, data.standardized)
+
+
+def _heavy(p: LatentMixture, y: Tensor) -> bool:
+    """Whether the out-of-fold errors have heavier tails than a Gaussian of the predicted width: then a Student-t is worth a try."""
+    fix = Scales.fit(p, y)
+    second, fourth = (sum(w * s**k for s, w in zip(fix.factors, fix.weights, strict=True)) for k in (2, 4))
+    return fourth > HEAVY * second**2
+
+
+def _calibrated_score(p: LatentMixture, data: Prepared) -> float:
+    """The mean log score of out-of-fold predictions after their calibration."""
+    return float(log_density(Scales.fit(p, data.standardized)(p), data.standardized).mean())
+
+
+def _calibrated(data: Prepared, design: Design, fitted: CrossFitted, seed: int) -> TableModel:
+    """The model: networks, a process beside them where it helps, and the map that the out-of-fold predictions give."""
+    y, process, share, remarks = data.standardized, None, 0.0, data.remarks
     if fitted.done < 1:
-        remarks.append(
-            f"the budget ended the training after {fitted.done:.0%} of its steps: a larger one may give better predictions"
-        )
-    before, process, share = fitted.predictive, None, 0.0
-    if not classes and encoder.width <= WIDEST and len(x) <= LONGEST:
-        process = Process.fit(x, standardized, seed)
-        before, share = _joined(before, process.out_of_fold(x, fitted.fold), standardized)
-    fix = temperature(before, y) if classes else Scales.fit(before, standardized)
-    after = fix(before)
-    known = OutOfFold(fitted.outputs, standardized, after.uncertainty.total)
-    made = TableModel(chosen, tuple(targets), classes, encoder, design, fitted.posterior, fix, shift, scale, known, share=share)
-    made = replace(made, process=process) if share else made
-    return _scored(made, after, y, tuple(remarks))
+        done = f"the budget ended the training after {fitted.done:.0%} of its steps"
+        remarks = (*remarks, f"{done}: a larger one may give better predictions")
+    if data.classes:
+        before: Predictive = fitted.predictive
+        fix = temperature(before, y)
+        after = fix(before)
+    else:
+        before = fitted.gaussians
+        if data.encoder.width <= WIDEST and len(y) <= LONGEST:
+            process = Process.fit(data.x, y, seed)
+            before, share = _joined(before, process.out_of_fold(data.x, fitted.fold), y)
+        fix = Scales.fit(before, y)
+        after = fix(before)
+    model = TableModel(
+        kind=data.kind,
+        targets=data.targets,
+        classes=data.classes,
+        encoder=data.encoder,
+        design=design,
+        posterior=fitted.posterior,
+        map=fix,
+        shift=data.shift,
+        scale=data.scale,
+        out_of_fold=OutOfFold(fitted.outputs, y, after.uncertainty.total),
+        process=process if share else None,
+        share=share,
+        remarks=remarks,
+    )
+    return _scored(model, after, data.y)
 
 
 def _joined(networks: LatentMixture, process: LatentMixture, y: Tensor) -> tuple[LatentMixture, float]:
-    """The mixture of both out-of-fold predictives with the best log score, and the weight of the process; 0 where it hardly helps."""
-    shares = best_weights(torch.stack([log_density(networks, y), log_density(process, y)])).tolist()
+    """The mixture of both out-of-fold predictives with the best log score once each is calibrated, and the weight of the process; 0
+    where it hardly helps."""
+    scores = [log_density(Scales.fit(p, y)(p), y) for p in (networks, process)]
+    shares = best_weights(torch.stack(scores)).tolist()
     return (networks, 0.0) if shares[1] < FAINT else (mixture([networks, process], shares), shares[1])
 
 
-def _scored(model: TableModel, p: Predictive, y: Tensor, remarks: tuple[str, ...]) -> TableModel:
+def _scored(model: TableModel, p: Predictive, y: Tensor) -> TableModel:
     """The model with the scores of its out-of-fold predictions."""
     p = model.original(p)
     scores = judge.score(p, y)
     errors = judge.standard_errors(p, y, list(scores))
-    return replace(model, scores=scores, errors=errors, remarks=remarks)
+    return replace(model, scores=scores, errors=errors)
 
 
 def _kind(targets: Mapping[str, Raw], kind: str) -> Kind:

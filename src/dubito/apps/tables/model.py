@@ -17,10 +17,11 @@ from dubito.apps.tables.frames import as_frame
 from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_positions, target_numbers
+from dubito.apps.tables.training import gaussians
 from dubito.evaluation import judge
 from dubito.evaluation.recalibrate import Tempered
 from dubito.model import Model
-from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
+from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian, HeteroscedasticStudentT
 from dubito.model.priors import Normal
 from dubito.posteriors import Samples
 from dubito.posteriors.predictive import LatentMixture, Predictive, concatenate
@@ -28,6 +29,7 @@ from dubito.tensors import store
 
 PRIOR = 3.0  # standard deviation of the weights before they are divided by the root of a layer's inputs
 ROWS = 4096  # predicted at a time
+DOF = 4.0  # of a Student-t likelihood; how heavy the tails are, the map says
 DOUBT = 0.9  # an odd row is at least as uncertain as this share of the rows in training
 
 Kind = Literal["regression", "classification"]
@@ -42,12 +44,13 @@ class Design:
     outputs: int
     hidden: int = 128
     embed: bool = True
+    tails: bool = False  # the noise of a regression is Student-t
 
     def model(self, kind: Kind) -> Model:
         """The model with new weights."""
         network = TableNetwork(self.numbers, self.width, self.outputs, hidden=self.hidden, embed=self.embed)
-        likelihood = HeteroscedasticGaussian() if kind == "regression" else Categorical()
-        return Model(network, likelihood, Normal(scale=PRIOR))
+        noise = HeteroscedasticStudentT(dof=DOF) if self.tails else HeteroscedasticGaussian()
+        return Model(network, noise if kind == "regression" else Categorical(), Normal(scale=PRIOR))
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,9 @@ class TableModel:
         return concatenate(parts), encoded.notes
 
     def before(self, x: Tensor) -> LatentMixture:
-        """The predictive before the map, in standardized units, for inputs of the network: of the networks and the process."""
-        p = self.posterior.predict(x)
+        """The predictive before the map, in standardized units, for inputs of the network: of the networks and the process, all as
+        mixtures of Gaussians."""
+        p = self.posterior.predict(x) if self.classes else gaussians(self.posterior.predict(x))
         return p if self.process is None else mixture([p, self.process.predict(x)], [1 - self.share, self.share])
 
     def original(self, p: Predictive) -> Predictive:

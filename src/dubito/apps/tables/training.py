@@ -12,6 +12,7 @@ from torch.func import vmap
 
 from dubito.inference.progress import Progress
 from dubito.model import Model, Target
+from dubito.model.likelihoods import HeteroscedasticGaussian
 from dubito.network.reinitialize import reinitialize
 from dubito.network.weights import in_mode
 from dubito.posteriors import Samples
@@ -66,11 +67,21 @@ class CrossFitted:
     done: float  # share of the steps after which the budget ended the training; 1 if it did not
 
     @property
+    def gaussians(self) -> LatentMixture:
+        """That of a regression as Gaussians with the predicted means and scales, whatever the tails that the networks believe in."""
+        return gaussians(self.predictive)
+
+    @property
     def predictive(self) -> LatentMixture:
         """The out-of-fold predictive of every row."""
         weights = self.posterior.weights
         assert weights is not None
         return LatentMixture(self.posterior.model.likelihood, self.outputs, weights=weights.reshape(len(self.outputs), -1).sum(1))
+
+
+def gaussians(p: LatentMixture) -> LatentMixture:
+    """Means and log squared scales as those of Gaussians."""
+    return LatentMixture(HeteroscedasticGaussian(), p.means, p.cov, p.weights)
 
 
 class Training:
