@@ -9,8 +9,8 @@ run again, so the benchmark can be run in parts.
 
     DUBITO_DATA=... OMP_NUM_THREADS=1 BENCH_CLOCK=cpu python benchmarks/tables.py --sets yacht wine --splits 2 --methods ours hist_gb gp
 
-NGBoost, CatBoost, quantile-forest and pytabkit (RealMLP, TabM) are in requirements-tables.txt; methods whose package is absent are left out
-aloud. TabPFN and TabICL need weights that are downloaded, and are not compared.
+NGBoost, CatBoost, quantile-forest and pytabkit (RealMLP, TabM) are in requirements-tables.txt; a method whose package is absent is left
+out aloud. TabPFN and TabICL need weights that are downloaded, and are not compared.
 """
 
 from __future__ import annotations
