@@ -150,7 +150,7 @@ def posterior_of(given: Posterior | Model | nn.Module) -> Posterior:
     if isinstance(given, Posterior):
         return given
     model = model_of(given)
-    weights = dict(model.network.named_parameters())  # all: a network that is frozen is no less a network
+    weights = dict(model.network.named_parameters())  # also those that are frozen
     learned = tree.move(model.likelihood.parameters(None), model.device)
     return Point(model, tree.clone({**weights, **learned}), tree.clone(dict(model.network.named_buffers())))
 
@@ -253,7 +253,9 @@ def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *
     torch.Size([1200])
     """
     if isinstance(data, tuple):
-        raise TypeError("give inputs alone, score_loader(score, x), or a loader: of a tuple nobody knows what is what")
+        raise TypeError(
+            "give inputs alone, score_loader(score, x), or a loader: a tuple may be several inputs, or inputs and targets"
+        )
     if isinstance(data, Dataset):
         data = DataLoader(data, batch_size=size)
     parts = []

@@ -125,17 +125,17 @@ class ActiveLearning:
 
     @property
     def pending(self) -> Tensor:
-        """What was asked and not told yet, in the order in which it was asked."""
+        """The numbers of inputs that were asked and have no label yet, in the order in which they were asked."""
         return torch.tensor(self._labels.pending, dtype=torch.long)
 
     @property
     def skipped(self) -> Tensor:
-        """What nobody could label, and is not asked again."""
+        """The numbers of inputs that were skipped, and are not asked again."""
         return torch.tensor(self._labels.skipped, dtype=torch.long)
 
     @property
     def candidates(self) -> Tensor:
-        """What may be asked next, in rising order."""
+        """The numbers of inputs that may be asked next, in rising order."""
         free = torch.ones(len(self.pool), dtype=torch.bool)
         free[torch.tensor(self._labels.taken, dtype=torch.long)] = False
         return free.nonzero().squeeze(1)

@@ -130,7 +130,7 @@ class _Stream:
         self.length = sum(_rows(as_tuple(batch)[0]) for batch in fetched(stream))
 
     def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
-        """What is wanted of every batch."""
+        """The requested inputs of every batch."""
         wanted, before = torch.zeros(self.length, dtype=torch.bool), 0
         wanted[indices] = True
         for batch in fetched(self.stream):

@@ -252,7 +252,7 @@ def _silent(small: Compressed, pruned: Params, gone: Params, names: list[str]) -
 
 
 def _round(small: Compressed, steps: dict[str, int]) -> None:
-    """Biases again, into which constants went; those that are new have the step of their weight."""
+    """Round the biases again, which have taken up constants; new biases have the step of their weight."""
     exponents = {}
     for name, leaf in small.named_parameters():
         t = steps.get(name, steps.get(name.removesuffix("bias") + "weight"))
@@ -438,7 +438,7 @@ def thresholds(posterior: Posterior, data: Data, *, allow: float = 0.001, size: 
 
 
 def _most(works: Callable[[int], bool], low: int, high: int) -> int:
-    """Nearly the largest number from `low` on, which works, that does; as if all did up to some number."""
+    """Nearly the largest number for which `works` is true, by bisection from `low`, for which it is."""
     slack = int(CLOSE * high)
     while high - low > slack:
         middle = (low + high + 1) // 2

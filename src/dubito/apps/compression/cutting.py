@@ -188,7 +188,7 @@ def _columns(site: Site, live: np.ndarray, roots: np.ndarray) -> np.ndarray:
 
 
 def _even(site: Site, needed: np.ndarray, live: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """Groups must be alike: where one keeps more units, the others keep some that they could do without."""
+    """All groups must keep equally many units: where one needs more, the others keep some that they do not need."""
     made, read = rows.reshape(site.groups, -1), needed.reshape(site.groups, -1).copy()
     used = live[made].any(1)
     most = max(1, int(read[used].sum(1).max()))
@@ -264,7 +264,7 @@ def signature(flows: Flows) -> int:
 
 
 def choices(flows: Flows, live: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Of which a file says whether they are there: one unit of each set, and the columns of layers whose units are."""
+    """What a file stores a mask of: one unit of each set, and, for each layer, the columns whose units stay."""
     roots = flows.units.roots(np.arange(len(flows.units.parent)))
     units = np.flatnonzero(roots == np.arange(len(roots)))
     return units, [live[site.cols] for site in flows.sites]

@@ -1,7 +1,7 @@
 """A compressed network in a file, entropy-coded.
 
-The file holds sizes and numbers: which units are left, and their weights. It names no code and no weight: `load` traces the
-network that was compressed, cuts it in the same way, and fills it.
+The file holds sizes and numbers: which units are left, and their weights. It holds no code and no names: `load` traces the network
+that was compressed, cuts it in the same way, and fills in the weights.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _unpacked(
 
 
 def _plan(flows: Flows, kept: np.ndarray, like: Any) -> Plan:
-    """The plan that a file tells of: which units, columns and biases are there, one after another."""
+    """The plan in a file: which units, columns and biases stay, in this order."""
     roots = flows.units.roots(np.arange(len(flows.units.parent)))
     units, _ = choices(flows, np.zeros(len(roots), dtype=bool))
     live = np.zeros(len(roots), dtype=bool)

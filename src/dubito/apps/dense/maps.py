@@ -130,7 +130,7 @@ class Portions:
     """How many inputs go through a posterior at a time, so that their draws take about a third of the memory."""
 
     memory: float  # gigabytes
-    each: int = 0  # bytes that the draws of one input take; 0 as long as nobody knows
+    each: int = 0  # bytes that the draws of one input take; 0 until the first input was predicted
 
     @property
     def size(self) -> int:

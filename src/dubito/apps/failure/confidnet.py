@@ -93,8 +93,8 @@ class ConfidNet:
     ) -> Confidence:
         """Train on the data that the network was trained on (any data `fit` takes), choose on `validation`, which it has not seen.
 
-        Without validation data a part of (x, y) is held out. These the network has been trained on, so that few or none of them are
-        errors: better give others.
+        Without validation data a part of (x, y) is held out. The network was trained on these rows, so that few or none of them are
+        errors: pass other data if there are some.
         """
         network = only_network(posterior_of(posterior), "ConfidNet")
         model = network.model
@@ -280,7 +280,7 @@ class _Best:
 
 
 def _truth(network: Network, f: Tensor, y: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What is to be learned, whether the network errs, and whether there is a label at all: [B, *D] each."""
+    """The confidence to learn, whether the network is wrong, and whether there is a label, [B, *D] each."""
     likelihood = network.model.likelihood
     y = likelihood.target(y, f)
     observed = likelihood.observed(y)
@@ -309,7 +309,7 @@ def _pair(model: Model, data: Any) -> tuple[Any, Any] | None:
 
 
 def _shuffled(model: Model, data: Any, size: int, seed: int) -> Generator[tuple[Any, Any]]:
-    """Batches in another order; a loader keeps its own idea of that."""
+    """Batches in random order; a loader keeps its own order."""
     if (pair := _pair(model, data)) is not None:
         x, y = pair
         order = torch.randperm(len(y), generator=generator("cpu", seed))
@@ -323,7 +323,7 @@ def _shuffled(model: Model, data: Any, size: int, seed: int) -> Generator[tuple[
 
 @dataclass(frozen=True)
 class Confidence:
-    """What `ConfidNet` has learned: a score of failure for inputs, larger is less certain. `predict` is the network that it judges."""
+    """A learned confidence: the score is one minus it, larger is less certain. `predict` gives the predictive of the network itself."""
 
     model: Model
     params: Params

@@ -1,4 +1,4 @@
-"""Which training examples made a model say what it says: what would change if one of them weighed more, were left out, or were other.
+"""Influence of training examples: how a prediction would change if an example had more weight, were left out, or were different.
 
 `Influence(solver=...).fit(posterior, data)` gives `Influences`; `inspection` tells how well a score finds labels that are wrong. Read
 `influence` first, then `gradients` (one by one, of data in their order).

@@ -95,7 +95,7 @@ class Influences:
         return tree.select(self.inverse({name: leaf.unsqueeze(0) for name, leaf in total.items()}), 0)
 
     def without(self, index: Index) -> Point:
-        """The model as if these training examples had never been there, to first order."""
+        """The model that would result without these training examples, to first order."""
         moved = {name: (self.at.params[name] + leaf).to(self.at.params[name].dtype) for name, leaf in self.shift(index).items()}
         return Point(self.at.model, {**self.at.params, **moved}, self.at.buffers)
 
@@ -104,7 +104,7 @@ class Influences:
 
         .. math:: \nabla_{x_n} F = -\nabla_{x_n} \langle H^{-1} \nabla F, \nabla_\theta \ell_n \rangle.
 
-        It tells which pixels of a training image matter; a step along it is what an attacker who may change the data would take."""
+        It shows which pixels of a training image matter; an attacker who may change the data would take a step along it."""
         total: Params | None = None
         for gradients in self._gradients(what):
             summed = {name: leaf.sum(0, keepdim=True) for name, leaf in gradients.items()}
@@ -188,10 +188,10 @@ def inspection(scores: Tensor, wrong: Tensor, shares: Sequence[float] = (0.05, 0
     require(fits, f"scores must be [N], and wrong [N] and bool; got {got}")
     require(wrong.any() and scores.isfinite().all(), "at least one label must be wrong, and all scores must be finite")
     values, wrong = scores.double(), wrong.to(scores.device)
-    return {share: _found(values, wrong, share) for share in shares}
+    return {share: _share_found(values, wrong, share) for share in shares}
 
 
-def _found(values: Tensor, wrong: Tensor, share: float) -> float:
+def _share_found(values: Tensor, wrong: Tensor, share: float) -> float:
     """The share of wrong labels among the largest values."""
     between(0, 1, include="high", share=share)
     count = -int(-share * len(values) // 1)
@@ -208,7 +208,7 @@ SOLVERS = (*STRUCTURES, "cg", "lissa", "posterior")
 
 @dataclass(frozen=True)
 class Influence:
-    r"""Influence functions (Koh & Liang 2017) of a model that is trained: which examples made it what it is.
+    r"""Influence functions (Koh & Liang 2017) of a trained model: how much each training example contributed to it.
 
     At an optimum of the log joint, an example that weighs :math:`1 + \epsilon` moves the weights by :math:`-\epsilon H^{-1} g_n`, where
 
@@ -226,7 +226,7 @@ class Influence:
     | "kfac", "diagonal" | rougher, in one pass |
     | "dense" | the whole matrix: exact, P x P numbers |
     | "cg" | conjugate gradients to `tolerance`, at most `steps`: exact for any size; up to `steps` passes for everything asked |
-    | "lissa" | a random series of `depth` batches, averaged over `repeats`; the `scale` is found, if it is not given |
+    | "lissa" | a random series of `depth` batches, averaged over `repeats`; `scale` is chosen if it is not given |
     | "posterior" | the covariance of a Gaussian posterior as it is, with its prior |
     | None | "dense" up to 1,000 weights, where it costs next to nothing, otherwise "ekfac" |
 
@@ -450,7 +450,7 @@ class LiSSA:
                 self._check(mean, b)
                 return mean
             if self.settings.scale or self.scale * 10 > LARGEST:
-                advice = "leave out `scale`, and it is found"
+                advice = "leave out `scale` to have it chosen"
                 way_out = advice if self.settings.scale else "the curvature is not positive; add damping=..."
                 raise ValueError(f"LiSSA diverges at scale={self.scale:g}: {way_out}")
             self.scale *= 10

@@ -1,4 +1,6 @@
-"""The unfamiliar: scores that are large where an input is unlike the data, from any posterior, chosen without a glance at such inputs.
+"""Detection of unfamiliar inputs: scores that are large where an input is unlike the training data, from any posterior.
+
+No unfamiliar inputs are needed to fit a detector.
 
 A detector is a frozen dataclass of settings; `fit(posterior, data)` gives a score, a function of inputs x -> [B], larger is less
 familiar. `DETECTORS` has them by name, `detection` tells how well scores keep two sets of inputs apart.

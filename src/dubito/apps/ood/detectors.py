@@ -40,7 +40,7 @@ class Detector(Protocol):
 
 
 def require_data(data: Any, name: str, what: str) -> None:
-    """An error if there are no data for a detector that learns from some."""
+    """Raise if there are no data for a detector that learns from data."""
     if data is None:
         raise ValueError(f"{name} learns from familiar inputs: give fit(posterior, data), {what}")
 
@@ -84,8 +84,8 @@ def detection(familiar: Tensor, unfamiliar: Tensor) -> Detection:
 
 @dataclass(frozen=True)
 class Measured:
-    r"""Any of `dubito.measures`, of the posterior's own predictive: `one_minus_max` is the maximum softmax probability (Hendrycks &
-    Gimpel 2017), turned round; `predictive_entropy`, `mutual_information` and `epistemic_variance` are their Bayesian relatives.
+    r"""Any of `dubito.measures`, of the posterior's own predictive: `one_minus_max` is one minus the maximum softmax
+    probability (Hendrycks & Gimpel 2017); `predictive_entropy`, `mutual_information` and `epistemic_variance` are Bayesian measures.
 
     All draws of the posterior count: the first two are of the averaged probabilities, the others of how the draws differ (a point's
     do not, and its scores are all 0). It learns nothing, so `fit` needs no data. `how` and `draws` are as in `posterior.predict`.
@@ -116,8 +116,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class MaxLogit:
-    r"""Minus the largest logit, :math:`-\max_c \bar f_c(x)` (Hendrycks et al. 2022): unlike a probability it tells "like nothing that I
-    know" from "like two classes at once".
+    r"""Minus the largest logit, :math:`-\max_c \bar f_c(x)` (Hendrycks et al. 2022): unlike a probability it
+    tells inputs that resemble no class from those that resemble two.
 
     :math:`\bar f` is the mean of the logits over the posterior. Where draws agree that is the mean of their largest logits, and where
     they do not it is less, as it should be: the mean of the maxima would be large there, too.
@@ -418,7 +418,7 @@ def _whitening(covariance: Tensor, n: Tensor, shrinkage: float | None) -> Tensor
     unit = torch.eye(d, dtype=covariance.dtype, device=covariance.device)
     shrunk = (1 - rho) * covariance + rho * scale * unit
     root, failed = torch.linalg.cholesky_ex(shrunk)
-    if bool(failed):  # features that are always zero (dead units) and no shrinkage: a spread that is nothing to speak of
+    if bool(failed):  # features that are always zero (dead units) and no shrinkage: a negligible spread
         root = torch.linalg.cholesky(shrunk + 1e-9 * scale * unit)
     return torch.linalg.solve_triangular(root, unit, upper=False)
 
@@ -518,8 +518,8 @@ class Bank:
 def kth_distance(points: Tensor, bank: Tensor, k: int) -> Tensor:
     """The distance of points [B, d] to their k-th nearest of a bank [N, d], in bounded memory: [B].
 
-    Who is nearest is found by products of matrices, around the middle of the bank, since far from the origin they would cancel; that
-    distance is then computed without them.
+    Products of matrices find the nearest features. They are taken around the mean of the bank, since they would cancel far from the
+    origin, and the distance is then computed from the difference itself.
 
     >>> kth_distance(torch.tensor([[0.0]]), torch.tensor([[3.0], [1.0], [-2.0]]), 2)
     tensor([2.])

@@ -105,7 +105,7 @@ SLOPES = {
 }  # fmt: skip
 FACTORS = {**SLOPES, "celu": 1.0, "softmax": 0.5}
 LEAKY = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0)}  # whose steepest slope is an argument, or 1
-# they move numbers about, or leave some out
+# they rearrange numbers, or leave some out
 MOVES = {
     "flatten", "reshape", "view", "permute", "transpose", "t", "contiguous", "squeeze", "unsqueeze", "movedim", "swapaxes", "getitem",
     "unflatten", "clone", "to", "float", "double", "type", "narrow", "select", "flip", "chunk", "split", "unbind", "detach", "ravel",
@@ -288,7 +288,7 @@ def _affine(step: Step, live: int) -> bool:
 
 
 def _moves(step: Step) -> bool:
-    """Whether numbers are moved about or left out, and none is there twice, as in x[:, [0, 0]]."""
+    """Whether numbers are only rearranged or left out; x[:, [0, 0]] would repeat some."""
     if step.name == "getitem":
         return all(place is None or place is ... or isinstance(place, int | slice | Size) for place in as_tuple(step.args[1]))
     return step.name in MOVES

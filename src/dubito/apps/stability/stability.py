@@ -1,4 +1,4 @@
-"""The stability of a posterior: how steep it is at given inputs, a bound, and what is left of accuracy and of doubt under attack."""
+"""The stability of a posterior: its slopes at given inputs, a bound, and its accuracy and uncertainty under attack."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Stability:
-    """How a posterior bears small changes. `slopes` [B] are local Lipschitz constants at the inputs as they are."""
+    """How a posterior reacts to small changes. `slopes` [B] are local Lipschitz constants at the inputs as they are."""
 
     norm: Norm
     levels: tuple[Level, ...]

@@ -1,4 +1,4 @@
-"""The answers of a person, one line of a file per decision, written before it counts."""
+"""The answers of a person: one line of a file per decision, written before the decision is applied."""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ class Lines(Shown):
 FILES = (".npz", ".csv", ".txt")
 NAMED = ("digits", "mnist", "fashion-mnist", "cifar10", "polarity")
 GARMENTS = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
-HEAD = r"hidden([2-9]\d*)?$|output$"  # where networks of ours drop: late, so that many draws cost little more than one
+HEAD = (
+    r"hidden([2-9]\d*)?$|output$"  # layers with dropout in our networks: late ones, so that many draws cost little more than one
+)
 SENTENCES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=1.0, dropout=0.5, walk=3e-3)
 
 
