@@ -21,7 +21,7 @@ from dubito.tensors.tree import Buffers, Params
 
 
 class Evaluation(NamedTuple):
-    """The gradient of the log joint at some weights, and what came along."""
+    """The gradient of the log joint at some weights, with the buffers and the log likelihood of the same pass."""
 
     gradient: Params
     buffers: Buffers
@@ -30,16 +30,16 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    r"""What a method samples, maximises or approximates: :math:`(p(D \mid \theta)\, p(\theta))^{1/T}`.
+    r"""What a method samples, maximizes or approximates: :math:`(p(D \mid \theta)\, p(\theta))^{1/T}`.
 
     The scaling of a batch to the whole data, N / B, and the temperature live here and nowhere else. `data` is an iterable of
     batches: one for a mini-batch step, several to accumulate, all of them for a full-batch method, for which N / B is 1.
 
-    The other fields are for combinators, which change how a method sees the data without its knowing. `members`: leaves are stacked
-    [S, ...] and all S are evaluated in one batched pass. `around`: a context for every forward pass, given its weights. `weights`:
-    how often each example of each batch counts, [B] or [S, B]. `targets`: what takes the place of each batch's targets, with a leading
-    axis [S] for members. `adversary`: a step for every input element; each example is
-    averaged with its adversarial neighbour x + step sign(d loss / dx) (fast gradient sign).
+    The other fields are for combinators, which change the data or the network under a method that does not know of it. `members`:
+    leaves are stacked [S, ...] and all S are evaluated in one batched pass. `around`: a context for every forward pass, given its
+    weights. `weights`: how often each example of each batch counts, [B] or [S, B]. `targets`: what takes the place of each batch's
+    targets, with a leading axis [S] for members. `adversary`: a step for every input element; each example is averaged with its
+    adversarial neighbour x + step sign(d loss / dx) (fast gradient sign).
     """
 
     model: Model
@@ -60,7 +60,7 @@ class Target:
         """log p(theta), the prior of the weights, of its own hyperparameters and of what the likelihood learns; [S] if stacked."""
 
         def one(params: Params) -> Tensor:
-            """Of one setting of the weights."""
+            """The log prior at one setting of the weights."""
             noise = self.model.likelihood.log_prior(likelihood_params(params)).to(self.model.device)
             return self.model.prior.log_prob(prior_params(params)) + noise
 
@@ -156,7 +156,7 @@ class Target:
             stacked = {name: leaf for name, leaf in buffers.items() if name not in fixed}
 
             def member(params: Params, stacked: Buffers, weights: Tensor | None, y: Any) -> tuple[Tensor, Buffers]:
-                """The same with buffers that all members share."""
+                """The weighted sum of one member, and its buffers without those that all members share."""
                 value, after = one(params, {**shared, **stacked}, weights, y)
                 return value, {name: after[name] for name in stacked}
 

@@ -55,7 +55,7 @@ class Tempered(Likelihood):
 
 @dataclass(frozen=True)
 class Classes(Likelihood):
-    """What the two likelihoods over classes share: integer targets without a channel axis, and entropies."""
+    """What likelihoods over classes share: integer targets without a channel axis, and entropies."""
 
     discrete: ClassVar[bool] = True
     indexed: ClassVar[bool] = True

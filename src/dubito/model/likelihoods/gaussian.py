@@ -137,8 +137,8 @@ class Gaussian(Scaled):
 class HeteroscedasticGaussian(Heteroscedastic):
     r"""y ~ N(m(x), exp s(x)): the network gives f = [means, log variances], twice as many outputs as targets.
 
-    The loss is :math:`(y-m)^2 e^{-s}/2 + s/2`: data that cannot be explained is discounted, at a price. The Hessian at the observed
-    y is indefinite; `fisher` is diag(e^{-s}, 1/2).
+    The loss is :math:`(y-m)^2 e^{-s}/2 + s/2`: data that the network cannot explain counts less, at the price s/2. The Hessian at
+    the observed y is indefinite; `fisher` is diag(e^{-s}, 1/2).
 
     Where the network takes data for noise, their gradients are small, and its means may stay poor. There are two remedies:
     `NaturalGaussian`, the same likelihood in other outputs, and `BetaNLL`, another gradient.
@@ -169,7 +169,7 @@ class HeteroscedasticGaussian(Heteroscedastic):
         return torch.cat([(-log_variance).exp(), torch.full_like(mean, 0.5)], -1)
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
-        """Closed if the log variances are known: then the spread of the means adds to the noise."""
+        """A closed form if the log variances are certain: the covariance of the means adds to the noise."""
         mean, log_variance = self.moments(f_mean)
         spread = known_noise(f_cov, f_mean, mean.shape[-1])
         return None if spread is None else normal(mean, spread, log_variance.exp())
@@ -234,7 +234,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return torch.cat([torch.cat([corner, cross], -1), torch.cat([cross, torch.diag_embed(mean**2 / variance + 0.5)], -1)], -2)
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
-        """Closed if the precisions are known: the means are then linear in the outputs."""
+        """A closed form if the precisions are certain: the means are then linear in the outputs."""
         mean, log_variance = self.moments(f_mean)
         spread, noise = known_noise(f_cov, f_mean, mean.shape[-1]), log_variance.exp()
         if spread is None:
@@ -243,7 +243,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return normal(mean, spread * (slope**2 if spread.ndim == mean.ndim else slope.unsqueeze(-1) * slope.unsqueeze(-2)), noise)
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
-        """The outputs stay, and the units are kept here."""
+        """The outputs stay as they are; the new units become part of the likelihood."""
         old_shift, old_unit = self._units(scale)
         units = ((shift + scale * old_shift).tolist(), (scale * old_unit).tolist())
         zeros = torch.zeros(2 * len(scale), dtype=scale.dtype, device=scale.device)

@@ -36,7 +36,7 @@ class Uncertainty:
 
     @staticmethod
     def of(total: Tensor, aleatoric: Tensor) -> Uncertainty:
-        """Rounding must not make ignorance negative, and the parts must still add up."""
+        """From total and aleatoric, so that rounding leaves no part negative and the parts add up."""
         aleatoric = torch.minimum(aleatoric, total)
         return Uncertainty(total, aleatoric, total - aleatoric)
 
@@ -76,7 +76,7 @@ def nodes(n: int, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _line(n: int) -> tuple[list[float], list[float]]:
-    """Plain numbers: tensors that are kept would keep torch.func transforms and the like that surround the first call."""
+    """Nodes and weights as plain numbers. Cached tensors would hold on to torch.func transforms that surround the first call."""
     reach, finest = 8.5, 0.5
     us = [(2 * i / (n - 1) - 1) * math.asinh(reach / finest) for i in range(n)]
     z = [finest * math.sinh(u) for u in us]
@@ -102,7 +102,7 @@ def quadrature(n: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def align(params: Params, f: Tensor) -> Params:
-    """Stacked leaves [S, K] made to broadcast against f [S, ..., C]; unstacked ones [K] already do."""
+    """Reshape stacked leaves [S, K] so that they broadcast against f [S, ..., C]; leaves [K] already do."""
     return {
         name: leaf.reshape(leaf.shape[0], *[1] * (f.ndim - 2), leaf.shape[1]) if leaf.ndim == 2 else leaf
         for name, leaf in params.items()
@@ -110,7 +110,7 @@ def align(params: Params, f: Tensor) -> Params:
 
 
 def likelihood_params(params: Params) -> Params:
-    """The leaves that belong to the likelihood."""
+    """The leaves that the likelihood learns, whose names start with "likelihood:"."""
     return {name: leaf for name, leaf in params.items() if name.startswith(PREFIX)}
 
 
@@ -167,7 +167,7 @@ class Likelihood(ABC):
         """p(y | f), batch shape `[...]` and event shape as one target has it."""
 
     def parameters(self, y: Tensor | None = None) -> Params:
-        """What is learned beside the weights, at its start; `y` (a batch of targets) may set the scale."""
+        """Initial values of what is learned beside the weights; `y`, a batch of targets, may set the scale."""
         return {}
 
     def log_prior(self, params: Params) -> Tensor:
@@ -182,13 +182,15 @@ class Likelihood(ABC):
         temperature: float,
         generator: torch.Generator,
     ) -> Params:
-        """A draw of what is learned given the network's outputs, (f, y) of every batch with f [C, B, ..., K] for C chains, where that
-        conditional has a closed form; leaves [C, ...]. `share` is how many examples each of these stands for. Otherwise nothing."""
+        """Draw what is learned from its distribution given the network's outputs, if that has a closed form, for C chains; else {}.
+
+        `outputs` holds (f, y) of every batch, with f [C, B, ..., K]; the result has leaves [C, ...]. Each example counts `share` times.
+        """
         return {}
 
     def least_noise(self, params: Params) -> Tensor | float:
-        """The standard deviation of the output with the least noise, for regression: f is to be found as finely. Where it is learned,
-        of leaves [K], [], or of stacked ones [S, K], [S]. 1 for all that has no noise of this kind."""
+        """The smallest standard deviation of the noise of any output, in units of f: samplers need steps that are as fine. A learned
+        noise gives [] from leaves [K], and [S] from stacked leaves [S, K]. 1 for likelihoods without such a noise."""
         return 1.0
 
     def width(self, f: Tensor) -> int:
@@ -210,7 +212,7 @@ class Likelihood(ABC):
         return y.to(f.dtype)
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Raise early, in words, for targets that can only be a mistake. Called once, on the first batch."""
+        """Raise for targets that cannot be right: wrong values, or a wrong shape."""
         if not torch.isfinite(self.target(y, f)).all():
             raise ValueError("the targets hold NaN or infinite values: remove those rows, or fill them in")
 
@@ -219,7 +221,7 @@ class Likelihood(ABC):
         return self(f, params).log_prob(y)
 
     def objective(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
-        """What training follows the gradient of: `log_prob`, or the same value with another gradient, which `departures` names."""
+        """What training maximizes: `log_prob`, or its value with another gradient, which `departures` then names."""
         return self.log_prob(f, y, params)
 
     @property
@@ -282,16 +284,17 @@ class Likelihood(ABC):
         return self.fisher(f, params).reshape(-1, f.shape[-1], f.shape[-1]).sum(0)
 
     def noise_groups(self, width: int) -> Tensor | None:
-        """Where `fisher` is 1 / noise^2 with learned noises `likelihood:log_scale`: which of them each output has, [C]; else None."""
+        """The index of each output's noise in `likelihood:log_scale`, [C], if `fisher` is diag(1 / noise^2) and the noise is learned;
+        else None. The curvature is then kept apart by noise."""
         return None
 
     def observed(self, y: Tensor) -> Tensor | None:
-        """Which positions of targets (in the layout of `target`) are there at all, [...]; None if all are. Where a position may be
-        there for some of its outputs only (several tasks), [..., C]."""
+        """Which positions have a target, [...], for targets in the layout of `target`; None if all have. With several tasks, of which
+        some may lack a target, [..., C]."""
         return None
 
     def seen_share(self, f: Tensor, y: Tensor, params: Params) -> Tensor | None:
-        """Where only intervals are known of some targets: the share of `fisher` that they tell, [..., C]. None if all are complete."""
+        """The curvature of -log p(y | f) as a share of `fisher`, [..., C], if only intervals are known of some targets; else None."""
         return None
 
     def uncertainty(self, f: Tensor, weights: Tensor, params: Params) -> Uncertainty:
@@ -309,8 +312,8 @@ class Likelihood(ABC):
         raise ValueError(f"{type(self).__name__} predicts no classes or labels, which have probabilities")
 
     def noise_variance(self, f_mean: Tensor, f_var: Tensor, params: Params) -> Tensor | None:
-        """E[Var(y | f)] for f ~ N(f_mean, f_var) where it has a closed form, else None; of every number of the target, [..., C]. The
-        first outputs are then the means of these numbers."""
+        """E[Var(y | f)] for f ~ N(f_mean, f_var), for each number of the target, [..., C], if it has a closed form and the first
+        outputs are the means of these numbers; else None."""
         return None
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
@@ -329,18 +332,18 @@ class Likelihood(ABC):
         )
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
-        """The same likelihood of shift + scale * y, each [C]: (likelihood, a, b, params) of which a + b f, each [C], is the f."""
+        """The likelihood of shift + scale * y, each [C]: (likelihood, a, b, params), where its outputs are a + b f, each [C]."""
         raise ValueError(f"{type(self).__name__} has classes, which have no units")
 
     def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
-        """Each Gaussian over f [S, ...] as n Gaussians [S, n, ...] of equal weight for which `convolve` has a closed form, or None
-        where there is nothing better than nodes without spread."""
+        """Split each Gaussian over f, [S, ...], into n Gaussians of equal weight, [S, n, ...], for which `convolve` has a closed form;
+        None if there is no such split, and plain nodes are used."""
         return None
 
 
 @dataclass(frozen=True)
 class DiagonalFisher(Likelihood):
-    """A likelihood whose Fisher information is a diagonal matrix: no output says anything of what another one means."""
+    """A likelihood whose Fisher information in f is a diagonal matrix."""
 
     @abstractmethod
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
@@ -351,5 +354,5 @@ class DiagonalFisher(Likelihood):
         return torch.diag_embed(self.fisher_diagonal(f, params))
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
-        """Its root."""
+        """The root of the diagonal matrix, one column for each output."""
         return torch.diag_embed(self.fisher_diagonal(f, params).sqrt()).movedim(-1, 0)

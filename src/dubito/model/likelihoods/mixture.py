@@ -97,7 +97,7 @@ class GaussianMixture(Likelihood):
         return full.reshape(*f.shape, f.shape[-1])
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
-        """Closed if only the means are uncertain: the spread of each adds to its noise."""
+        """A closed form if only the means are uncertain: the variance of each adds to its noise."""
         mean, log_variance, log_shares = self.parts(f_mean)
         spread = known_noise(f_cov, f_mean, f_mean.shape[-1] // 3)
         if spread is None or (spread.ndim > f_mean.ndim and mean.shape[-2] > 1):
@@ -113,7 +113,7 @@ class GaussianMixture(Likelihood):
         return given_nodes(f_mean, f_cov, free, n)
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
-        """Of a log variance the scale is a shift; the logits stay."""
+        """Scaling y shifts the log variances; the logits stay."""
         shift, scale = (part.repeat_interleave(self.components) for part in (shift, scale))
         ones = torch.ones_like(scale)
         return self, torch.cat([shift, 2 * scale.log(), 0 * ones]), torch.cat([scale, ones, ones]), params

@@ -44,12 +44,12 @@ class _Joint(Distribution):
 
 @dataclass(frozen=True)
 class MultiTask(Likelihood):
-    r"""Several tasks from one network, weighed by their learned noise (Kendall, Gal & Cipolla 2018).
+    r"""Several tasks from one network, weighted by their learned noise (Kendall, Gal & Cipolla 2018).
 
     `tasks` maps a name to a likelihood and the number of network outputs that belong to it, in order. The log likelihood is the
-    sum over tasks; a task with a learned noise level (`Gaussian()`, `Categorical(scale=None)`) finds its own weight, 1/sigma^2, with
-    log sigma as the price. Targets: a dict by task name, or one tensor [..., T] with the tasks' targets side by side. `p.task(name)`
-    of a predictive is the ordinary predictive of one task.
+    sum over tasks; a task with a learned noise level (`Gaussian()`, `Categorical(scale=None)`) gets the weight 1/sigma^2 in the
+    loss, and log sigma keeps sigma from growing. Targets: a dict by task name, or one tensor [..., T] with the tasks' targets side by
+    side. `p.task(name)` of a predictive is the ordinary predictive of one task.
 
     >>> from dubito import Categorical, Gaussian
     >>> tasks = MultiTask({"depth": (Gaussian(), 1), "label": (Categorical(scale=None), 3)})
@@ -75,7 +75,7 @@ class MultiTask(Likelihood):
         return {PREFIX + key[len(start) :]: leaf for key, leaf in params.items() if key.startswith(start)}
 
     def least_noise(self, params: Params) -> Tensor | float:
-        """The least of all tasks."""
+        """The smallest noise of all tasks."""
         found = [torch.as_tensor(likelihood.least_noise(self.of(name, params))) for name, (likelihood, _) in self.tasks.items()]
         return reduce(torch.minimum, found)
 
@@ -126,7 +126,7 @@ class MultiTask(Likelihood):
         return torch.cat(columns, -1)
 
     def check(self, f: Tensor, y: Tensor | dict[str, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Every task checks its targets."""
+        """Let each task check its targets."""
         y = self._targets(y, f)
         for name, likelihood, part, _ in self._each(f, {}):
             likelihood.check(part, y[name])
@@ -184,7 +184,7 @@ class MultiTask(Likelihood):
         return self.beside([part.uncertainty(g, weights, inner) for _, part, g, inner in self._each(f, params)], f.ndim - 1)
 
     def beside(self, parts: list[Uncertainty], ndim: int) -> Uncertainty:
-        """The tasks' uncertainties in columns: tensors of so many axes, of which the last is that of the columns."""
+        """Put the uncertainties of the tasks side by side, as tensors with `ndim` axes."""
         as_columns = [[v if v.ndim == ndim else v.unsqueeze(-1) for v in (u.total, u.aleatoric)] for u in parts]
         return Uncertainty.of(*(torch.cat(column, -1) for column in zip(*as_columns, strict=True)))
 
@@ -199,7 +199,7 @@ class MultiTask(Likelihood):
         return torch.tensor(means, device=f.device), torch.cat(noises, -1) if noises else f[..., :0]
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
-        """Closed where only means of numbers are uncertain: their spread adds to the noise."""
+        """A closed form if only the means of numbers are uncertain: their covariance adds to the noise."""
         means, noise = self._exact(f_mean, params)
         diagonal = f_cov.ndim == f_mean.ndim
         spread = f_cov if diagonal else f_cov.diagonal(dim1=-2, dim2=-1)

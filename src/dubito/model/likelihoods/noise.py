@@ -56,7 +56,7 @@ class Scaled(DiagonalFisher):
         return min(self.scales)
 
     def target(self, y: Tensor, f: Tensor) -> Tensor:
-        """As all targets, once the number of scales fits the outputs."""
+        """As for all likelihoods, after a check that the number of scales fits the outputs."""
         width = len(self.scales) or self.outputs
         if width not in (1, f.shape[-1]):
             raise ValueError(
@@ -65,7 +65,7 @@ class Scaled(DiagonalFisher):
         return super().target(y, f)
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
-        """The scale is multiplied along."""
+        """The noise scale is multiplied by `scale`."""
         if self.scale is not None:
             noise = torch.tensor(self.scales, dtype=torch.float64) * scale.cpu().double()
             return replace(self, scale=tuple(noise.tolist())), shift, scale, params
@@ -128,13 +128,13 @@ class Heteroscedastic(DiagonalFisher):
         return expected.clamp_max(0.5 * torch.finfo(expected.dtype).max)
 
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
-        """Of a log variance the scale is a shift."""
+        """Scaling y shifts the log variances."""
         return self, torch.cat([shift, 2 * scale.log()]), torch.cat([scale, torch.ones_like(scale)]), params
 
 
 def given_nodes(f_mean: Tensor, f_cov: Tensor, free: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """N(f_mean, f_cov) [S, ..., C] as n equal Gaussians, in which the outputs that are `free` [C] stand at nodes and the others keep
-    the Gaussian they have given those."""
+    """Split N(f_mean, f_cov), [S, ..., C], into n Gaussians of equal weight: the `free` outputs [C] are set to nodes, and the others
+    have their conditional Gaussian given these."""
     if f_cov.ndim == f_mean.ndim:
         unit = nodes(n, f_mean[..., free]).reshape(1, n, *[1] * (f_mean.ndim - 2), -1)
         means = f_mean.unsqueeze(1).repeat(1, n, *[1] * (f_mean.ndim - 1))
@@ -154,7 +154,7 @@ def given_nodes(f_mean: Tensor, f_cov: Tensor, free: Tensor, n: int) -> tuple[Te
 
 
 def known_noise(f_cov: Tensor, f_mean: Tensor, width: int) -> Tensor | None:
-    """The covariance of the first `width` outputs, which are or make means, if all others are certain; else None."""
+    """The covariance of the first `width` outputs, which determine the means, if all other variances are 0; else None."""
     diagonal = f_cov.ndim == f_mean.ndim
     spread = f_cov if diagonal else f_cov.diagonal(dim1=-2, dim2=-1)
     if bool(spread[..., width:].any()):

@@ -19,7 +19,7 @@ from dubito.tensors.tree import Params
 class ByName(Prior):
     """The first pattern found (`re.search`) in a parameter's name gives its prior; `""` matches every name and serves as the rest.
 
-    The leaves of one pattern are one prior's, together: `{"^0.": prior}` is a joint prior over a layer. Hyperparameters carry the
+    One prior gets all leaves of its pattern together: `{"^0.": prior}` is a joint prior over a layer. Hyperparameters carry the
     pattern they come from in their names, "prior:<pattern>:...".
 
     >>> import dubito
@@ -44,11 +44,11 @@ class ByName(Prior):
 
     @property
     def stacks(self) -> bool:
-        """Whether all of the priors do."""
+        """Whether all of the priors take stacked leaves."""
         return all(prior.stacks for prior in self.priors.values())
 
     def pattern_of(self, name: str) -> str:
-        """The pattern that counts for a parameter."""
+        """The first pattern that matches a parameter's name."""
         for pattern in self.priors:
             if re.search(pattern, name):
                 return pattern
@@ -71,7 +71,7 @@ class ByName(Prior):
 
     @property
     def improper(self) -> bool:
-        """Whether one of the priors is."""
+        """Whether one of the priors is improper."""
         return any(prior.improper for prior in self.priors.values())
 
     def gradient(self, params: Params) -> Params:
@@ -110,7 +110,7 @@ class ByName(Prior):
         return self._prefix(pattern) + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
 
     def _parts(self, params: Params) -> Iterator[tuple[str, Prior, Params]]:
-        """Every prior that has leaves here, and these, as it knows them."""
+        """Every pattern with its prior and its leaves, under the names that the prior uses."""
         given: dict[str, Params] = {}
         for name, leaf in weights(params).items():
             given.setdefault(self.pattern_of(name), {})[name] = leaf
@@ -128,7 +128,7 @@ class ByName(Prior):
 
 @dataclass(frozen=True, eq=False)
 class Centered(Prior):
-    """What the weights differ from `mean` by has the given prior: `Centered(pretrained, Normal(scale=0.1))`.
+    """The difference of the weights from `mean` has the given prior: `Centered(pretrained, Normal(scale=0.1))`.
 
     `mean` is a network or its weights by name; leaves it does not have are centered on zero, so a new head needs no entry. The method
     `Laplace` takes it around a `Normal`, whose scales it may learn.
@@ -204,7 +204,7 @@ class Centered(Prior):
         return self._shifted(self.prior.sample(like, generator), 1.0)
 
     def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:
-        """Given w - mean."""
+        """The draws of the prior, given w - mean."""
         return self.prior.resample(self._shifted(params, -1.0), temperature, generator)
 
     def units(self, params: Params) -> Params:

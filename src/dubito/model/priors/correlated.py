@@ -111,7 +111,7 @@ class MatrixNormal(Matrices):
         return self._factors
 
     def shaped(self, name: str, leaf: Tensor) -> Tensor:
-        """[O, I], if that is the size of the prior's covariances."""
+        """The leaf as [O, I]; raise if the prior's covariances have another size."""
         matrix = leaf.reshape(leaf.shape[0], -1) if leaf.ndim else leaf.reshape(1, 1)
         for side, axis, root in zip(("rows", "columns"), (0, 1), self._factors, strict=True):
             if root is not None and len(root) != matrix.shape[axis]:
@@ -142,7 +142,7 @@ class ConvCorrelated(Matrices):
         keep_positive(self, "scale", "length")
 
     def covariance(self, shape: tuple[int, ...]) -> Tensor:
-        """Of the positions of a kernel, [k, k], in float64."""
+        """The covariance of the positions of a kernel, [k, k], in float64."""
         return self.scale**2 * _correlation(shape, self.length)
 
     def roots(self, leaf: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -209,7 +209,7 @@ class MultivariateNormal(Prior):
         return -0.5 * (quadratic + self.covariance.logdet().to(quadratic) + self.covariance.moving * math.log(2 * math.pi))
 
     def _solved(self, away: Params) -> Params:
-        """In the covariance's own precision: samplers ask in float64."""
+        """Precision times a difference, computed in the dtype of the covariance: samplers ask in float64."""
         own = {name: leaf.to(self.mean[name].dtype) for name, leaf in away.items()}
         return {name: leaf.to(away[name]) for name, leaf in self.covariance.solve(own).items()}
 
@@ -224,7 +224,7 @@ class MultivariateNormal(Prior):
         return {name: -(pulled[name] if stacked else pulled[name][0]) for name in params}
 
     def expected_log_prob(self, mean: Params, variance: Params, *, independent: bool = False) -> Tensor | None:
-        """Where no weight is tied to another: by the prior, of which only the diagonal of the precision is then needed."""
+        """A closed form if the covariance is diagonal."""
         if not isinstance(self.covariance, Diagonal):
             return None
         precision = self.covariance.precision

@@ -16,7 +16,7 @@ from dubito.tensors.tree import Params, full_precision
 
 
 class Factorized(Prior):
-    """A density for one weight, which is that of each. One gives `density` and `draw`; `slope` and `expected` where they are known."""
+    """Independent weights with one density. A subclass gives `density` and `draw`, and `slope` and `expected` if it can."""
 
     @property
     def stacks(self) -> bool:
@@ -42,7 +42,7 @@ class Factorized(Prior):
         return None
 
     def typical(self) -> float:
-        """How far a weight may go."""
+        """A typical size of a weight."""
         return 1.0
 
     def log_prob(self, params: Params) -> Tensor:
@@ -105,7 +105,7 @@ class Laplace(Factorized):
         return torch.empty_like(leaf).exponential_(1 / self._b, generator=generator) * signs
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor | None:
-        r"""Of the folded normal,
+        r"""The mean of a folded normal,
         :math:`E|w| = \sigma \sqrt{2 / \pi}\, e^{-\mu^2 / 2 \sigma^2} + \mu\, \mathrm{erf}(\mu / \sqrt 2 \sigma)`."""
         scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
         z = mean / scale / math.sqrt(2)
@@ -121,7 +121,7 @@ class Laplace(Factorized):
 class StudentT(Factorized):
     r""":math:`p(w) \propto (1 + w^2 / (\nu\, \mathrm{width}^2))^{-(\nu + 1) / 2}` with :math:`\nu` = `df` degrees of freedom.
 
-    Large weights are expected now and then, so a wide network does not become a Gaussian process, and a far-off weight is hardly pulled
+    Large weights are expected now and then, so a wide network does not become a Gaussian process, and a large weight is hardly pulled
     back. `df=1` is Cauchy's. `width` is not a standard deviation, which is :math:`\sqrt{\nu / (\nu - 2)}` times as large, and infinite
     for :math:`\nu \le 2`. A normal whose variance is InverseGamma(df / 2, df width^2 / 2) has this density.
 
@@ -212,7 +212,7 @@ FIT = (0.63576, 1.87320, 1.48695)  # of Molchanov et al., section 4.2
 class LogUniform(Factorized):
     r""":math:`p(w) \propto 1 / |w|`, flat in :math:`\ln |w|`: a normal weight with a scale of its own under Jeffreys' prior.
 
-    It is improper, and so is its posterior; asked to sample or to score it says so. Its expectation under a Gaussian exists, up to a
+    It is improper, and so is its posterior: sampling and scoring raise an error. Its expectation under a Gaussian exists, up to a
     constant, and is what sparse variational dropout uses. `bounds=(low, high)` of :math:`|w|` make it a density.
 
     >>> LogUniform(bounds=(math.exp(-1), math.e)).log_prob({"w": torch.ones(1)}).exp()  # 1 / 4
@@ -267,8 +267,8 @@ class LogUniform(Factorized):
 class Bernoulli(Factorized):
     r"""Every weight is the second of `values` with `probability`, and else the first: (0, 1), or (-1, 1) for signs.
 
-    A discrete prior has no density, so no method that follows a gradient can use it: it says so, and `log_mass` scores weights that are
-    discrete. With a `temperature` :math:`\lambda` it is the binary concrete relaxation (Maddison et al. 2017), with which discrete
+    A discrete prior has no density, so methods that follow a gradient cannot use it and get an error; `log_mass` scores discrete
+    weights. With a `temperature` :math:`\lambda` it is the binary concrete relaxation (Maddison et al. 2017), with which discrete
     weights are trained: :math:`x = \sigma((\ln \alpha + \ln u - \ln(1 - u)) / \lambda)`, :math:`\alpha = p / (1 - p)`, with the density
 
     .. math:: p(x) = \frac{\lambda \alpha x^{-\lambda - 1} (1 - x)^{-\lambda - 1}}{(\alpha x^{-\lambda} + (1 - x)^{-\lambda})^2}

@@ -22,7 +22,7 @@ RECURRENT = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of which the row
 
 @dataclass(frozen=True)
 class Groups:
-    """A partition of the weights, described once for all priors that share a scale within groups.
+    """A partition of the weights into groups, for priors whose weights share a scale within a group.
 
     "all" weights together; the leaves of a "layer" (a module: its weight and bias) together; every "tensor", "row" (an output unit, or
     the filter of a convolution), "column" (an input unit or channel), "kernel" (the spatial weights from one channel to another),
@@ -45,11 +45,11 @@ class Groups:
 
     @staticmethod
     def of(value: str | Groups) -> Groups:
-        """A description, or one by its word."""
+        """The value itself, or the groups that a word names."""
         return value if isinstance(value, Groups) else Groups(value)  # pyright: ignore[reportArgumentType]
 
     def key(self, name: str) -> str:
-        """What names the groups of a leaf; leaves with the same key share a group."""
+        """The name of a leaf's groups; leaves with the same name share them."""
         return {"all": "", "layer": name.rpartition(".")[0]}.get(self.by, name)
 
     def rows(self, name: str, leaf: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Groups:
             )
 
     def spread(self, name: str, values: Tensor, leaf: Tensor) -> Tensor:
-        """A value for every group, [G], as one for every weight, in the shape of the leaf: the inverse of `rows`."""
+        """Repeat a value of every group, [G], for every weight of the leaf, in its shape: the inverse of `rows`."""
         wide = values.unsqueeze(1).expand(len(values), leaf.numel() // len(values))
         if self.by == "column" and leaf.ndim > 1:
             return wide.reshape(leaf.shape[1], leaf.shape[0], *leaf.shape[2:]).movedim(0, 1)
@@ -175,7 +175,7 @@ class Scaled(Prior):
         return {name: drawn[name] for name in like}
 
     def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:
-        """The scales of the groups given the overall one, then that given them."""
+        """Draw the scales of the groups given the overall scale, then the overall scale given them."""
         free, drawn = self._hyper(params), {}
         sums: dict[str, Tensor] = {}  # of squared weights, [C, G]
         counts: dict[str, int] = {}  # of weights in a group
@@ -212,7 +212,7 @@ class Scaled(Prior):
         return self.overall if name == OVERALL and self.overall is not None else self.local
 
     def _hyper(self, params: Params) -> Params:
-        """The hyperparameters; all of them must be there."""
+        """The hyperparameters; raise if some are missing."""
         wanted = dict.fromkeys(map(self._key, weights(params)))
         wanted |= {OVERALL: None} if self.overall is not None and wanted else {}
         if missing := [name for name in wanted if name not in params]:
@@ -223,13 +223,13 @@ class Scaled(Prior):
         return {name: params[name] for name in wanted}
 
     def _log_scale(self, name: str, params: Params) -> Tensor:
-        """Of the groups of a leaf, [G]."""
+        """The log scales of a leaf's groups, [G]."""
         log = self.local.log_scale(params[self._key(name)])
         return log if self.overall is None else log + self.overall.log_scale(params[OVERALL])
 
 
 def check_scale(scale: object) -> None:
-    """Raise for what is no density of a scale."""
+    """Raise a TypeError unless `scale` is the density of a scale."""
     if not isinstance(scale, Scale):
         raise TypeError(f"scale must be a density such as HalfCauchy(1.0) or InverseGamma(2.0, 2.0); got {scale!r}")
 
@@ -243,7 +243,7 @@ class Hierarchical(Scaled):
     `scale` is a `HalfCauchy`, a `Gamma`, or an `InverseGamma` (of :math:`\tau^2`), whose draws given the weights are in closed form:
     HMC and its kin then draw the scales between trajectories, exactly. `groups` is one of the words of `Groups`.
 
-    The mode over weights and scales together is no good estimate where scales may go to 0: under a half-Cauchy the density has no
+    The mode over weights and scales together is a poor estimate if scales may go to 0: under a half-Cauchy the density has no
     upper bound there. For `MAP` take an `InverseGamma`, or `StudentT`, which is the same with the scales integrated out.
 
     >>> import dubito, torch
@@ -327,7 +327,7 @@ class Jeffreys(Scaled):
 
     .. math:: w_i \mid \tau \sim N(0, \tau_{g(i)}^2), \qquad p(w_g) \propto \lVert w_g \rVert^{-n}
 
-    It is improper, and so is its posterior; asked to sample or to score it says so. `bounds=(low, high)` of the scales make it a
+    It is improper, and so is its posterior: sampling and scoring raise an error. `bounds=(low, high)` of the scales make it a
     density. Without them it is for variational methods, which need it in expectation only, and whose bound is then none on the
     evidence (Hron et al. 2018); with the scales as points it is empirical Bayes, that is, no prior of the scales at all.
 

@@ -15,7 +15,7 @@ PREFIX = "prior:"
 
 
 def prior_params(params: Params) -> Params:
-    """What a prior has a say in: the weights, and its own hyperparameters; not what a likelihood learns."""
+    """The leaves that a prior is about: weights and its own hyperparameters, without what a likelihood learns."""
     return {name: leaf for name, leaf in params.items() if ":" not in name or name.startswith(PREFIX)}
 
 
@@ -25,12 +25,12 @@ def weights(params: Params) -> Params:
 
 
 def zero(params: Params) -> Tensor:
-    """0 on the device of the weights, to which log densities are added."""
+    """0 on the device of the weights, the start of a sum of log densities."""
     return torch.zeros((), device=next(iter(params.values())).device) if params else torch.zeros(())
 
 
 def added(parts: Sequence[Tensor | None], like: Params) -> Tensor | None:
-    """The sum of expectations; None if one of them is None."""
+    """The sum of all entries of the parts; None if a part is None, which has no closed form."""
     known = [part.sum() for part in parts if part is not None]
     return sum(known, zero(like)) if len(known) == len(parts) else None
 
@@ -51,7 +51,7 @@ class Prior(ABC):
 
     @property
     def stacks(self) -> bool:
-        """Whether `gradient` takes stacked leaves [S, ...]; where not, it is mapped over them by `torch.func.vmap`, and bears it."""
+        """Whether `gradient` takes stacked leaves [S, ...]. If not, `torch.func.vmap` maps it over them, and must be able to."""
         return False
 
     @abstractmethod
@@ -60,24 +60,24 @@ class Prior(ABC):
 
     @abstractmethod
     def sample(self, like: Params, generator: torch.Generator | None = None) -> Params:
-        """One draw in the shapes of `like`; of the hyperparameters too, where `like` holds them."""
+        """One draw in the shapes of `like`, including the hyperparameters if `like` holds them."""
 
     def parameters(self, weights: Params) -> Params:
-        """The hyperparameters that are inferred along with these weights, at their start, named "prior:..."."""
+        """Initial values of the hyperparameters that are inferred along with these weights, named "prior:..."."""
         return {}
 
     def log_hyper(self, params: Params) -> Tensor | float:
-        """The part of `log_prob` that is the density of the hyperparameters alone: without it, that of the weights given them."""
+        """The log density of the hyperparameters alone. `log_prob` minus it is the log density of the weights given them."""
         return 0.0
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of parameter names that it is given by, where it is; each of them must be found in some name."""
+        """The patterns of parameter names in its arguments; each must match some parameter of the network."""
         return ()
 
     @property
     def improper(self) -> bool:
-        """Whether the density of the weights is known up to a constant only; given the hyperparameters, where there are some."""
+        """Whether the density of the weights (given the hyperparameters, if there are any) cannot be normalized."""
         return False
 
     def gradient(self, params: Params) -> Params:
@@ -101,9 +101,9 @@ class Prior(ABC):
 
     def resample(self, params: Params, temperature: float, generator: torch.Generator) -> Params:
         """A draw of the hyperparameters given the weights (and each other), for C chains with leaves [C, ...], from the conditional
-        of the density raised to 1 / temperature, where that has a closed form. Otherwise nothing."""
+        distribution of the density raised to 1 / temperature, if that has a closed form; else {}."""
         return {}
 
     def units(self, params: Params) -> Params:
-        """How far the prior lets each coordinate go, in the shapes of `params`: the lengths in which samplers measure steps."""
+        """A typical size of each coordinate under the prior, in the shapes of `params`; samplers measure their steps in it."""
         return {name: torch.ones_like(leaf) for name, leaf in params.items()}

@@ -21,7 +21,7 @@ IMPROPER = (
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy or torch as Python's own, so that priors can be compared and printed; anything else as it is."""
+    """A number of NumPy or torch as a Python number, so that priors can be compared and printed; anything else as it is."""
     constant = isinstance(value, Tensor) and value.ndim == 0 and not value.requires_grad  # one to be trained would stand still
     return float(value) if constant or (isinstance(value, Real) and type(value) not in (int, bool)) else value
 
@@ -57,7 +57,7 @@ class Scale(ABC):
         """A draw of the free coordinate for every element."""
 
     def log_scale(self, free: Tensor) -> Tensor:
-        """The logarithm of the scale from its free coordinate: mostly the same."""
+        """The logarithm of the scale as a function of its free coordinate; by default the same."""
         return free
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor | None:
@@ -68,8 +68,8 @@ class Scale(ABC):
     def conditional(
         self, free: Tensor, count: int, squares: Tensor, temperature: float, generator: torch.Generator
     ) -> Tensor | None:
-        """A draw given `count` normal weights of this scale, the squares of which sum to `squares` (as `free`), of the density raised
-        to 1 / temperature, where it has a closed form; it may depend on where the scale is now."""
+        """Draw the free coordinate given `count` normal weights of this scale whose squares sum to `squares` (shaped as `free`), from
+        the density raised to 1 / temperature, if that has a closed form; else None. The draw may depend on the current value."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Weights that are either there or not (Mitchell & Beauchamp 1988, George & McCulloch 1993)."""
+"""Weights that are either in use or next to 0 (Mitchell & Beauchamp 1988, George & McCulloch 1993)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class SpikeAndSlab(Prior):
         return params[LOGIT]
 
     def _both(self, leaf: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
-        """Log densities of slab and spike with their shares."""
+        """The log densities of slab and spike, each plus the log of its share."""
         log, logit = torch.nn.functional.logsigmoid, logit.to(leaf)
         constant = -0.5 * math.log(2 * math.pi)
         return (
