@@ -135,7 +135,7 @@ def problem(name: str, *, unfamiliar: tuple[str, ...] = ()) -> Problem:
     if name.startswith("uci:"):
         if unfamiliar:
             raise ValueError(
-                f"{name} is a table, and {unfamiliar[0]} is none with its inputs: give an NPZ file of such inputs, or none"
+                f"{name} is a table, and {unfamiliar[0]} has other inputs: give an NPZ file of such inputs, or leave it out"
             )
         return _uci(name)
     require(name in KNOWN, f"no data set is called {name!r}; there are {', '.join(KNOWN)}, and CSV and NPZ files of your own")
@@ -181,9 +181,7 @@ def others(names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, Tensor]:
     if unknown:
         raise ValueError(f"no image set is called {unknown[0]!r}; there are {', '.join(IMAGE_SETS)}")
     if names and len(shape) != 3:
-        raise ValueError(
-            f"{names[0]} holds images, and the inputs here are of the shape {list(shape)}: give a file of such inputs"
-        )
+        raise ValueError(f"{names[0]} holds images, and the inputs here have the shape {list(shape)}: give a file of such inputs")
     return {name: resized(IMAGE_SETS[name]("test").x, shape) for name in names}
 
 
@@ -255,7 +253,7 @@ def of_table(
     """
     x, y, classes = table.x, table.y, bool(table.classes)
     if y is None:
-        raise ValueError("a table to compare methods on has targets: name the column to predict")
+        raise ValueError("the table has no targets: name the column to predict")
     held = round(held_out * len(y))
     both = f"a held-out share of {held_out:g} of {len(y)} rows must leave both training and test rows; give another, such as 0.2"
     require(0 < held < len(y), both)

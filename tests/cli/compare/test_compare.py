@@ -438,7 +438,7 @@ def test_limits_and_sizes(digits):
     few = replace(ordered, people=torch.arange(18.0)).limited(None, 9)
     assert len(few.split(0).y_test.unique()) == 3
     assert torch.equal(few.people, torch.arange(18.0)[(ordered.split(0).x_test[:, None] == few.split(0).x_test).all(-1).any(1)])
-    with pytest.raises(ValueError, match="is a table, and kmnist is none"):
+    with pytest.raises(ValueError, match="is a table, and kmnist has other inputs"):
         problem("uci:yacht", unfamiliar=("kmnist",))
     assert resized(torch.rand(2, 1, 28, 28), (3, 32, 32)).shape == (2, 3, 32, 32)
     with pytest.raises(ValueError, match="no data set is called 'mnits'"):

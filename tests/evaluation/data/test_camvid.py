@@ -44,7 +44,7 @@ def test_smaller(folder, tmp_path):
 
 
 def test_what_does_not_fit_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match='"train", "val" or "test"'):
+    with pytest.raises(ValueError, match="part must be one of 'train', 'val', 'test'"):
         camvid("valid", root=tmp_path)
     with pytest.raises(FileNotFoundError, match="test is not there"):
         camvid("test", root=tmp_path)

@@ -36,5 +36,5 @@ def test_every_image_is_in_one_part_once():
 
 @pytest.mark.parametrize("share", [0, 1, 1.5])
 def test_the_test_part_is_a_share(share):
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match="test must be above 0 and below 1"):
         digits(test=share)

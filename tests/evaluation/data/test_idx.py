@@ -65,7 +65,7 @@ def test_broken_files(content, message, tmp_path):
 
 @pytest.mark.parametrize("reader", [mnist, kmnist])
 def test_unknown_part(reader, tmp_path):
-    with pytest.raises(ValueError, match='"train" or "test", not \'valid\''):
+    with pytest.raises(ValueError, match="part must be one of 'train', 'test'; got 'valid'"):
         reader("valid", root=tmp_path)
 
 

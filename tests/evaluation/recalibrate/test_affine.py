@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_said():
         VectorScaling().fit(LatentMixture(Categorical(), p.means[:, :4]), y[:4])
     with pytest.raises(ValueError, match="was fitted to 2 outputs; this predictive has 3"):
         VectorScaling(penalty=0.1).fit(p, y)(LatentMixture(Categorical(), torch.zeros(1, 1, 3)))
-    with pytest.raises(ValueError, match="a penalty is 0 or more"):
+    with pytest.raises(ValueError, match="penalty must be at least 0"):
         VectorScaling(penalty=-1.0)
     with pytest.raises(ValueError, match="regularizer must be one of 'odir', 'l2'"):
         MatrixScaling(regularizer="l1")

@@ -188,7 +188,7 @@ def test_intervals_by_hand_and_jointly():
 def test_too_few_examples_are_told_of():
     f, y = drawn(9, source(), classes=2)
     p = LatentMixture(Categorical(), f)
-    with pytest.warns(UserWarning, match=r"too few held-out examples: 9. A level of 0.95 takes at least 19; .* all classes"):
+    with pytest.warns(UserWarning, match=r"too few held-out examples: 9. A level of 0.95 needs at least 19; .* all classes"):
         rule = ConformalSets("lac").fit(p, y, level=0.95)
     assert bool(rule(p).all())
     with pytest.warns(UserWarning, match="class 1 \\(1\\)"):

@@ -38,7 +38,7 @@ def test_there_and_back(method, tmp_path):
 
 
 def test_what_is_no_map_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"what is saved is a fitted map, as Temperature\(\).fit\(...\) gives; got a Temperature"):
+    with pytest.raises(TypeError, match=r"save takes a fitted map, such as Temperature\(\).fit\(...\); got a Temperature"):
         r.save(r.Temperature(), tmp_path / "map.safetensors")
     store.write(tmp_path / "other.safetensors", {"a": torch.zeros(1)}, {"kind": "posterior"})
     with pytest.raises(store.FileError, match="not a map"):

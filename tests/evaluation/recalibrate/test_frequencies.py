@@ -79,9 +79,9 @@ def test_positions_and_errors():
         Isotonic().fit(LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 2, 1)), torch.zeros(2))
     with pytest.raises(ValueError, match="a map of frequencies was fitted to 3 outputs; this predictive has 2"):
         fix(LatentMixture(Categorical(), torch.zeros(1, 1, 2)))
-    with pytest.raises(ValueError, match="floor is the least frequency"):
+    with pytest.raises(ValueError, match="floor must be at least 0 and below 0.5"):
         Isotonic(floor=0.5)
-    with pytest.raises(ValueError, match="at least one bin"):
+    with pytest.raises(ValueError, match="bins must be at least 1|by must be one of"):
         Histogram(bins=0)
 
 

@@ -229,7 +229,7 @@ def test_errors_in_words():
         Variance().fit(LatentMixture(Gaussian(scale=1.0), torch.zeros(1, 3, 1)), torch.zeros(3))
     with pytest.raises(ValueError, match="by must be one of 'nll', 'moments'; got 'mad'"):
         Variance(by="mad")
-    with pytest.raises(ValueError, match="one piece or more"):
+    with pytest.raises(ValueError, match="pieces must be at least 1"):
         Quantiles(pieces=0)
     with pytest.raises(ValueError, match="level must be above 0 and below 1"):
         warped(p).quantile(1.0)

@@ -112,7 +112,7 @@ def test_other_errors(problem):
     posterior, x, y = problem
     with pytest.raises(ValueError, match="120 inputs for 119 targets"):
         sweep(posterior, x, y[1:])
-    with pytest.raises(ValueError, match="attacks are 'fgsm' and 'pgd'; got 'cw'"):
+    with pytest.raises(ValueError, match="kind must be one of 'fgsm', 'pgd'; got 'cw'"):
         Attacks((0.1,), None, kinds=("cw",))
 
 

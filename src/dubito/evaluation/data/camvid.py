@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.evaluation.data.examples import Examples, locate
-from dubito.tensors.checks import require
+from dubito.tensors.checks import one_of, require
 
 CLASSES = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "cyclist")
 VOID = 11  # the label of pixels that are none of these: `Categorical(dim=1, ignore_index=VOID)` leaves them out
@@ -37,7 +37,7 @@ def camvid(part: Part = "train", *, size: tuple[int, int] | None = None, root: s
     >>> x.shape, y.shape  # doctest: +SKIP
     (torch.Size([101, 3, 60, 80]), torch.Size([101, 60, 80]))
     """
-    require(part in ("train", "val", "test"), f'part is "train", "val" or "test", not {part!r}')
+    one_of(("train", "val", "test"), part=part)
     require(size is None or (len(size) == 2 and min(size) >= 1), f"size is a height and a width, both positive; got {size}")
     folder = locate("camvid", part, root=root)
     names = {suffix: sorted(path.stem for path in folder.glob(f"*.{suffix}")) for suffix in ("webp", "png")}
@@ -60,7 +60,7 @@ def _pair(path: Path, size: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
     with Image.open(path.with_suffix(".webp")) as image, Image.open(path.with_suffix(".png")) as labels:
         x = torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0).float().div_(255)
         if labels.mode not in ("L", "P"):
-            raise ValueError(f"{labels.filename}: labels are one number a pixel; this image is in colour ({labels.mode})")
+            raise ValueError(f"{labels.filename}: labels must be one number a pixel; this image is in colour ({labels.mode})")
         y = torch.from_numpy(np.array(labels)).long()
     if x.shape[1:] != y.shape:
         raise ValueError(f"{path}: the image is {list(x.shape[1:])} and its labels are {list(y.shape)}")

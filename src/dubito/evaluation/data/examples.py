@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from dubito.tensors.checks import require
+from dubito.tensors.checks import one_of
 
 
 def locate(*parts: str, root: str | Path | None = None) -> Path:
@@ -20,7 +20,7 @@ def locate(*parts: str, root: str | Path | None = None) -> Path:
     if not folder:
         wanted = "/".join(parts)
         raise FileNotFoundError(
-            f"no folder of data sets is known: set the environment variable DUBITO_DATA to that which has {wanted}, or give root="
+            f"the folder of data sets is not known: set the environment variable DUBITO_DATA to the folder with {wanted}, or give root="
         )
     path = Path(folder, *parts)
     if not path.exists():
@@ -52,4 +52,4 @@ class Split(NamedTuple):
 
 def check_part(part: str) -> None:
     """Raise a ValueError unless `part` is "train" or "test"."""
-    require(part in ("train", "test"), f'part is "train" or "test", not {part!r}')
+    one_of(("train", "test"), part=part)

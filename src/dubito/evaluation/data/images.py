@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.data.examples import Examples, Part, Split, check_part, locate
-from dubito.tensors.checks import require
+from dubito.tensors.checks import between, require
 
 
 def mnist(part: Part = "train", *, root: str | Path | None = None) -> Examples:
@@ -140,7 +140,7 @@ def digits(*, seed: int = 0, test: float = 0.25) -> Split:
     >>> split.x_train.shape, split.y_test.shape
     (torch.Size([1348, 1, 8, 8]), torch.Size([449]))
     """
-    require(0 < test < 1, f"test is the share of the examples kept for testing, between 0 and 1, not {test}")
+    between(0, 1, test=test)
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)

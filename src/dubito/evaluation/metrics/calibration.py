@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dubito.evaluation.metrics.reading import Array, choices, forecasts, judged, labelled, precise, targets, tensor
 from dubito.posteriors.predictive import Predictive
-from dubito.tensors.checks import at_least, between, require
+from dubito.tensors.checks import at_least, between, one_of
 
 Binning = Literal["width", "mass"]
 
@@ -263,7 +263,7 @@ def _edges(confidence: Tensor, bins: int, by: Binning) -> Tensor:
     at_least(1, bins=bins)
     if by == "width":
         return torch.arange(bins + 1, dtype=confidence.dtype, device=confidence.device) / bins
-    require(by == "mass", f"bins are by 'width' or by 'mass'; got by={by!r}")
+    one_of(("width", "mass"), by=by)
     n = confidence.numel()
     ends = confidence.new_tensor([0.0, 1.0])
     if not n:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dubito.evaluation.metrics.reading import Array, suits, tensor
 from dubito.posteriors.predictive import Predictive
-from dubito.tensors.checks import between, require
+from dubito.tensors.checks import between
 
 STEPS = 50  # coverages that `threshold` looks at for a guarantee: 2 %, 4 %, ..., and all
 
@@ -211,7 +211,7 @@ def threshold(scores: Array, errors: Array, *, risk: float, confidence: float | 
     >>> sure.coverage, sure.bound <= 0.02
     (0.5..., True)
     """
-    require(0 <= risk <= 1 or confidence is None, f"a risk with a guarantee lies between 0 and 1; got risk={risk}")
+    between(0, 1, include="both", risk=None if confidence is None else risk)
     scores, errors = _matching(scores, errors)
     ranking = Ranking.of(scores, errors)
     count, lost = ranking.size.cumsum(0), ranking.losses.cumsum(0)

@@ -53,7 +53,7 @@ def crps_of(p: Predictive, y: Array) -> Tensor:
     if (own := getattr(p, "crps", None)) is not None:  # of a Student-t, or recalibrated
         return precise(own(y)).flatten()
     if not isinstance(p, LatentMixture):
-        raise ValueError(f"crps is exact for mixtures of Gaussians; a {type(p).__name__} is none")
+        raise ValueError(f"crps needs a mixture of Gaussians or a predictive with a method `crps`; got a {type(p).__name__}")
     marginal, weights = p.marginals
     if not isinstance(marginal, Normal):
         return _integrated_crps(p, y).flatten()
@@ -214,7 +214,7 @@ def pit_of(p: Predictive, y: Array, name: str) -> Tensor:
 
 def _quantile_calibration(p: Predictive, y: Array, levels: Sequence[float], name: str) -> QuantileCalibration:
     at = torch.tensor(list(levels), dtype=torch.float64, device=p.mean.device)
-    require(len(at) and bool(((at > 0) & (at < 1)).all()), f"the levels of quantiles lie between 0 and 1; got {list(levels)}")
+    require(len(at) and bool(((at > 0) & (at < 1)).all()), f"levels must lie between 0 and 1; got {list(levels)}")
     values = pit_of(p, y, name).flatten().double()
     below = torch.searchsorted(values.sort().values, at, right=True)
     return QuantileCalibration(at, below.double() / len(values) if len(values) else torch.full_like(at, math.nan), len(values))

@@ -47,8 +47,8 @@ def tell(groups: list[tuple[int, str]], level: float, instead: str) -> None:
     least = math.ceil(level / (1 - level) - 1e-9)
     named = ", ".join(f"{name} ({n})" if name else str(n) for n, name in small[:5]) + (", ..." if len(small) > 5 else "")
     warnings.warn(
-        f"too few held-out examples: {named}. A level of {level:g} takes at least {least}; until then the quantile is infinite, and "
-        f"what is given is {instead}",
+        f"too few held-out examples: {named}. A level of {level:g} needs at least {least}; with fewer the quantile is infinite, and "
+        f"the answer is {instead}",
         stacklevel=3,
     )
 

@@ -40,7 +40,7 @@ def save(fitted: Map, path: str | os.PathLike) -> None:
     """
     kind = next((name for name, known in KINDS.items() if isinstance(fitted, known)), None)
     if kind is None:
-        raise TypeError(f"what is saved is a fitted map, as Temperature().fit(...) gives; got a {type(fitted).__name__}")
+        raise TypeError(f"save takes a fitted map, such as Temperature().fit(...); got a {type(fitted).__name__}")
     values = {field.name: getattr(fitted, field.name) for field in dataclasses.fields(fitted)}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     plain: dict[str, Any] = {name: value for name, value in values.items() if name not in tensors}

@@ -15,7 +15,7 @@ from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.predictives import RecalibratedClasses, recalibrated
 from dubito.posteriors.predictive import Predictive
 from dubito.posteriors.predictive.predictive import FLOOR
-from dubito.tensors.checks import require
+from dubito.tensors.checks import at_least, between, one_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Isotonic:
     floor: float | None = None
 
     def __post_init__(self):
-        _check(self.floor)
+        between(0, 0.5, include="low", floor=self.floor)
 
     def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Frequencies:
         """The best rising function of every class for held-out data."""
@@ -66,9 +66,9 @@ class Histogram:
     floor: float | None = None
 
     def __post_init__(self):
-        _check(self.floor)
-        if self.bins < 1 or self.by not in ("mass", "width"):
-            raise ValueError(f"there is at least one bin, by 'mass' or by 'width'; got bins={self.bins}, by={self.by!r}")
+        between(0, 0.5, include="low", floor=self.floor)
+        at_least(1, bins=self.bins)
+        one_of(("mass", "width"), by=self.by)
 
     def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> Frequencies:
         """The frequencies in every bin of held-out data."""
@@ -147,7 +147,3 @@ def _histogram(probs: Tensor, hits: Tensor, bins: int, by: str) -> tuple[Tensor,
     count, seen = zero.index_add(0, which, torch.ones_like(probs)), zero.index_add(0, which, hits)
     middle = (edges + torch.cat([zero[:1], edges[:-1]])) / 2
     return edges, torch.where(count > 0, seen / count.clamp_min(1), middle)
-
-
-def _check(floor: float | None) -> None:
-    require(floor is None or 0 <= floor < 0.5, f"floor is the least frequency that is believed, from 0 to below 1/2; got {floor}")

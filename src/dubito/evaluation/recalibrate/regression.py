@@ -14,7 +14,7 @@ from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
 from dubito.evaluation.recalibrate.predictives import Exact, RecalibratedNumbers, exact, log_density
 from dubito.posteriors.predictive import Predictive
-from dubito.tensors.checks import one_of, require
+from dubito.tensors.checks import at_least, one_of, require
 
 RANGE, GRID, SECTIONS = 4.0, 33, 60
 
@@ -105,7 +105,7 @@ def _search(kept: list[tuple[Exact, Tensor]], start: Tensor, *, shared: bool) ->
     best = torch.stack([score(start + offset) for offset in offsets]).argmin(0)
     if bool(((best == 0) | (best == GRID - 1)).any()):
         raise ValueError(
-            "no factor of the variance is best within reason: the held-out targets are predicted without an error, or are not those of "
+            "no factor between e^-4 and e^4 is best: the held-out targets are predicted without an error, or are not those of "
             "this predictive"
         )
     step, golden = 2 * RANGE / (GRID - 1), (math.sqrt(5) - 1) / 2
@@ -151,7 +151,7 @@ class Quantiles:
     per_output: bool = True
 
     def __post_init__(self):
-        require(self.pieces is None or self.pieces >= 1, f"a map has one piece or more; got pieces={self.pieces}")
+        at_least(1, pieces=self.pieces)
 
     def fit(self, predictive: Predictive | Batches, y: Array | None = None) -> QuantileMap:
         """The map for held-out data."""
@@ -163,7 +163,7 @@ class Quantiles:
         lost = ((levels < LOST) | (levels > 1 - LOST)).double().mean()
         if count >= 20 and float(lost) > 0.05:
             raise ValueError(
-                f"{float(lost):.0%} of the held-out targets lie so far from what is predicted that their levels are 0 or 1: fit "
+                f"{float(lost):.0%} of the held-out targets lie so far from the prediction that their quantile levels are 0 or 1: fit "
                 "Variance first, and Quantiles to the predictives that it gives"
             )
         levels = levels if self.per_output else levels.reshape(-1, 1)

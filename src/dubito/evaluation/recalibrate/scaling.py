@@ -237,5 +237,8 @@ def _best(held: Held, fit_map: Callable[[Held, float], Affine], penalty: Penalti
 def _candidates(penalty: Penalties) -> Sequence[float]:
     """The penalties to choose from, the largest first."""
     values = sorted(penalty if isinstance(penalty, tuple) else (penalty,), reverse=True)
-    require(values and all(value >= 0 for value in values), f"a penalty is 0 or more, or several to choose from; got {penalty}")
+    require(
+        values and all(value >= 0 for value in values),
+        f"penalty must be at least 0, or several such numbers; got {penalty}",
+    )
     return values

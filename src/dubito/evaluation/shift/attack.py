@@ -17,7 +17,7 @@ from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.shift.filters import normal, uniform
 from dubito.posteriors import Posterior
 from dubito.posteriors.functions import Functions, Mixed, plain
-from dubito.tensors.checks import at_least, positive, require
+from dubito.tensors.checks import at_least, one_of, positive, require
 from dubito.tensors.randomness import generator
 
 Norm = Literal["linf", "l2"]
@@ -123,17 +123,17 @@ def pgd(
 
 def check(x: Tensor, size: float, bounds: Bounds, norm: str) -> None:
     """Raise a ValueError, in words, where there is nothing to attack."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"an attack moves one tensor of real numbers; got {kind}: divide bytes by 255, embed words")
-    require(size >= 0, f"size is how far an input may be moved, at least 0; got {size}")
-    require(norm in ("linf", "l2"), f"norm is 'linf' (every number by at most size) or 'l2' (all together); got {norm!r}")
+    dtype = getattr(x, "dtype", type(x).__name__)
+    real = getattr(dtype, "is_floating_point", False)
+    require(real, f"x must be one tensor of real numbers; got {dtype}: divide bytes by 255, embed words")
+    at_least(0, size=size)
+    one_of(("linf", "l2"), norm=norm)
     if bounds is not None:
         low, high = bounds
         outside = (x.detach() < torch.as_tensor(low).to(x)) | (x.detach() > torch.as_tensor(high).to(x))
         if bool(outside.any()):
             raise ValueError(
-                f"{int(outside.sum())} numbers of x lie outside the bounds: give the bounds of the inputs as they are given here"
+                f"{int(outside.sum())} numbers of x lie outside `bounds`: give the bounds of x itself, before `transform`"
             )
 
 
@@ -170,9 +170,7 @@ def _slope(score: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor
         x = x.detach().requires_grad_()
         value = score(x)
         if not value.requires_grad:
-            raise ValueError(
-                "the prediction does not depend on x in a way that can be differentiated: is `transform` made of torch functions?"
-            )
+            raise ValueError("the prediction has no gradient with respect to x: make `transform` of torch functions")
         (slope,) = torch.autograd.grad(value.sum(), x)
     return value.detach(), slope
 

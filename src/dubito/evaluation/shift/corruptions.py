@@ -102,9 +102,10 @@ def check_images(images: Tensor) -> None:
 
 def are_bytes(images: Tensor) -> bool:
     """Whether images are bytes; an error if they are not images at all."""
-    given = f"{list(images.shape)} of {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
-    whole = isinstance(images, Tensor) and images.dtype == torch.uint8
-    fine = isinstance(images, Tensor) and images.ndim == 4 and (whole or images.is_floating_point())
+    dtype = getattr(images, "dtype", None)
+    whole = dtype == torch.uint8
+    fine = (whole or getattr(dtype, "is_floating_point", False)) and images.ndim == 4
+    given = type(images).__name__ if dtype is None else f"{list(images.shape)} of {dtype}"
     require(fine, f"images are a tensor [B, C, H, W] of real numbers, or [B, H, W, C] of bytes; got {given}")
     return whole
 

@@ -101,7 +101,7 @@ class Attacks(Shift):
 
     def __post_init__(self):
         for kind in self.kinds:
-            require(kind in ("fgsm", "pgd"), f"attacks are 'fgsm' and 'pgd'; got {kind!r}")
+            one_of(("fgsm", "pgd"), kind=kind)
 
     def check(self, x: Tensor) -> None:
         """The inputs must lie within the bounds."""
@@ -203,7 +203,7 @@ def sweep(
 def _targets(x: Tensor, y: Array | None) -> Tensor:
     if not isinstance(x, Tensor) or y is None:
         given = "no targets" if y is None else f"a {type(x).__name__}"
-        raise TypeError(f"x is one tensor, which is shifted as a whole, and y the targets of all its rows; got {given}")
+        raise TypeError(f"x must be one tensor, and y the targets of all its rows; got {given}")
     y = torch.as_tensor(y)
     require(len(x) == len(y) and len(x), f"there are {len(x)} inputs for {len(y)} targets: give one for each, and at least one")
     return y
@@ -217,7 +217,7 @@ def _shift(shift: Shift | Sequence[str] | str) -> Shift:
         )
         return NAMED[shift]()
     shifts = shift if isinstance(shift, Shift) else Corruptions(tuple(shift))
-    require(shifts.kinds and any(shifts.levels), "a shift has at least one kind and one level other than 0")
+    require(shifts.kinds and any(shifts.levels), "a shift must have at least one kind, and one level other than 0")
     return shifts
 
 
