@@ -99,9 +99,7 @@ class _Arrays:
         return self._cast(model, _rows_of(self.arrays, which))
 
     def _cast(self, model: Model, x: Inputs) -> Any:
-        if not self.recast:
-            return x
-        return tree.apply_leaves(lambda leaf: leaf.to(_dtype(model)) if leaf.is_floating_point() else leaf, x)
+        return tree.move(x, dtype=_dtype(model)) if self.recast else x
 
 
 class _Items:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dubito._moved import renamed, renamed_fields
 from dubito.apps.network import Network, average_over, check_real, examples, last_linear, networks, posterior_of
-from dubito.evaluation.judge import rank
+from dubito.evaluation.judge import separation
 from dubito.evaluation.measures import MEASURES
 from dubito.evaluation.reservoir import Reservoir
 from dubito.model import Model
@@ -77,9 +77,8 @@ def detection(familiar: Tensor, unfamiliar: Tensor) -> Detection:
     >>> detection(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.35, 0.9]))
     Detection(auroc=0.875, aupr_out=0.8333..., aupr_in=0.95, fpr95=0.5)
     """
-    score = torch.cat([scores.detach().flatten().to(familiar.device, torch.float64) for scores in (familiar, unfamiliar)])
-    unknown = torch.arange(len(score), device=score.device) >= familiar.numel()
-    return Detection(*rank(score, unknown, ("auroc", "aupr_error", "aupr_success", "fpr95")).values())
+    known, unknown = (scores.detach().flatten().to(familiar.device, torch.float64) for scores in (familiar, unfamiliar))
+    return Detection(*separation(known, unknown, ("auroc", "aupr_error", "aupr_success", "fpr95")).values())
 
 
 @dataclass(frozen=True)
