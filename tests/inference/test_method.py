@@ -61,6 +61,9 @@ def test_class_attributes_of_methods_of_version_0_1_count_as_traits():
     class Old:
         post_hoc = True
         may_grow = "n_draws"
+        weighs = False
+        starts_anew = True
 
     traits = traits_of(Old())
     assert (traits.post_hoc, traits.length_field, traits.many_starts) == (True, "n_draws", False)
+    assert (traits.starts_anew, traits.takes_example_weights) == (True, False)

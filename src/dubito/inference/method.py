@@ -19,7 +19,13 @@ from dubito.tensors import store
 from dubito.tensors.tree import Buffers, Params
 
 State = TypeVar("State")
-ATTRIBUTES = {"post_hoc": "post_hoc", "may_grow": "length_field"}  # class attributes of methods of version 0.1, and their traits
+ATTRIBUTES = {  # class attributes of methods of version 0.1, and their traits
+    "post_hoc": "post_hoc",
+    "may_grow": "length_field",
+    "starts_anew": "starts_anew",
+    "many_starts": "many_starts",
+    "weighs": "takes_example_weights",
+}
 Info = Mapping[str, Any]  # what a diagnostic or a person wants to see of a step; tensors may stay on their device
 
 
