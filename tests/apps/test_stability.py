@@ -407,7 +407,7 @@ def test_refusals(reports):
         found["plain"].level(0.1)
     with pytest.raises(ValueError, match="at least one"):
         stability(fits["plain"], x, y, sizes=[], bounds=None)
-    with pytest.raises(ValueError, match="outside the bounds"):
+    with pytest.raises(ValueError, match="outside `bounds`"):
         stability(fits["plain"], x + 1, y, sizes=[0.1], bounds=(0, 1))
     several = Point(Model(nn.Linear(4, 3), Bernoulli()), {}, {})
     with pytest.raises(ValueError, match=r"one label for each input; got targets \[80, 3\]"):

@@ -128,7 +128,7 @@ def test_without_examples_and_with_nonsense():
         assert mce(none, y[:0], by=by).isnan()
         assert classwise_ece(none, y[:0], by=by).isnan()
     assert brier_decomposition(none, y[:0]).score.isnan()
-    with pytest.raises(ValueError, match="'width' or by 'mass'; got by='size'"):
+    with pytest.raises(ValueError, match="by must be one of 'width', 'mass'; got 'size'"):
         ece(p, y, by="size")
     with pytest.raises(ValueError, match="bins must be at least 1; got 0"):
         ece(p, y, bins=0)

@@ -134,7 +134,7 @@ def test_thresholds_refuse_nonsense():
     scores, errors = given()
     with pytest.raises(ValueError, match="0 or 1: leave out `confidence`"):
         threshold(scores, errors * 0.5, risk=0.1, confidence=0.9)
-    with pytest.raises(ValueError, match="got risk=5"):
+    with pytest.raises(ValueError, match="risk must be at least 0 and at most 1; got 5"):
         threshold(scores, errors, risk=5, confidence=0.9)
     with pytest.raises(ValueError, match="confidence must be above 0 and below 1; got 95"):
         threshold(scores, errors, risk=0.1, confidence=95)

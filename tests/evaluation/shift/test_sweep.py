@@ -96,7 +96,7 @@ def test_regression():
         ({"shift": ["rain"]}, "no corruption 'rain'"),
         ({"shift": Corruptions(("fog",), (0.5,))}, "severity is 1, 2, 3, 4 or 5; got 0.5"),
         ({"shift": Corruptions((), (1,))}, "at least one kind"),
-        ({"shift": Attacks((0.1,), (0.5, 1))}, "outside the bounds"),
+        ({"shift": Attacks((0.1,), (0.5, 1))}, "outside `bounds`"),
         ({"metrics": ["f1"]}, "metric must be one of 'accuracy', .* got 'f1'"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"shift": ["saturate"]}, "these images are gray"),
