@@ -171,12 +171,25 @@ def test_frames():
         as_frame(np.zeros((2, 2, 2)))
 
 
-def test_data_frames():
-    frames = pytest.importorskip("polars")
-    frame = as_frame(frames.DataFrame({"a": [1, None], "b": ["x", None], "d": [datetime.date(2024, 1, 2), None]}))
-    assert frame["b"] == ["x", ""]
-    assert frame["d"] == ["2024-01-02", ""]
-    assert np.isnan(frame["a"][1])
+COLUMNS = {"a": [1, None, 3], "b": ["x", None, "z"], "d": [datetime.date(2024, 1, 2), None, None], "t": [True, None, False]}
+
+
+def check_frame(frame):
+    assert np.array_equal(frame["a"], [1, np.nan, 3], equal_nan=True)
+    assert frame["b"] == ["x", "", "z"]
+    assert [cell[:10] for cell in frame["d"]] == ["2024-01-02", "", ""]
+    assert frame["t"] == ["True", "", "False"]
+
+
+def test_polars():
+    check_frame(as_frame(pytest.importorskip("polars").DataFrame(COLUMNS)))
+
+
+def test_pandas():
+    pandas = pytest.importorskip("pandas")
+    check_frame(as_frame(pandas.DataFrame(COLUMNS)))
+    check_frame(as_frame(pandas.DataFrame(COLUMNS).convert_dtypes()))
+    check_frame(as_frame(pandas.DataFrame(COLUMNS).astype({"d": "datetime64[ns]", "b": "category"})))
 
 
 def test_targets_by_name_and_beside_the_table():

@@ -40,15 +40,17 @@ def as_frame(table: Any) -> dict[str, Raw]:
 
 
 def as_column(values: Any) -> Raw:
-    """Numbers and booleans as float64 with NaN for what is missing; everything else as cells of text."""
+    """Numbers as float64 with NaN for what is missing; everything else as cells of text.
+
+    >>> as_column([1, None]), as_column([True, None])
+    (array([ 1., nan]), ['True', ''])
+    """
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
-    if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
-        return values.astype(np.float64)
-    kind = getattr(getattr(values, "dtype", None), "kind", "")  # of a NumPy type inside pandas
-    cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    if kind in ("i", "u", "f"):
-        return np.array(cells, dtype=np.float64)
+    array = values.to_numpy() if hasattr(values, "to_numpy") else values
+    if isinstance(array, np.ndarray) and array.dtype.kind in "iuf":
+        return array.astype(np.float64)
+    cells = [None if as_cell(value) == "" else value for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
     if all(cell is None or (isinstance(cell, int | float | np.number) and not isinstance(cell, bool)) for cell in cells):
         return np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
     return [as_cell(cell) for cell in cells]
