@@ -96,6 +96,7 @@ class MultiTask(Likelihood):
 
     def _targets(self, y: Tensor | dict[str, Tensor], f: Tensor) -> dict[str, Tensor]:
         def channels_last(y: Tensor) -> Tensor:
+            """The columns of the tasks as the last axis."""
             return y.movedim(self.dim, -1) if y.ndim == f.ndim else y
 
         if named := self._by_name(y):
