@@ -252,9 +252,9 @@ def _of_numbers(at: Functions, targets: Functions) -> Tensor:
         cov = torch.einsum("s,sbc,sbd->bcd", weights, values, values) + torch.diag_embed(noise.double())
         return torch.linalg.cholesky(cov)
 
-    here, there = _center(at.values), _center(targets.values)
-    a = torch.linalg.solve_triangular(_root(here, at.noise), here.permute(1, 2, 0), upper=False)  # [B, C, S], white
-    b = torch.linalg.solve_triangular(_root(there, targets.noise), there.permute(1, 2, 0), upper=False)
+    candidates, wanted = _center(at.values), _center(targets.values)
+    a = torch.linalg.solve_triangular(_root(candidates, at.noise), candidates.permute(1, 2, 0), upper=False)  # [B, C, S], white
+    b = torch.linalg.solve_triangular(_root(wanted, targets.noise), wanted.permute(1, 2, 0), upper=False)
     cross = torch.einsum("s,bcs,tds->btcd", weights, a, b)  # correlations
     eye = torch.eye(cross.shape[-1], dtype=cross.dtype, device=cross.device)
     return -0.5 * torch.linalg.slogdet(eye - cross @ cross.mT).logabsdet.mean(1).to(at.values)
@@ -290,8 +290,8 @@ class Outcomes:
         """What each of some candidates would add, [n]."""
         probs = self.probs[rows]  # [n, S, C]
         n, draws, width = probs.shape
-        given = self.shares @ probs.transpose(0, 1).reshape(draws, -1)  # [M, n C]
-        left = (self.configurations @ torch.special.entr(given)).reshape(n, width).sum(-1)
+        conditional = self.shares @ probs.transpose(0, 1).reshape(draws, -1)  # [M, n C]
+        left = (self.configurations @ torch.special.entr(conditional)).reshape(n, width).sum(-1)
         return left - self.known[rows]
 
     def take(self, at: Tensor, noise: Tensor | None = None) -> None:

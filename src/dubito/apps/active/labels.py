@@ -77,13 +77,13 @@ class Labels:
             targets[[known[which[i]] for i in again]] = y[again]
         if new:
             targets = y[new] if targets is None else torch.cat([targets, y[new]])
-        told = set(which)
+        labelled = set(which)
         return replace(
             self,
             indices=(*self.indices, *(which[i] for i in new)),
             targets=targets,
-            pending=_without(self.pending, told),
-            skipped=_without(self.skipped, told),
+            pending=_without(self.pending, labelled),
+            skipped=_without(self.skipped, labelled),
         )
 
     def skip(self, which: list[int]) -> Labels:
@@ -133,12 +133,12 @@ def _without(indices: Iterable[int], others: Iterable[int]) -> tuple[int, ...]:
 
 def pool_indices(indices: Indices, size: int) -> list[int]:
     """The indices as a list; an error if they are not distinct positions in a pool of that size."""
-    given = torch.as_tensor(indices)
-    if not given.numel():  # whose dtype says nothing
+    numbers = torch.as_tensor(indices)
+    if not numbers.numel():  # whose dtype says nothing
         return []
-    if given.is_floating_point() or given.dtype == torch.bool:
-        raise TypeError(f"indices must be whole numbers, positions in the pool; got {given.dtype}")
-    which = given.reshape(-1).tolist()
+    if numbers.is_floating_point() or numbers.dtype == torch.bool:
+        raise TypeError(f"indices must be whole numbers, positions in the pool; got {numbers.dtype}")
+    which = numbers.reshape(-1).tolist()
     repeated = [index for i, index in enumerate(which) if index in which[:i]] if len(set(which)) < len(which) else []
     require(not repeated, f"duplicate index {repeated[:1]}: name every input once")
     if wrong := [index for index in which if not 0 <= index < size]:
@@ -208,8 +208,8 @@ class Folder:
 
     def _check(self) -> None:
         file = self.path / FILE
-        there = int(store.read(file)[1].get("writes", -1)) if file.exists() else 0
-        if there != self.written:
+        written = int(store.read(file)[1].get("writes", -1)) if file.exists() else 0
+        if written != self.written:
             who = "holds another session, or another process has continued this one"
             raise FileExistsError(f"{self.path} {who}: use ActiveLearning.load(folder, ...), or give another folder")
 

@@ -79,8 +79,8 @@ class _Arrays:
 
     def __init__(self, data: Data):
         self.arrays = tree.tensors(data)
-        given = data.values() if isinstance(data, dict) else [data]
-        self.recast = any(isinstance(leaf, np.ndarray) for leaf in given)  # NumPy has float64 alone, which no network means
+        leaves = data.values() if isinstance(data, dict) else [data]
+        self.recast = any(isinstance(leaf, np.ndarray) for leaf in leaves)  # NumPy has float64 alone, which no network means
         counts = {len(leaf) for leaf in tree.leaves(self.arrays)}
         require(len(counts) == 1, f"all inputs of a pool must have the same number of rows; got {sorted(counts)}")
         self.length = counts.pop()
@@ -261,9 +261,9 @@ class View:
         """
         posterior, way = self.posterior.with_fixed_masks(), None
         which = self.candidates if indices is None else indices
-        given = [x] if x is not None else self.pool.batches(posterior.model, which, self.size)
+        batches = [x] if x is not None else self.pool.batches(posterior.model, which, self.size)
         sums = []
-        for batch in given:
+        for batch in batches:
             way = self._way(posterior, batch, least) if way is None else way
             p = self._predict(posterior, batch, *way)
             yield self._read(p)

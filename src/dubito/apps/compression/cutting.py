@@ -74,11 +74,11 @@ def cut(
     {'0.weight': (2, 4), '0.bias': (2,), '2.weight': (2, 2), '2.bias': (2,)}
     """
     state: Params = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    given = {name: leaf for name, leaf in {**(buffers or {}), **(params or {})}.items() if ":" not in name}
-    for name, leaf in given.items():
+    replaced = {name: leaf for name, leaf in {**(buffers or {}), **(params or {})}.items() if ":" not in name}
+    for name, leaf in replaced.items():
         fits = name in state and state[name].shape == leaf.shape
         require(fits, f"the network has no parameter or buffer {name} of shape {list(leaf.shape)}")
-    weights = {name: given.get(name, leaf).detach() for name, leaf in state.items()}
+    weights = {name: replaced.get(name, leaf).detach() for name, leaf in state.items()}
     weights |= drop(network, weights, outputs or {}, rows=True)
     weights |= drop(network, weights, inputs or {}, rows=False)
     with torch.no_grad(), fork_rng():  # dropout that is always on would draw
@@ -441,10 +441,10 @@ class _Writer(GraphWriter):
         slot = known["input"].slot
         flow = self.flows.flows.get(slot)
         # the places of the input that are still there, and those of them that this layer reads
-        there = np.ones(len(site.cols), dtype=bool)
+        live = np.ones(len(site.cols), dtype=bool)
         if flow is not None and flow.axis == given["axis"]:
-            there = self.plan.live[flow.units]
-        x = self.take(self.node(slot), given["axis"], (np.cumsum(there) - 1)[kept], int(there.sum()))
+            live = self.plan.live[flow.units]
+        x = self.take(self.node(slot), given["axis"], (np.cumsum(live) - 1)[kept], int(live.sum()))
         weight, bias = self.node(site.weight), self._bias(k)
         if not given["biased"]:
             self.nodes[step.out.slot] = self.graph.call_method("matmul", (x, weight))

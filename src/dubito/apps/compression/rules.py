@@ -28,25 +28,25 @@ def has_padding(padding: Any) -> bool:
 def pool(flows: Flows, i: int, step: Step) -> Result:
     """Pooling over positions, and interpolation between them: a constant stays one, unless zeros are put around it."""
     average = step.name.startswith("avg")
-    given = step.arguments(*(AVERAGE if average else AVERAGE[:1]))
-    flow = flows.of(given["input"])
+    arguments = step.arguments(*(AVERAGE if average else AVERAGE[:1]))
+    flow = flows.of(arguments["input"])
     if flow is None or step.result is None:
         return None
     named = step.name not in ("interpolate", "upsample")
-    positions = int(step.name[-2]) if named else len(flows.shape(given["input"].slot)) - 2
+    positions = int(step.name[-2]) if named else len(flows.shape(arguments["input"].slot)) - 2
     if -flow.axis != positions + 1:
         return None
-    bordered = average and has_padding(given.get("padding", 0)) and given.get("count_include_pad", True)
-    if bordered or step.name.startswith("lp") or (average and given.get("divisor_override") is not None):
+    bordered = average and has_padding(arguments.get("padding", 0)) and arguments.get("count_include_pad", True)
+    if bordered or step.name.startswith("lp") or (average and arguments.get("divisor_override") is not None):
         flow = flow._replace(const=torch.where(flow.const == 0, flow.const, math.nan))
     return flows.unchanged(i, flow)
 
 
 def reduce(flows: Flows, i: int, step: Step) -> Result:
     """A mean or an extreme over positions."""
-    given = step.arguments("input", "dim", "keepdim")
-    source = given["input"].slot
-    flow, dims = flows.flows.get(source), given.get("dim", given.get("axis"))
+    arguments = step.arguments("input", "dim", "keepdim")
+    source = arguments["input"].slot
+    flow, dims = flows.flows.get(source), arguments.get("dim", arguments.get("axis"))
     if flow is None or dims is None or step.result is None:
         return None
     shape = flows.shape(source)
@@ -58,7 +58,7 @@ def reduce(flows: Flows, i: int, step: Step) -> Result:
     if step.name == "sum":
         fixed = all(shape[dim] == flows.second[source][dim] for dim in dims)
         const = const * math.prod(shape[dim] for dim in dims) if fixed else nothing(len(const))
-    shift = 0 if given.get("keepdim", False) else sum(dim > place for dim in dims)
+    shift = 0 if arguments.get("keepdim", False) else sum(dim > place for dim in dims)
     return flows.unchanged(i, Flow(flow.axis + shift, flow.units, const))
 
 
@@ -153,15 +153,17 @@ def cat(flows: Flows, i: int, step: Step) -> Result:
     if step.result is None or len(slots) < len(parts):
         return None
     dim = dim - len(flows.shape(step.result)) if dim >= 0 else dim
-    given = [flows.flows.get(slot) for slot in slots]
-    known = [flow for flow in given if flow is not None]
+    sources = [flows.flows.get(slot) for slot in slots]
+    known = [flow for flow in sources if flow is not None]
     axes = {flow.axis for flow in known}
     if len(axes) != 1:
         return None
     axis = axes.pop()
     flows.edit(i, "cat", dim=dim, beside=axis == dim)
     if axis == dim:
-        sides = [flow or flows.entering(part, dim, flows.shape(part.slot)[dim]) for flow, part in zip(given, parts, strict=True)]
+        sides = [
+            flow or flows.entering(part, dim, flows.shape(part.slot)[dim]) for flow, part in zip(sources, parts, strict=True)
+        ]
         return [Flow(axis, np.concatenate([side.units for side in sides]), torch.cat([side.const for side in sides]))]
     if len(known) < len(parts):
         return None
@@ -174,13 +176,13 @@ def cat(flows: Flows, i: int, step: Step) -> Result:
 
 def pad(flows: Flows, i: int, step: Step) -> Result:
     """Padding: new units with a constant value, where it is along the axis of units."""
-    given = step.arguments("input", "pad", "mode", "value")
-    flow, widths = flows.flows.get(given["input"].slot), list(given["pad"])
+    arguments = step.arguments("input", "pad", "mode", "value")
+    flow, widths = flows.flows.get(arguments["input"].slot), list(arguments["pad"])
     if flow is None or not all(type(size) is int and size >= 0 for size in widths):
         return None
-    place, value = 2 * (-flow.axis - 1), float(given.get("value") or 0)
+    place, value = 2 * (-flow.axis - 1), float(arguments.get("value") or 0)
     before, after = [*widths[place : place + 2], 0, 0][:2]
-    plain = given.get("mode", "constant") == "constant"
+    plain = arguments.get("mode", "constant") == "constant"
     if plain and (any(widths[:place]) or any(widths[place + 2 :])):
         flow = flow._replace(const=torch.where(flow.const == value, flow.const, math.nan))
     if not before and not after:
@@ -204,39 +206,39 @@ def linear(flows: Flows, i: int, step: Step) -> Result:
 
 def matmul(flows: Flows, i: int, step: Step) -> Result:
     """x @ W: a new unit for every column of W."""
-    given = step.arguments("input", "weight")
-    weight = given.get("weight", given.get("other", given.get("mat2")))
+    arguments = step.arguments("input", "weight")
+    weight = arguments.get("weight", arguments.get("other", arguments.get("mat2")))
     if not isinstance(weight, Ref) or weight.slot not in flows.values or flows.values[weight.slot].ndim != 2:
         return None
-    return _mix(flows, i, {"input": given["input"], "weight": weight}, axis=-1, row=1, biased=False)
+    return _mix(flows, i, {"input": arguments["input"], "weight": weight}, axis=-1, row=1, biased=False)
 
 
 def convolution(flows: Flows, i: int, step: Step) -> Result:
     """A new unit for every output channel; of a depthwise convolution those of the input."""
-    given = layer_arguments(step)
-    positions, slot = int(step.name[4]), given["input"].slot
-    weight = flows.values.get(given["weight"].slot)
-    groups, shape = given.get("groups", 1), flows.shape(slot)
-    if weight is None or len(shape) != positions + 2 or (groups > 1 and flows.uses[given["weight"].slot] > 1):
+    arguments = layer_arguments(step)
+    positions, slot = int(step.name[4]), arguments["input"].slot
+    weight = flows.values.get(arguments["weight"].slot)
+    groups, shape = arguments.get("groups", 1), flows.shape(slot)
+    if weight is None or len(shape) != positions + 2 or (groups > 1 and flows.uses[arguments["weight"].slot] > 1):
         return None
     if groups > 1 and groups == shape[1]:
-        return _depthwise(flows, i, given, positions)
-    return _mix(flows, i, given, axis=-positions - 1, row=0, padded=has_padding(given.get("padding", 0)), groups=groups)
+        return _depthwise(flows, i, arguments, positions)
+    return _mix(flows, i, arguments, axis=-positions - 1, row=0, padded=has_padding(arguments.get("padding", 0)), groups=groups)
 
 
 def transposed_convolution(flows: Flows, i: int, step: Step) -> Result:
     """A new unit for every output channel; zeros are put between the inputs."""
-    given = layer_arguments(step)
+    arguments = layer_arguments(step)
     positions = int(step.name[-2])
-    if given.get("groups", 1) > 1 or len(flows.shape(given["input"].slot)) != positions + 2:
+    if arguments.get("groups", 1) > 1 or len(flows.shape(arguments["input"].slot)) != positions + 2:
         return None
-    return _mix(flows, i, given, axis=-positions - 1, row=1, padded=True)
+    return _mix(flows, i, arguments, axis=-positions - 1, row=1, padded=True)
 
 
 def _mix(
     flows: Flows,
     i: int,
-    given: Arguments,
+    arguments: Arguments,
     *,
     axis: int,
     row: int,
@@ -245,12 +247,12 @@ def _mix(
     biased: bool = True,
 ) -> Result:
     """A layer: a constant that it reads goes into the bias where the same number reaches all positions."""
-    slot, bias = given["weight"].slot, slot_of(given.get("bias"))
+    slot, bias = arguments["weight"].slot, slot_of(arguments.get("bias"))
     if slot not in flows.values or (bias is not None and bias not in flows.values):
         return None
     weight = matrix(flows.values[slot], row, groups)
     reads, sums = (weight != 0).any(-1), weight.double().sum(-1)
-    flow = flows.entering(given["input"], axis, reads.shape[1])
+    flow = flows.entering(arguments["input"], axis, reads.shape[1])
     alone = flows.uses[slot] == 1 and (bias is None or flows.uses[bias] == 1)
     known = flow.const.isfinite() & ((flow.const == 0) | torch.tensor(not padded))
     const = torch.where(known, flow.const, 0.0)
@@ -273,12 +275,12 @@ def _bias(flows: Flows, slot: int | None, n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.float64) if slot is None else flows.values[slot].double()
 
 
-def _depthwise(flows: Flows, i: int, given: Arguments, positions: int) -> Result:
+def _depthwise(flows: Flows, i: int, arguments: Arguments, positions: int) -> Result:
     """A convolution of each channel by itself: what comes out goes with what went in."""
-    slot, bias = given["weight"].slot, slot_of(given.get("bias"))
+    slot, bias = arguments["weight"].slot, slot_of(arguments.get("bias"))
     weight = flows.values[slot].detach().double().flatten(1)
-    entering = flows.shape(given["input"].slot)[1]
-    flow, times = flows.entering(given["input"], -positions - 1, entering), weight.shape[0] // entering
+    entering = flows.shape(arguments["input"].slot)[1]
+    flow, times = flows.entering(arguments["input"], -positions - 1, entering), weight.shape[0] // entering
     units = flow.units.repeat(times)
     for leaf in (slot,) if bias is None else (slot, bias):
         if leaf not in flows.values:
@@ -286,18 +288,18 @@ def _depthwise(flows: Flows, i: int, given: Arguments, positions: int) -> Result
         flows.tie(leaf, 0, units)
     start = _bias(flows, bias, len(units))
     const = flow.const.repeat_interleave(times)
-    if has_padding(given.get("padding", 0)):
+    if has_padding(arguments.get("padding", 0)):
         const = torch.where(const == 0, const, math.nan)
     const = torch.where((weight == 0).all(1), start, start + weight.sum(1) * const)
-    flows.edit(i, "depthwise", input=given["input"].slot)
+    flows.edit(i, "depthwise", input=arguments["input"].slot)
     return [Flow(flow.axis, units, const)]
 
 
 def embedding(flows: Flows, i: int, step: Step) -> Result:
     """A new unit for every column of the table."""
-    given = step.arguments("input", "weight", "padding_idx", "max_norm")
-    slot = given["weight"].slot
-    if slot not in flows.values or given.get("max_norm") is not None:
+    arguments = step.arguments("input", "weight", "padding_idx", "max_norm")
+    slot = arguments["weight"].slot
+    if slot not in flows.values or arguments.get("max_norm") is not None:
         return None
     weight = flows.values[slot].detach().double()
     units = flows.units.fresh(weight.shape[1])
@@ -307,17 +309,17 @@ def embedding(flows: Flows, i: int, step: Step) -> Result:
 
 def batch_norm(flows: Flows, i: int, step: Step) -> Result:
     """The units of the input, each shifted and scaled by running statistics."""
-    given = step.arguments(*NORM)
-    flow = flows.of(given["input"])
-    if flow is None or given.get("training") or flow.axis != 1 - len(flows.shape(given["input"].slot)):
+    arguments = step.arguments(*NORM)
+    flow = flows.of(arguments["input"])
+    if flow is None or arguments.get("training") or flow.axis != 1 - len(flows.shape(arguments["input"].slot)):
         return None
-    vectors = {name: given[name].slot for name in NORM[1:5] if isinstance(given.get(name), Ref)}
+    vectors = {name: arguments[name].slot for name in NORM[1:5] if isinstance(arguments.get(name), Ref)}
     if not {"running_mean", "running_var"} <= set(vectors) or not set(vectors.values()) <= set(flows.values):
         return None
     for slot in vectors.values():
         flows.tie(slot, 0, flow.units)
     at = {name: flows.values[slot].double() for name, slot in vectors.items()}
-    unit = (flow.const - at["running_mean"]) / (at["running_var"] + given.get("eps", 1e-5)).sqrt()
+    unit = (flow.const - at["running_mean"]) / (at["running_var"] + arguments.get("eps", 1e-5)).sqrt()
     scale, shift = at.get("weight"), at.get("bias", torch.zeros(()))
     const = unit * (1.0 if scale is None else scale) + shift
     if scale is not None:

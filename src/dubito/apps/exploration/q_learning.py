@@ -271,9 +271,9 @@ class QLearning:
         if self.total < self.initial or self._state is None:
             source = generator("cpu", self.seed, "initial", episode, step)
             return int(torch.randint(self.actions, (1,), generator=source))
-        seen, total = self._ready(observation), self.total - self.initial
+        observed, total = self._ready(observation), self.total - self.initial
         with torch.no_grad():
-            return int(self.explore.values(self.posterior, seen, self.seed, episode=episode, step=step, total=total).argmax())
+            return int(self.explore.values(self.posterior, observed, self.seed, episode=episode, step=step, total=total).argmax())
 
     def _ready(self, observation: Tensor) -> Tensor:
         return observation.to(next(self.model.network.parameters()))

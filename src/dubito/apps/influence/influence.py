@@ -142,12 +142,12 @@ class Influences:
 
     def _pass(self, weigh: Weigh | None = None) -> Iterator[Losses]:
         """The training losses, a batch at a time."""
-        seen = 0
+        count = 0
         for batch in self.data:
             losses = self.at.losses(batch, weigh=weigh)
-            seen += losses.size
+            count += losses.size
             yield losses
-        require(seen == self.n_data, f"every pass must see the same examples: there were {self.n_data}, and now {seen}")
+        require(count == self.n_data, f"every pass must see the same examples: there were {self.n_data}, and now {count}")
 
     def _along(self, directions: Params, weigh: Weigh | None = None) -> Tensor:
         return torch.cat([losses.along(directions).cpu() for losses in self._pass(weigh)], 1)
@@ -160,8 +160,8 @@ class Influences:
         require(flat_outputs, f"leverage=True needs one vector of at most 100 outputs for each example; got {list(f.shape)}")
         p = linearized(at.model, x, params=at.params, buffers=at.buffers, covariance=self.inverse.covariance)
         fisher = likelihood.fisher(f, likelihood_params(at.params))
-        if (seen := observed(at.model, target, f, at.params)) is not None:
-            fisher = fisher * seen.unsqueeze(-1) * seen.unsqueeze(-2)
+        if (labelled := observed(at.model, target, f, at.params)) is not None:
+            fisher = fisher * labelled.unsqueeze(-1) * labelled.unsqueeze(-2)
         return leverages(fisher, p.covariances[0], slopes)
 
     def _index(self, index: Index) -> Tensor:
@@ -279,13 +279,13 @@ class Influence:
         A model, or a classifier that returns logits, is taken at its present weights; so is a posterior with a center (a point, a
         Gaussian). The data must be those of the training, and the prior that of the training: of a classifier alone it is N(0, 1).
         """
-        given = _point(posterior)
-        network = only_network(given, "Influence")
+        fitted = _point(posterior)
+        network = only_network(fitted, "Influence")
         model, names = network.model, tuple(name for name in network.params if ":" not in name)
         if self.solver == "posterior":
-            if not isinstance(given, Gaussian):
-                raise ValueError(f"a {type(given).__name__} posterior has no covariance: use another solver than 'posterior'")
-            names = tuple(given.covariance.shapes)
+            if not isinstance(fitted, Gaussian):
+                raise ValueError(f"a {type(fitted).__name__} posterior has no covariance: use another solver than 'posterior'")
+            names = tuple(fitted.covariance.shapes)
             noisy = any(":" in name for name in names)
             require(not noisy, "this posterior is also over a learned noise: use another solver than 'posterior'")
         at, rows = Gradients(model, network.params, network.buffers, names), Ordered(model, data, batch_size)
@@ -296,7 +296,7 @@ class Influence:
         first = next(iter(rows), None)
         require(first is not None, "the data are empty: the loader gave no batch")
         model.check(at.params, first, at.buffers)
-        inverse = self._inverse(given, at, rows, count, seed, progress)
+        inverse = self._inverse(fitted, at, rows, count, seed, progress)
         return Influences(at, rows, inverse, count, self.memory)
 
     def _inverse(self, given: Posterior, at: Gradients, data: Ordered, n_data: int, seed: int, progress: bool | None) -> Inverse:

@@ -225,8 +225,8 @@ def _predicted(
 ) -> Predictive:
     parts, dtype = [], next(posterior.model.network.parameters()).dtype
     for batch in x.split(batch_size):
-        given = batch if transform is None else transform(batch)
-        parts.append(posterior.predict(given.to(dtype), how, draws=draws, seed=seed).to("cpu"))
+        inputs = batch if transform is None else transform(batch)
+        parts.append(posterior.predict(inputs.to(dtype), how, draws=draws, seed=seed).to("cpu"))
     return concatenate(parts)
 
 
@@ -238,7 +238,7 @@ def _level(size: float, p: Predictive, clean: Predictive, y: Tensor, slope: floa
     counted = labelled(p, targets(p, y, "stability")).flatten()  # of images, some pixels may have no class
     doubt, wrong = total[counted], wrong.flatten()[counted]
     mixed = bool(wrong.any()) and not bool(wrong.all())
-    told = torch.cat([torch.zeros(len(before)), torch.ones(len(total))]).bool()
+    moved = torch.cat([torch.zeros(len(before)), torch.ones(len(total))]).bool()
     return Level(
         size,
         float(accuracy(p, y)),
@@ -249,7 +249,7 @@ def _level(size: float, p: Predictive, clean: Predictive, y: Tensor, slope: floa
         float(u.aleatoric.double().mean()),
         float(u.epistemic.double().mean()),
         float(auroc(doubt, wrong)) if mixed else math.nan,
-        float(auroc(torch.cat([before, total]), told)) if size else 0.5,
+        float(auroc(torch.cat([before, total]), moved)) if size else 0.5,
         slope,
         certified,
     )

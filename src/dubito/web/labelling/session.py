@@ -120,9 +120,9 @@ class Session:
         return ActiveLearning(model, method, self.task.pool, **options, seed=self.seed, folder=place)
 
     def _restore(self) -> None:
-        said = self.journal.standing
+        answers = self.journal.standing
         if wrong := [
-            i for i, label in said.items() if not 0 <= i < len(self.task.pool) or not _is_class(label, self.task.classes)
+            i for i, label in answers.items() if not 0 <= i < len(self.task.pool) or not _is_class(label, self.task.classes)
         ]:
             raise store.FileError(f"{self.journal.path}: input {wrong[0]} or its answer does not belong to this task")
         if lost := self._saved() - {answer.index for answer in self.journal.answers}:
@@ -130,14 +130,14 @@ class Session:
                 f"{self.journal.path}: the answers of {len(lost)} inputs are lost, which {LABELS} or {MODEL} still have, such as that "
                 f"of input {min(lost)}: put back a copy of the file, or give another folder"
             )
-        self.queue: list[int] = [i for i in self.learning.pending.tolist() if i not in said]
+        self.queue: list[int] = [i for i in self.learning.pending.tolist() if i not in answers]
         self.guesses: dict[int, list[float]] = {}  # class probabilities of the inputs that were asked
         self.scores: dict[int, float] = {}
         self.busy: str | None = None
         self.error: str | None = None
         self.version = 0
         self._rounds: list[dict[str, Any]] = self._history()
-        self._left = len(self.task.pool) - len(said)  # neither labelled nor skipped
+        self._left = len(self.task.pool) - len(answers)  # neither labelled nor skipped
         self._tried = -1  # number of answers when a round failed: it is tried again when there are more
         self._fitted = -1  # number of answers in the last round
         self._stopping = False
@@ -211,20 +211,20 @@ class Session:
     def state(self) -> dict[str, Any]:
         """Everything that the page shows, as JSON."""
         with self._changed:
-            said = self.journal.standing
-            labels = [label for label in said.values() if label is not None]
+            answers = self.journal.standing
+            labels = [label for label in answers.values() if label is not None]
             right, of = self.journal.agreement()
             return {
                 "version": self.version,
                 "task": self.task.name,
                 "pool": len(self.task.pool),
                 "labelled": len(labels),
-                "skipped": len(said) - len(labels),
+                "skipped": len(answers) - len(labels),
                 "counts": [labels.count(c) for c in range(len(self.task.classes))],
                 "asked": [self._content(index) for index in self.queue[: 1 + AHEAD]],
                 "queue": len(self.queue),
-                "recent": [self._content(index) | {"label": said[index]} for index in reversed(list(said)[-RECENT:])],
-                "undoable": bool(said),
+                "recent": [self._content(index) | {"label": answers[index]} for index in reversed(list(answers)[-RECENT:])],
+                "undoable": bool(answers),
                 "busy": self.busy,
                 "done": self._left == 0,
                 "rounds": self._rounds,
@@ -278,11 +278,11 @@ class Session:
                 self.busy = None
                 self._notify()
 
-    def _round(self, said: dict[int, int | None]) -> None:
+    def _round(self, answers: dict[int, int | None]) -> None:
         """Fit the model to the labels, if there are any, and fill the queue."""
         learning = self.learning
-        self._sync_labels(said)
-        trained = any(label is not None for label in said.values())
+        self._sync_labels(answers)
+        trained = any(label is not None for label in answers.values())
         if trained:
             self._set_busy("fitting")
             learning.refit()
@@ -311,8 +311,8 @@ class Session:
 
     def _random(self) -> list[int]:
         """Random inputs without an answer, for when the model cannot ask."""
-        said = self.journal.standing
-        left = [index for index in range(len(self.task.pool)) if index not in said]
+        answers = self.journal.standing
+        left = [index for index in range(len(self.task.pool)) if index not in answers]
         return random.Random(len(self.journal.answers)).sample(left, min(self.batch, len(left)))
 
     def _set_busy(self, busy: str) -> None:
@@ -320,18 +320,18 @@ class Session:
             self.busy = busy
             self._notify()
 
-    def _sync_labels(self, said: dict[int, int | None]) -> None:
+    def _sync_labels(self, answers: dict[int, int | None]) -> None:
         """Give the active learner all labels and skips of the journal."""
         learning = self.learning
         known: dict[int, int | None] = dict.fromkeys(learning.skipped.tolist())
         if learning.targets is not None:
             known |= dict(zip(learning.labelled.tolist(), learning.targets.tolist(), strict=True))
         # a changed label is forgotten as well, so that labels are in the order of the last answers
-        if gone := [index for index, label in known.items() if index not in said or said[index] != label]:
+        if gone := [index for index, label in known.items() if index not in answers or answers[index] != label]:
             learning.forget(gone)
-        fresh = {index: label for index, label in said.items() if known.get(index, -1) != label}
-        if told := {index: label for index, label in fresh.items() if label is not None}:
-            learning.tell(list(told), list(told.values()))
+        fresh = {index: label for index, label in answers.items() if known.get(index, -1) != label}
+        if labels := {index: label for index, label in fresh.items() if label is not None}:
+            learning.tell(list(labels), list(labels.values()))
         if skipped := [index for index, label in fresh.items() if label is None]:
             learning.skip(skipped)
         self._write_labels()

@@ -175,15 +175,15 @@ def _named(name: str) -> Task:
     if name == "polarity":
         reviews = data.polarity(least=1)  # so that every word of the pool can be shown
         lines = tuple(reviews.vocabulary.decode(row) for row in reviews.x_train)
-        held = reviews.x_test, reviews.y_test
+        held_out = reviews.x_test, reviews.y_test
         words = len(reviews.vocabulary)
-        return Task(name, reviews.x_train, OPINIONS, Lines(lines), lambda: Bag(words, 2), SENTENCES, held)
-    given = problem(name)
-    part = given.split(0)
-    names = GARMENTS if name == "fashion-mnist" else given.outputs
-    build = _builder(given.build, tuple(part.x_train.shape[1:]), len(names))
+        return Task(name, reviews.x_train, OPINIONS, Lines(lines), lambda: Bag(words, 2), SENTENCES, held_out)
+    published = problem(name)
+    part = published.split(0)
+    names = GARMENTS if name == "fashion-mnist" else published.outputs
+    build = _builder(published.build, tuple(part.x_train.shape[1:]), len(names))
     shown = Images(part.x_train, ink=name != "cifar10")
-    return Task(name, part.x_train, names, shown, build, given.training, (part.x_test, part.y_test))
+    return Task(name, part.x_train, names, shown, build, published.training, (part.x_test, part.y_test))
 
 
 def _limited(task: Task, pool: int | None, test: int | None) -> Task:
@@ -204,25 +204,25 @@ def _table(path: Path, other: Path | None, target: str, classes: tuple[str, ...]
     inputs = data.table(path, (), dtype=torch.float64)  # columns far from zero are shifted before they are rounded
     if target in inputs.features and path.suffix.lower() == ".csv":
         raise ValueError(f"{path} has a column {target!r}, which would be an input: remove it, or give another name by --target")
-    held, classes = _held_out(path, other, target, classes, inputs)
+    held_out, classes = _held_out(path, other, target, classes, inputs)
     if not classes:
         raise ValueError(f"{path}: name the classes, as in --classes cat dog, or give labelled inputs by --held-out FILE")
-    if held is not None and held[0].shape[1:] != inputs.x.shape[1:]:
-        shapes = list(inputs.x.shape[1:]), list(held[0].shape[1:])
+    if held_out is not None and held_out[0].shape[1:] != inputs.x.shape[1:]:
+        shapes = list(inputs.x.shape[1:]), list(held_out[0].shape[1:])
         raise ValueError(f"held-out inputs must have the shape {shapes[0]} of the inputs in {path}; got {shapes[1]}")
     if inputs.x.ndim == 2:
-        test = inputs.x if held is None else held[0].double()
+        test = inputs.x if held_out is None else held_out[0].double()
         even = data.standardize(data.Split(inputs.x, inputs.x[:, :1], test, test[:, :1]))
-        held = None if held is None else (even.x_test.float(), held[1])
+        held_out = None if held_out is None else (even.x_test.float(), held_out[1])
         build = _builder(perceptron((64, 64)), (inputs.x.shape[1],), len(classes))
-        return Task(path.name, even.x_train.float(), classes, Rows(inputs.x, inputs.features), build, TABLES, held)
+        return Task(path.name, even.x_train.float(), classes, Rows(inputs.x, inputs.features), build, TABLES, held_out)
     whole = bool(inputs.x.max() > 1)  # bytes, not shares; held-out images are taken in the same way
     x = _images(inputs.x.float(), path, whole)
-    held = None if held is None else (_images(held[0].float(), other or path, whole), held[1])
+    held_out = None if held_out is None else (_images(held_out[0].float(), other or path, whole), held_out[1])
     shape = tuple(x.shape[1:])
     large = min(shape[1:]) >= 16
     build = _builder(lenet if large else perceptron((128, 128)), shape, len(classes))
-    return Task(path.name, x, classes, Images(x), build, IMAGES if large else TABLES._replace(learning_rate=3e-3), held)
+    return Task(path.name, x, classes, Images(x), build, IMAGES if large else TABLES._replace(learning_rate=3e-3), held_out)
 
 
 def _held_out(
@@ -231,9 +231,9 @@ def _held_out(
     """Held-out inputs with their classes, if there are any, and the names of the classes."""
     if other is not None:
         kind = {"kind": "classification", "classes": classes or None, "dtype": torch.float64}
-        found = data.table(other, target, features=inputs.features or None, fill=inputs.fill, **kind)
-        assert found.y is not None
-        return (found.x, found.y), found.classes
+        table = data.table(other, target, features=inputs.features or None, fill=inputs.fill, **kind)
+        assert table.y is not None
+        return (table.x, table.y), table.classes
     inner = _test_arrays(path) if path.suffix.lower() == ".npz" else None
     if inner is None:
         return None, classes
@@ -283,16 +283,16 @@ def _text(path: Path, other: Path | None, _: str, classes: tuple[str, ...]) -> T
     """The lines of a file; the words of these lines are the vocabulary."""
     numbers, lines = zip(*_lines(path), strict=True)
     vocabulary = Vocabulary.of(lines, least=2 if len(lines) >= 1000 else 1)
-    held = None
+    held_out = None
     if other is not None:
         labels, texts = zip(*_labelled_lines(other), strict=True)
         classes = classes or tuple(sorted(set(labels)))
-        held = vocabulary.encode(list(texts)), _encode(labels, classes, str(other))
+        held_out = vocabulary.encode(list(texts)), _encode(labels, classes, str(other))
     if not classes:
         raise ValueError(f"{path}: name the classes, as in --classes good bad, or give labelled lines by --held-out FILE")
     words, outputs = len(vocabulary), len(classes)
     encoded = vocabulary.encode(lines)
-    return Task(path.name, encoded, classes, Lines(lines), lambda: Bag(words, outputs), SENTENCES, held, rows=numbers)
+    return Task(path.name, encoded, classes, Lines(lines), lambda: Bag(words, outputs), SENTENCES, held_out, rows=numbers)
 
 
 def _labelled_lines(path: Path) -> list[tuple[str, str]]:
