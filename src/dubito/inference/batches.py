@@ -123,7 +123,8 @@ def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 
         source = Arrays.of(data, model.dtype, size, shuffle=shuffle, device=model.device)
         return Batches(source, n_data or batch_size(source.y), len(source), model.device, n_data is None)
     if isinstance(data, Dataset) or _of_hugging_face(data):
-        data = _loader(data.with_format("torch") if _of_hugging_face(data) else data, size, shuffle)
+        rows: Any = data
+        data = _loader(rows.with_format("torch") if _of_hugging_face(rows) else rows, size, shuffle)
     _check_iterable(data)
     count = _count(model, data) if n_data is None else n_data
     require(count, "there is no data: the loader gives no example (with drop_last, not even one full batch)")
