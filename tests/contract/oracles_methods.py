@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
 import dubito
 from dubito import MAP, Gaussian, MeanTeacher, Model
@@ -27,4 +29,26 @@ def teacher_average() -> None:
     torch.testing.assert_close(posterior.params, expected)
 
 
-FURTHER: dict[str, Callable[[], None]] = {"teacher average": teacher_average}
+def linearized(structure: str) -> None:
+    """Linearized predictions have the covariance J C J^T, with J by autograd, for linear layers and for layers over positions."""
+    networks = {
+        (3,): nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        (2, 4): nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2)),
+    }
+    for shape, network in networks.items():
+        source = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(7, *size, generator=source, dtype=torch.float64) for size in (shape, (2,)))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            network = network.double().apply(lambda layer: getattr(layer, "reset_parameters", lambda: None)())
+        model = Model(network, Gaussian(scale=0.3), dubito.priors.Normal(1.0))
+        posterior = dubito.fit(model, dubito.Laplace(structure, check=False), (x, y))
+        leaves = jacrev(lambda params, net=network, x=x: functional_call(net, params, (x,)))(posterior.params)
+        rows = torch.cat([leaves[name].flatten(2) for name in posterior.covariance.shapes], -1)
+        torch.testing.assert_close(posterior.predict(x).cov[0], rows @ posterior.covariance.dense() @ rows.mT)
+
+
+FURTHER: dict[str, Callable[[], None]] = {
+    "teacher average": teacher_average,
+    **{f"linearized, {structure}": partial(linearized, structure) for structure in ("kronecker", "dense", "diagonal")},
+}

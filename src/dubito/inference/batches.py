@@ -49,7 +49,7 @@ class Arrays:
 
 
 def _evenly(n: int, size: int) -> Iterator[slice]:
-    """n examples in batches of `size` at most, all nearly the same: a last batch of one example would be the end of BatchNorm."""
+    """Cut n examples into batches of nearly equal size, at most `size`: BatchNorm would fail on a last batch of one example."""
     k = math.ceil(n / size)
     return (slice(n * i // k, n * (i + 1) // k) for i in range(k))
 
@@ -168,8 +168,8 @@ def _check_iterable(data: Data) -> None:
 
 
 def _length(model: Model, data: Iterable[Batch], n_data: int) -> int:
-    """Batches in one pass, which without a length to be trusted are counted; a stream without an end ends after n_data examples."""
-    # of shards, each has a last batch that is not full: torch's length, a quotient, knows of one
+    """Batches in one pass, counted where no length can be trusted; an endless stream ends after n_data examples."""
+    # each worker's shard ends with a batch that is not full; the length that torch gives counts only one of them
     sharded = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.num_workers > 1
     if not sharded:
         try:

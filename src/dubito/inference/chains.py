@@ -60,7 +60,7 @@ def starts(target: Target, start: Start, chains: int, generator: torch.Generator
     """Where the chains begin, leaves [C, ...].
 
     At the starts that were given, or all at the one; otherwise the first at the network's weights and the others at newly initialized
-    ones, far apart, so that their agreement means something.
+    ones. Starts that lie far apart make agreement between the chains meaningful.
     """
     if start.draws is not None:
         count = tree.count(start.draws)

@@ -111,8 +111,8 @@ class Descent(ABC, Generic[Trained]):
 
     @property
     def pace(self) -> float:
-        """How many times as far as the rest a step takes learned noises: their logarithms have further to go than weights, and move by
-        no more than the learning rate in a step of Adam, so that in short fits they would not arrive. SGD steps by their slopes."""
+        """The factor by which the steps of learned noises are longer than those of weights. A step of Adam moves their logarithms by
+        the learning rate at most, and they have further to go, so they would not arrive in short fits. With SGD it is 1."""
         return max(1.0, min(PACE, FARTHEST / self.peak_rate)) if self.optimizer == "adam" else 1.0
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from dubito.inference.chains import TRACE, check_precision, has_density, move_in
 from dubito.inference.log_density import Density
 from dubito.inference.method import Info, Start, Traits
 from dubito.inference.tuning import ChainState as ChainState
+from dubito.inference.tuning import adapt, check_step_size, find_step, start_average
 from dubito.model import Target
 from dubito.model.likelihoods import likelihood_params
 from dubito.model.priors import prior_params
@@ -25,7 +26,7 @@ from dubito.model.priors.prior import PREFIX
 from dubito.network.examples import Batch
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
-from dubito.tensors.checks import at_least, require
+from dubito.tensors.checks import at_least, between, one_of, positive, require
 from dubito.tensors.tree import Buffers, Params
 
 AVERAGED = ("acceptance", "accepted")  # over the transitions of a step
@@ -199,6 +200,58 @@ class Chains(ABC):
         if drawn:
             state.position = tree.flatten({**params, **drawn}, stacked=True)
             state.gradient, state.log_likelihood, state.log_prior = density(state.position)
+
+
+class Tuned(Chains):
+    """What samplers share that tune a step size in the burn-in. Their own fields take the place of the defaults here."""
+
+    step_size: float | None
+    tune: bool
+    target_acceptance: float = 0.8
+    path_length: float = 1.0
+    max_steps: int = 1
+    units: str = "prior"
+    gibbs: bool = False
+    least: ClassVar[int | None] = 10  # steps of the burn-in in which a step size can be found; None: it need not be
+    searches: ClassVar[bool] = True  # the first step size is found by doubling and halving
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.least is not None:
+            check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=self.least)
+        positive(step_size=self.step_size, path_length=self.path_length)
+        at_least(1, max_steps=self.max_steps)
+        between(0, 1, target_acceptance=self.target_acceptance)
+        one_of(("prior", "posterior"), units=self.units)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether step sizes are tuned during the burn-in."""
+        return self.tune
+
+    @property
+    def resamples(self) -> bool:
+        """Whether a learned noise is drawn from its conditional between trajectories."""
+        return self.gibbs
+
+    def first_step(self, size: int) -> float:
+        """The step size to begin with, for so many weights, where none is given."""
+        return 0.01
+
+    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
+        """Dual averaging of the step size, from the one given."""
+        return start_average(self.step_size or self.first_step(state.position.shape[1]), state)
+
+    def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
+        """The density at the start, and a first step size where none is given."""
+        super().begin(density, state, generator)
+        if self.step_size is None and self.searches:
+            find_step(density, state, generator)
+
+    def adapt(self, state: ChainState, acceptance: Tensor) -> None:
+        """In the burn-in, tune the step sizes and, if wanted, the units."""
+        if self.tunes:
+            adapt(state, acceptance, self.target_acceptance, self.burn_in, posterior_units=self.units == "posterior")
 
 
 def _check_shared(own: Buffers) -> None:

@@ -310,14 +310,14 @@ def same(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def _same_order(data: Any) -> Iterator[None]:
-    """A loader that shuffles is to give its batches in one order every time: the density is one function, to the last bit."""
+    """Make a loader that shuffles give its batches in the same order every time, so that the density is one function."""
     with fork_rng(), borrowed_generators(data.source if isinstance(data, Batches) else data) as generators:
         reseed(generators, 0)
         yield
 
 
 def _others(value: Any) -> list[Any]:
-    """What there is in a batch beside tensors, None, and plain dicts, lists and tuples of them."""
+    """The values in a batch that are not tensors, None, or plain dicts, lists and tuples of them."""
     if type(value) in (dict, list, tuple):
         return [other for item in (value.values() if type(value) is dict else value) for other in _others(item)]
     return [] if value is None or isinstance(value, Tensor) else [value]

@@ -50,7 +50,7 @@ class Loop:
         while run.step < self.steps and not run.stopped and not halted:
             info, halted = self._epoch(run, bar)
         _check_finite(info, run.step)
-        _restore_random(run)  # of a run that was over already: what is still to be drawn is drawn as it was then
+        _restore_random(run)  # a run that had ended before: its posterior then draws the same numbers again
         # Without data to validate on, a run that ends within an epoch stays there, and can go on from there if it is to be longer.
         if run.step >= self.steps and run.batch and self.held_out is not None:
             self._end_epoch(run, info)

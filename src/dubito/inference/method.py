@@ -26,7 +26,7 @@ ATTRIBUTES = {  # class attributes of methods of version 0.1, and their traits
     "many_starts": "many_starts",
     "weighs": "takes_example_weights",
 }
-Info = Mapping[str, Any]  # what a diagnostic or a person wants to see of a step; tensors may stay on their device
+Info = Mapping[str, Any]  # what a step reports, for progress and callbacks; tensors may stay on their device
 
 
 class Start(NamedTuple):
@@ -34,7 +34,7 @@ class Start(NamedTuple):
 
     params: Params
     buffers: Buffers
-    unset: tuple[str, ...] = ()  # learned quantities beside the weights that nobody has given: they stand at a first guess
+    unset: tuple[str, ...] = ()  # learned quantities beside the weights that the user has not given: they are a first guess
     given: bool = False  # whether the user named a start; otherwise it is the network as it stands
     draws: Params | None = None  # several settings, leaves [K, ...], for methods that begin at many
     own: Buffers | None = None  # buffers that each of these has for itself, such as BatchNorm statistics, [K, ...]

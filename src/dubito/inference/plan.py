@@ -115,7 +115,7 @@ class _Case(NamedTuple):
 
     def start(self) -> Start:
         """The network's weights as a start."""
-        # a noise that would have to be given is of no account for sizes
+        # whether a noise has to be given does not matter for sizes
         return make_start(self.model, None, self.model.split(self.batch)[1])._replace(unset=())
 
 
@@ -175,7 +175,7 @@ def _ensemble(case: _Case, method: Ensemble) -> Plan:
 
 
 class _Costs(NamedTuple):
-    """What is known of the costs of a method before a step is made; the rest is measured."""
+    """The costs of a method that are known before a step is made; the rest is measured."""
 
     end: int = 0  # bytes, the peak after the last step
     posterior: int | None = None  # bytes; None: to be measured
@@ -326,7 +326,7 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 
 class _Tracked(TorchDispatchMode):
-    """Counts the bytes of tensors that are made, and forgets those that are gone."""
+    """Counts the bytes of all live tensors."""
 
     def __init__(self) -> None:
         super().__init__()

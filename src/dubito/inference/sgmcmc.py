@@ -45,7 +45,7 @@ MEMORY = 0.99  # of RMSprop: how much of the mean square a step keeps
 
 @dataclass
 class LangevinState:
-    """Leaves are [chains, ...], but for parameters among the buffers that are not Bayesian: these are the same for all."""
+    """Leaves are [chains, ...]; parameters that are not Bayesian are among the buffers, and are the same for all chains."""
 
     params: Params
     buffers: Buffers
@@ -362,7 +362,7 @@ class Langevin(ABC):
         Taken on its own, a batch that is left over at the end of a pass would be scaled to all data like the others: a single example
         counts N times then, and its noise is what the draws would show.
         """
-        if not state.whole or state.whole == size * state.period:  # in the first pass nobody knows how many there will be
+        if not state.whole or state.whole == size * state.period:  # in the first pass the number of examples is not known yet
             return target
         return replace(target, n_data=max(1, round(target.n_data * size * state.period / state.whole)))
 
@@ -415,7 +415,7 @@ class Langevin(ABC):
         torch._foreach_reciprocal_(root)
 
     def _note(self, target: Target, state: LangevinState, h: float) -> None:
-        """What is noted of a draw. The log likelihood of all data is that of the batches of the last epoch, as the weights went by."""
+        """What is noted of a draw. Its log likelihood is the sum over the batches of the last epoch, in which the weights changed."""
         if state.moving is None:
             same = {
                 name: torch.equal(state.buffers[name], tree.repeat({"": leaf}, self.chains)[""])

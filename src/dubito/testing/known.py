@@ -389,7 +389,10 @@ KNOWN: Mapping[str, Mapping[str, Case]] = {
     "mclmc": {"fixed step": Case(MCLMC(0.18, thin=10, **CHAINS), exact, batch_size=LARGE, bias=0.05)},
     "mams": {
         "fixed step": Case(
-            MAMS(0.45, path_length=1.0, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.4, 0.9))
+            MAMS(0.45, path_length=1.2, **CHAINS),
+            exact,
+            batch_size=LARGE,
+            further=(check_functions, accepts(0.4, 0.9), travels(2, 8)),
         )
     },
 }

@@ -174,7 +174,7 @@ class Ensemble:
         starts = self._starts(target, start, seed)
         pays = any(self._vectorized(target, stage) for stage in range(len(self.methods)))
         batched = pays and self._works(target, _together(target, starts), batch)
-        # How many batches a pass has is not told, but the sum of all steps tells it: the steps of every stage grow with them.
+        # The number of batches in a pass is not given, but follows from the number of steps, which grows with it in every stage.
         n_batches = bisect_left(range(2**40), steps, key=self.steps)
         first = self.methods[0].steps(n_batches) if len(self.methods) > 1 else steps
         state = EnsembleState([], 0, 0, first, steps, batched, None, None, n_batches)
@@ -182,8 +182,8 @@ class Ensemble:
             state.anchors = draw_anchors(target, start, self.size, generator)
         state.stages.append(self._stage(0, target, state, starts, batch, generator))
         if len(self.methods) > 1:
-            # Made anew once the first stage is over. Here it finds out early what cannot work, and a state holds all stages at all
-            # times, so that a checkpoint of any can be read into it.
+            # It is made again once the first stage is over. Making it here finds errors early, and lets a checkpoint of either stage
+            # be read into the state.
             self._follow(target, state, batch, generator)
             state.stage = int(steps == 0)
         if self.adversarial is not None:
@@ -203,7 +203,7 @@ class Ensemble:
             self._advance(target, state, data, generator)
         state, info = self._step(target, state, data, generator)
         state.step += 1
-        if state.step == state.steps:  # a method of no steps, such as MCDropout(epochs=0), still comes last
+        if state.step == state.steps:  # a second method without steps, such as MCDropout(epochs=0), still counts
             self._advance(target, state, data, generator)
         return state, info
 

@@ -9,19 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState
+from dubito.inference.full_batch import ChainState, Tuned
 from dubito.inference.integrators import Point, kinetic, leapfrog, potential, rise
 from dubito.inference.log_density import Density
 from dubito.inference.method import Traits
-from dubito.inference.tuning import adapt, check_step_size, dice, find_step, metropolis, start_average
-from dubito.model import Target
-from dubito.tensors.checks import at_least, between, one_of, positive
+from dubito.inference.tuning import dice, metropolis
+from dubito.tensors.checks import between
 
 DIVERGED = 1000.0  # a change of energy that no sound trajectory makes
 
 
 @dataclass(frozen=True)
-class HMC(Chains):
+class HMC(Tuned):
     r"""Trajectories of a particle that rolls over the posterior, accepted by the change of its energy: asymptotically exact.
 
     The law of the draws is the posterior, :math:`p(\theta \mid D)^{1/T}`, in the limit of long chains, at any step size. Every
@@ -55,37 +54,12 @@ class HMC(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=10)
-        positive(path_length=self.path_length)
-        at_least(1, max_steps=self.max_steps)
-        between(0, 1, target_acceptance=self.target_acceptance)
         between(0, 1, jitter=self.jitter, include="low")
-        one_of(("prior", "posterior"), units=self.units)
 
     @property
     def traits(self) -> Traits:
         """Those of chains; asymptotically exact if `adjusted`."""
         return replace(super().traits, adjusted=self.adjusted)
-
-    @property
-    def tunes(self) -> bool:
-        """Whether step sizes are tuned during the burn-in."""
-        return self.tune
-
-    @property
-    def resamples(self) -> bool:
-        """Whether a learned noise is drawn from its conditional between trajectories."""
-        return self.gibbs
-
-    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        """Dual averaging of the step size, from the one given."""
-        return start_average(self.step_size or 0.01, state)
-
-    def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
-        """The density at the start, and a first step size where none is given."""
-        super().begin(density, state, generator)
-        if self.step_size is None:
-            find_step(density, state, generator)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
         """A trajectory of about `path_length` from a fresh velocity, accepted or rejected."""
@@ -97,9 +71,7 @@ class HMC(Chains):
         before = state.point(state.noise(generator) * (state.scale > 0))
         after = leapfrog(density, before, step=step, count=count, scale=state.scale)
         notes = self.judge(density, state, before, after, generator)
-        if self.tune:
-            posterior = self.units == "posterior"
-            adapt(state, notes["acceptance"], self.target_acceptance, self.burn_in, posterior_units=posterior)
+        self.adapt(state, notes["acceptance"])
         return {**notes, "step_size": step, "gradients": torch.full_like(step, int(count.max()))}
 
     def judge(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState
+from dubito.inference.full_batch import ChainState, Tuned
 from dubito.inference.log_density import Density
-from dubito.inference.tuning import adapt, check_step_size, find_step, langevin, metropolis, start_average
-from dubito.model import Target
-from dubito.tensors.checks import between
+from dubito.inference.tuning import langevin, metropolis
 
 
 @dataclass(frozen=True)
-class MALA(Chains):
+class MALA(Tuned):
     r"""A Langevin step, up the gradient and with noise, accepted or rejected: asymptotically exact,
 
     .. math:: \theta' = \theta + \tfrac{h^2}{2} s^2 \nabla \log p(\theta, D) + h s\, \xi.
@@ -36,34 +35,18 @@ class MALA(Chains):
     tune: bool = field(default=True, kw_only=True)  # adapt the step size in the burn-in
     target_acceptance: float = field(default=0.574, kw_only=True)
     thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
+    least: ClassVar[int | None] = 1
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=1)
-        between(0, 1, target_acceptance=self.target_acceptance)
-
-    @property
-    def tunes(self) -> bool:
-        """Whether step sizes are tuned during the burn-in."""
-        return self.tune
-
-    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        """Dual averaging of the step size, from the one given."""
-        return start_average(self.step_size or 0.1 / math.sqrt(state.position.shape[1]), state)
-
-    def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
-        """The density at the start, and a first step size where none is given."""
-        super().begin(density, state, generator)
-        if self.step_size is None:
-            find_step(density, state, generator)
+    def first_step(self, size: int) -> float:
+        """A tenth, over the root of the number of weights."""
+        return 0.1 / math.sqrt(size)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
         """A Langevin step, accepted or rejected."""
         step, after, change = langevin(density, state, generator)
         probability, accepted = metropolis(change, generator)
         state.accept(after, accepted)
-        if self.tune:
-            adapt(state, probability, self.target_acceptance, self.burn_in)
+        self.adapt(state, probability)
         diverged = ~change.isfinite()
         return {
             "acceptance": probability,

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState
+from dubito.inference.full_batch import ChainState, Tuned
 from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, rise
 from dubito.inference.log_density import Density
-from dubito.inference.tuning import adapt, check_step_size, dice, metropolis, start_average
+from dubito.inference.tuning import dice, metropolis
 from dubito.model import Target
-from dubito.tensors.checks import at_least, between, one_of, positive, require
+from dubito.tensors.checks import require
 
 
 @dataclass(frozen=True)
-class MAMS(Chains):
+class MAMS(Tuned):
     r"""Microcanonical trajectories, accepted by the change of their energy: MCLMC without its bias, asymptotically exact.
 
     Every transition draws a direction anew, follows it for a random number of steps of which the mean length is `path_length`, and
@@ -40,29 +40,16 @@ class MAMS(Chains):
     units: Literal["prior", "posterior"] = field(default="prior", kw_only=True)  # whose standard deviations measure lengths
     max_steps: int = field(default=1000, kw_only=True)  # of a trajectory, however short they are
     gibbs: bool = field(default=True, kw_only=True)  # draw a learned noise from its conditional, if it has one
+    searches: ClassVar[bool] = False
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=10)
-        positive(path_length=self.path_length)
-        at_least(1, max_steps=self.max_steps)
-        between(0, 1, target_acceptance=self.target_acceptance)
-        one_of(("prior", "posterior"), units=self.units)
-
-    @property
-    def tunes(self) -> bool:
-        """Whether step sizes are tuned during the burn-in."""
-        return self.tune
-
-    @property
-    def resamples(self) -> bool:
-        """Whether a learned noise is drawn from its conditional between trajectories."""
-        return self.gibbs
+    def first_step(self, size: int) -> float:
+        """A tenth of the path, over the root of the number of weights."""
+        return 0.1 * self.path_length / math.sqrt(size)
 
     def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        """Dual averaging of the step size, from the one given."""
+        """As of all, but for a single weight."""
         require(state.position.shape[1] > 1, "MAMS turns a direction, and one weight has none to turn: use HMC")
-        return start_average(self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1]), state)
+        return super().initial_tuning(target, state)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
         """A microcanonical trajectory from a fresh direction, accepted or rejected."""
@@ -76,8 +63,7 @@ class MAMS(Chains):
         change = torch.where(change.isnan(), torch.inf, change)
         probability, accepted = metropolis(change, generator)
         state.accept(after, accepted)
-        if self.tune:
-            adapt(state, probability, self.target_acceptance, self.burn_in, posterior_units=self.units == "posterior")
+        self.adapt(state, probability)
         diverged = change > 1000.0
         return {
             "acceptance": probability,

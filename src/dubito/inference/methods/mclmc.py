@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState
+from dubito.inference.full_batch import ChainState, Tuned
 from dubito.inference.integrators import MINIMAL_NORM, Point, minimal_norm, on_sphere, refresh_direction, rise
 from dubito.inference.log_density import Density
 from dubito.inference.method import Traits
-from dubito.inference.tuning import adapt_units, check_step_size, start_average
+from dubito.inference.tuning import adapt_units
 from dubito.model import Target
-from dubito.tensors.checks import one_of, positive, require
+from dubito.tensors.checks import positive, require
 
 MEMORY = 150  # steps over which the error of the energy is averaged while the step size is tuned
 
 
 @dataclass(frozen=True)
-class MCLMC(Chains):
+class MCLMC(Tuned):
     r"""A particle of fixed speed whose direction turns with the gradient, and is slowly forgotten.
 
     In the limit of small steps it samples the posterior exactly. With finite ones the energy is not quite kept, and the draws are
@@ -48,29 +48,27 @@ class MCLMC(Chains):
     energy_variance: float = field(default=5e-4, kw_only=True)  # of the error of a step, per dimension
     units: Literal["prior", "posterior"] = field(default="prior", kw_only=True)  # whose standard deviations measure lengths
     thin: int = field(default=20, kw_only=True)  # integrator steps in a step, after which a draw is kept
+    least: ClassVar[int | None] = 1
+    searches: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
-        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=1)
-        positive(path_length=self.path_length, energy_variance=self.energy_variance)
-        one_of(("prior", "posterior"), units=self.units)
+        positive(energy_variance=self.energy_variance)
 
     @property
     def traits(self) -> Traits:
         """Those of chains without an accept step."""
         return replace(super().traits, adjusted=False)
 
-    @property
-    def tunes(self) -> bool:
-        """Whether step sizes are tuned during the burn-in."""
-        return self.tune
+    def first_step(self, size: int) -> float:
+        """A tenth of the path, over the root of the number of weights."""
+        return 0.1 * self.path_length / math.sqrt(size)
 
     def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        """Dual averaging of the step size, from the one given."""
+        """The step size, from the one given, and sums of the errors of steps."""
         require(state.position.shape[1] > 1, "MCLMC turns a direction, and one weight has none to turn: use HMC")
-        start = self.step_size or 0.1 * self.path_length / math.sqrt(state.position.shape[1])
         zero = torch.zeros_like(state.log_prior)
-        return {**start_average(start, state), "weight": zero, "sixth": zero.clone(), "limit": zero + math.inf}
+        return {**super().initial_tuning(target, state), "weight": zero, "sixth": zero.clone(), "limit": zero + math.inf}
 
     def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
         """The density at the start, and a random direction."""

@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState
+from dubito.inference.full_batch import ChainState, Tuned
 from dubito.inference.integrators import Point, rise
 from dubito.inference.log_density import Density, Value
-from dubito.inference.tuning import adapt, metropolis, start_average
-from dubito.model import Target
-from dubito.tensors.checks import between, positive, require
+from dubito.inference.tuning import metropolis
+from dubito.tensors.checks import require
 
 # (positions [C, P], step sizes [C, 1], generator) -> new positions [C, P] and log q(old | new) - log q(new | old), [C]
 Proposal = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Metropolis(Chains):
+class Metropolis(Tuned):
     r"""Try a random step, and accept or reject it by the posterior density at both ends: asymptotically exact, without gradients.
 
     A step is accepted with probability
@@ -47,20 +46,12 @@ class Metropolis(Chains):
     target_acceptance: float = field(default=0.234, kw_only=True)  # the best for a random walk in many dimensions
     proposal: Proposal | None = field(default=None, kw_only=True, repr=False)
     thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
+    least: ClassVar[int | None] = None
+    searches: ClassVar[bool] = False
 
-    def __post_init__(self):
-        super().__post_init__()
-        positive(step_size=self.step_size)
-        between(0, 1, target_acceptance=self.target_acceptance)
-
-    @property
-    def tunes(self) -> bool:
-        """Whether step sizes are tuned during the burn-in."""
-        return self.tune
-
-    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        """Dual averaging of the step size, from the one given."""
-        return start_average(self.step_size or 2.4 / math.sqrt(state.position.shape[1]), state)
+    def first_step(self, size: int) -> float:
+        """The best on a Gaussian in many dimensions."""
+        return 2.4 / math.sqrt(size)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
         """A proposal for every chain, accepted or rejected."""
@@ -71,8 +62,7 @@ class Metropolis(Chains):
         change = rise(density, Value(state.gradient, state.log_likelihood, state.log_prior), after) - log_ratio
         probability, accepted = metropolis(change, generator)
         state.accept(after, accepted)
-        if self.tune:
-            adapt(state, probability, self.target_acceptance, self.burn_in)
+        self.adapt(state, probability)
         # a step out of the prior's support is a proposal like others, and rightly rejected
         lost = ~(value.log_likelihood + value.log_prior).isfinite() & ~value.log_prior.isneginf()
         return {"acceptance": probability, "accepted": accepted.double(), "divergent": lost.double(), "step_size": step}

@@ -8,12 +8,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState
+from dubito.inference.full_batch import ChainState, Tuned
 from dubito.inference.integrators import Point, kinetic, leapfrog, potential, rise
 from dubito.inference.log_density import Density
-from dubito.inference.tuning import adapt, check_step_size, dice, find_step, start_average
-from dubito.model import Target
-from dubito.tensors.checks import at_least, between, one_of
+from dubito.inference.tuning import dice
+from dubito.tensors.checks import at_least
 
 DIVERGED = 1000.0  # a change of energy that no sound trajectory makes
 SMALLEST, LARGEST = 8, 32  # points of a doubling from which on blocks are looked at together, and of a block
@@ -43,7 +42,7 @@ class Branch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NUTS(Chains):
+class NUTS(Tuned):
     r"""HMC whose trajectories end where they begin to turn back, so that no path length has to be chosen: asymptotically exact.
 
     From a fresh velocity a trajectory of leapfrog steps is doubled, forwards or backwards in time at random, until it turns: until the
@@ -73,30 +72,7 @@ class NUTS(Chains):
 
     def __post_init__(self):
         super().__post_init__()
-        check_step_size(self.step_size, tune=self.tune, burn_in=self.burn_in, least=10)
         at_least(1, max_depth=self.max_depth)
-        between(0, 1, target_acceptance=self.target_acceptance)
-        one_of(("prior", "posterior"), units=self.units)
-
-    @property
-    def tunes(self) -> bool:
-        """Whether step sizes are tuned during the burn-in."""
-        return self.tune
-
-    @property
-    def resamples(self) -> bool:
-        """Whether a learned noise is drawn from its conditional between trajectories."""
-        return self.gibbs
-
-    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        """Dual averaging of the step size, from the one given."""
-        return start_average(self.step_size or 0.01, state)
-
-    def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
-        """The density at the start, and a first step size where none is given."""
-        super().begin(density, state, generator)
-        if self.step_size is None:
-            find_step(density, state, generator)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
         """A trajectory that is doubled until it turns, and one of its points."""
@@ -126,8 +102,7 @@ class NUTS(Chains):
                 break
         state.accept(chosen, moved)
         probability = acceptance / points
-        if self.tune:
-            adapt(state, probability, self.target_acceptance, self.burn_in, posterior_units=self.units == "posterior")
+        self.adapt(state, probability)
         return {
             "acceptance": probability,
             "accepted": moved.double(),

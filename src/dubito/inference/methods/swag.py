@@ -63,7 +63,7 @@ class SWAG(Descent[SWAGState]):
     """
 
     learning_rate: float = field(default=0.05, kw_only=True)  # at its highest
-    optimizer: Literal["adam", "sgd"] = field(default="sgd", kw_only=True)  # sgd walks about a mode as the theory has it
+    optimizer: Literal["adam", "sgd"] = field(default="sgd", kw_only=True)  # the theory is about sgd, which wanders about a mode
     clip: float | None = field(default=1.0, kw_only=True)  # largest norm of the gradient; without, a small noise drives sgd away
     collecting_rate: float | None = field(default=None, kw_only=True)  # constant, while collecting; None is half of learning_rate
     collect_after: float = field(default=0.5, kw_only=True)  # share of the epochs before collecting begins
@@ -136,7 +136,7 @@ class SWAG(Descent[SWAGState]):
         return max(low, super()._share(step, until)) if step < until else low
 
     def _collect(self, target: Target, state: SWAGState) -> None:
-        """Update the moments. Deviations are summed, not squares: a difference of squares would lose what is small beside the mean."""
+        """Update the moments. Sums of deviations keep the digits that a difference of large squares would lose."""
         slot, axis = state.collected % max(1, self.rank), 0 if target.members is None else 1
         state.collected += 1
         for name, mean in state.mean.items():

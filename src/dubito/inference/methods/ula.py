@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dubito.inference.full_batch import Chains, ChainState
+from dubito.inference.full_batch import ChainState, Tuned
 from dubito.inference.log_density import Density
 from dubito.inference.method import Traits
-from dubito.inference.tuning import adapt, check_step_size, find_step, langevin, metropolis, start_average
-from dubito.model import Target
-from dubito.tensors.checks import between
+from dubito.inference.tuning import langevin, metropolis
 
 
 @dataclass(frozen=True)
-class ULA(Chains):
+class ULA(Tuned):
     r"""Steps up the gradient, and noise:
 
     .. math:: \theta' = \theta + \tfrac{\epsilon}{2} s^2 \nabla \log p(\theta, D) + \sqrt{\epsilon}\, s\, \xi
@@ -40,11 +39,8 @@ class ULA(Chains):
     step_size: float | None = None  # in prior standard deviations: the root of the textbook's epsilon; None finds one
     target_acceptance: float = field(default=0.95, kw_only=True)  # of MALA at the step size that is found
     thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_step_size(self.step_size, tune=True, burn_in=self.burn_in, least=1)
-        between(0, 1, target_acceptance=self.target_acceptance)
+    tune: ClassVar[bool] = True
+    least: ClassVar[int | None] = 1
 
     @property
     def traits(self) -> Traits:
@@ -56,15 +52,9 @@ class ULA(Chains):
         """Whether a step size is looked for during the burn-in."""
         return self.step_size is None
 
-    def initial_tuning(self, target: Target, state: ChainState) -> dict[str, Tensor]:
-        """Dual averaging of the step size, from the one given."""
-        return start_average(self.step_size or 0.1 / math.sqrt(state.position.shape[1]), state)
-
-    def begin(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
-        """The density at the start, and a first step size where none is given."""
-        super().begin(density, state, generator)
-        if self.step_size is None:
-            find_step(density, state, generator)
+    def first_step(self, size: int) -> float:
+        """A tenth, over the root of the number of weights."""
+        return 0.1 / math.sqrt(size)
 
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
         """A Langevin step; accepted or rejected only while its size is looked for."""
@@ -72,7 +62,7 @@ class ULA(Chains):
         lost = ~(after.log_likelihood + after.log_prior).isfinite()
         if state.step < self.burn_in and self.tunes:  # a step that is still too large would throw a chain far out
             probability, accepted = metropolis(change, generator)
-            adapt(state, probability, self.target_acceptance, self.burn_in)
+            self.adapt(state, probability)
         else:
             probability, accepted = (-change.nan_to_num(nan=torch.inf)).exp().clamp(max=1.0), ~lost
         state.accept(after, accepted)
