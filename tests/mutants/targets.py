@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LIKELIHOODS = {
-    "Gaussian": ["log_prob", "fisher", "convolve", "rescaled", "_log_gamma", "log_prior"],
+    "Gaussian": ["log_prob", "fisher", "convolve", "rescaled", "log_prior"],
     "HeteroscedasticGaussian": ["log_prob", "fisher", "noise_variance", "convolve"],
     "Categorical": ["fisher", "fisher_sum", "fisher_diagonal", "fisher_root", "random_slope"],
     "Bernoulli": ["log_prob", "fisher", "off", "uncertainty"],
@@ -87,7 +87,6 @@ TARGETS: dict[str, list[str]] = {
     **PREDICT,
 }
 LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why the contract cannot notice them
-    r"priors\.(Laplace|LogUniform)\.draw: .* \* sign -> ": "a sign is 1 or -1, by which to multiply is to divide",
     r"Categorical\.random_slope: .*device != ": "differs on a GPU only",
     r"HeteroscedasticCategorical\._noisy: logits \+ .* -> logits - ": "the nodes come in pairs, z and -z",
     r"Categorical\.linked: 1 / classes -> ": "shifts all logits alike, which cancels in the probabilities",
@@ -110,6 +109,9 @@ LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why the contr
     r"Kronecker\._propagate_layer: (total \+ torch|basis\[)": "concerns noise on the inputs, which one pass has",
     r"Kronecker\._rotated_rows: (positions <|len\(rows\) \*)": "decides in which order it is computed",
     r"NUTS\.move: -step -> step": "goes over the same points twice, which the law hardly shows: test_nuts.py",
+    r"NUTS\.move: branch\.weight - weight -> ": "at this step both halves weigh almost the same, and nearly every new one is taken",
+    r"NUTS\.move: potential\(": "an energy that is noted in the trace: test_samplers.py",
+    r"NUTS\._branch: (size >= SMALLEST|end\.position\.numel)": "how many points are looked at together",
     r"Dense\.propagate_output: (len\(factors\) > 1|layer\.width - inputs)": "decides which of two ways to compute it is taken",
     r"HMC\.judge: potential\(": "an energy that is noted in the trace, for diagnostics: test_samplers.py",
     r"HMC\.move: .* \* \(state\.scale > 0\) -> ": "concerns a learned noise: test_sampled_noise.py",
