@@ -22,6 +22,7 @@ from dubito.tensors import randomness
 from dubito.tensors.checks import require, suggestion
 
 Noise = Literal["shared", "heteroscedastic"]
+LATER = ("keep=None", "perturb=None", "anchored=False", "hold_out=None")  # fields of Ensemble since version 0.1
 START = "start."  # prefix of the options of the training that comes before a method
 
 
@@ -64,12 +65,20 @@ class Spec:
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, in plain types."""
         return {
-            "method": repr(self.method),
-            "start": None if self.start is None else repr(self.start),
+            "method": _stated(self.method),
+            "start": None if self.start is None else _stated(self.start),
             "learns_prior": self.learns_prior,
             "noise": self.noise,
             "grid": [dict(point) for point in self.grid],
         }
+
+
+def _stated(method: Method) -> str:
+    """The method with all its settings, less the defaults of fields that came later: results of earlier versions still count."""
+    text = repr(method)
+    for default in LATER:
+        text = text.replace(f", {default}", "")
+    return text
 
 
 def parse_spec(text: str, problem: Problem) -> Spec:
