@@ -385,7 +385,10 @@ KNOWN: Mapping[str, Mapping[str, Case]] = {
         ),
         "tuned": Case(HMC(path_length=1.0, **TUNED), exact, batch_size=ROWS, temperatures=(0.3,), further=(steady,)),
     },
-    "nuts": {"fixed step": Case(NUTS(0.26, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.4, 0.9)))},
+    "nuts": {
+        "fixed step": Case(NUTS(0.26, **CHAINS), exact, batch_size=LARGE, further=(check_functions, accepts(0.4, 0.9))),
+        "blocks": Case(NUTS(0.08, **CHAINS), exact, batch_size=ROWS, temperatures=(0.3,)),
+    },
     "mclmc": {"fixed step": Case(MCLMC(0.18, thin=10, **CHAINS), exact, batch_size=LARGE, bias=0.05)},
     "mams": {
         "fixed step": Case(
