@@ -192,6 +192,17 @@ def test_pandas():
     check_frame(as_frame(pandas.DataFrame(COLUMNS).astype({"d": "datetime64[ns]", "b": "category"})))
 
 
+def test_npz_tables(tmp_path):
+    path = tmp_path / "t.npz"
+    np.savez(path, x=np.zeros((3, 2)), y=np.arange(3), other=np.zeros(2))
+    assert list(as_frame(path)) == ["x0", "x1", "y"]
+    np.savez(path, x=np.zeros((3, 2, 2)), y=np.arange(3))
+    with pytest.raises(ValueError, match="for images and the like choose a method"):
+        as_frame(path)
+    with pytest.raises(ValueError, match="a table is a DataFrame"):
+        as_frame(tmp_path / "t.xlsx")
+
+
 def test_targets_by_name_and_beside_the_table():
     frame = as_frame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
     inputs, targets = with_targets(frame, "b")

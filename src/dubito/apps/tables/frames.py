@@ -70,7 +70,10 @@ def _read(path: Path) -> dict[str, Raw]:
         return dict(CsvFile.read(path, unnamed=True).columns)
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
-    require("x" in arrays and arrays["x"].ndim == 2, f"{path}: an NPZ table has its inputs in the array x [N, F]")
+    require(
+        "x" in arrays and arrays["x"].ndim == 2,
+        f"{path}: an NPZ table has its inputs in the array x [N, F]; for images and the like choose a method, as in `dubito fit map`",
+    )
     others = {name: as_column(array) for name, array in arrays.items() if name != "x" and array.shape == arrays["x"].shape[:1]}
     return {**_from_matrix(arrays["x"]), **others}
 
