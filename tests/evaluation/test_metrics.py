@@ -272,5 +272,5 @@ def test_targets_that_do_not_fit(name, classified, regressed):
 
 
 def test_other_predictives_have_no_exact_crps():
-    with pytest.raises(ValueError, match="a Fixed is none"):
+    with pytest.raises(ValueError, match="got a Fixed"):
         crps(Fixed(Gaussian(scale=1.0), torch.zeros(2, 1)), torch.zeros(2))

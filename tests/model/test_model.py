@@ -292,9 +292,17 @@ class Elsewhere(nn.Module):
 
 def test_weights_that_cannot_be_replaced_are_told():
     network = Elsewhere()
-    with pytest.raises(ValueError, match=r"reaches \['a.weight'\] by another way"):
+    with pytest.raises(ValueError, match=r"uses \['a.weight'\] by a reference of its own"):
         dubito.fit(Model(network, Gaussian(scale=0.1)), MAP(epochs=1), (X, Y))
     assert all(p.grad is None for p in network.parameters())
+
+
+def test_lazy_networks_are_refused_before_they_have_shapes():
+    network = nn.Sequential(nn.LazyLinear(1))
+    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] have no shapes yet: call the network on a batch"):
+        Model(network, Gaussian())
+    network(torch.zeros(1, 4))
+    assert Model(network, Gaussian()).prior.scale_of("0.weight") == 1.0  # 2 / sqrt(4)
 
 
 def test_hooks_on_gradients_are_told():

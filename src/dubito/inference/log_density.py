@@ -52,7 +52,7 @@ class Density:
     `compile` hands the traced operations to torch's compiler, which takes a minute and pays in long runs.
 
     >>> import dubito
-    >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=1.0))
+    >>> model = dubito.Model(torch.nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=1.0), dubito.priors.Normal(scale=1.0))
     >>> x, y = torch.ones(4, 1), torch.ones(4, 1)
     >>> density = Density(Target(model, 4), [(x, y)], model.parameters(), model.buffers())
     >>> density(torch.tensor([[0.0], [1.0]])).gradient  # 4 (1 - w) - w

@@ -71,14 +71,16 @@ class Model:
     def __post_init__(self):
         _check_type("network", self.network, nn.Module, "a torch.nn.Module")
         _check_type("likelihood", self.likelihood, Likelihood, "an object such as dubito.Categorical() or dubito.Gaussian()")
-        scale = SCALE_OF_CLASSES if self.likelihood.discrete else SCALE_OF_NUMBERS
-        prior = Normal.fan_in(self.network, scale, bias=1.0, learned=True) if self.prior is None else self.prior
-        object.__setattr__(self, "prior", prior.of(self.network) if isinstance(prior, Normal) else prior)
-        _check_type("prior", self.prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
         names = [name for name, _ in self.network.named_parameters()]
         every = [name for name, _ in self.network.named_parameters(remove_duplicate=False)]  # tied ones by all their names
         listed = f"{names[:8]}{'...' if names[8:] else ''}"
         require(names, "the network has no parameters, so there is nothing to infer")
+        lazy = [name for name, p in self.network.named_parameters() if nn.parameter.is_lazy(p)]
+        require(not lazy, f"{lazy[:8]} have no shapes yet: call the network on a batch before you make a model of it")
+        scale = SCALE_OF_CLASSES if self.likelihood.discrete else SCALE_OF_NUMBERS
+        prior = Normal.fan_in(self.network, scale, bias=1.0, learned=True) if self.prior is None else self.prior
+        object.__setattr__(self, "prior", prior.of(self.network) if isinstance(prior, Normal) else prior)
+        _check_type("prior", self.prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
         patterns = [p for p in self.prior.patterns if p not in ("weight", "bias")]  # which a network may do without
         unmatched = [pattern for pattern in patterns if not _matches(pattern, names)]
         require(

@@ -194,6 +194,7 @@ def test_a_batchnorm_layer_that_is_used_twice_or_never():
     assert torch.equal(posterior.own_buffers["idle.running_mean"], torch.full((2, 2), 7.0))
 
 
+@pytest.mark.filterwarnings("ignore:The outputs of some examples depend on the others")  # batch statistics in eval mode
 def test_networks_without_statistics_that_follow_the_data_give_a_gaussian():
     class Frozen(nn.Sequential):
         def train(self, mode=True):

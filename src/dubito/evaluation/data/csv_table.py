@@ -138,7 +138,7 @@ class CsvFile:
             place = f"{self.path}, column {column!r}, {self.where(row)}"
             if is_missing(cell):
                 refuse_number(place, cell)
-            raise ValueError(f"{place}: {cell!r} is not one of the known texts, {listed(sorted(levels))}")
+            raise ValueError(f"{place}: {cell!r} is not one of the known texts, {listed(sorted(levels - {'?'}))}")
 
 
 def stacked(columns: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:

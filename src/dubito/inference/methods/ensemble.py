@@ -377,7 +377,8 @@ class Ensemble:
         epoch, last = state.step // state.period, state.steps // state.period - 1
         if (last - epoch) % max(1, last // LOOKS):
             return
-        stage, best = state.stages[0], state.best
+        stage = state.stages[0]
+        best = state.best = tree.move(state.best, target.model.device)  # what a checkpoint held is on the CPU
         leaves = [{"params": member.params, "buffers": member.buffers} for member in stage.members]
         scores = []
         with torch.no_grad():
