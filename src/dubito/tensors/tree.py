@@ -27,6 +27,11 @@ def apply(function: Callable[..., Tensor], *trees: Params) -> Params:
     return {name: function(leaf, *(other[name] for other in trees[1:])) for name, leaf in trees[0].items()}
 
 
+def symbolic(size: object) -> bool:
+    """Whether a size is being traced for any number of examples, so that nothing may depend on its value."""
+    return isinstance(size, torch.SymInt)
+
+
 def clone(tree: Params) -> Params:
     """A copy that shares no memory and no gradient history with the original."""
     return {name: leaf.detach().clone() for name, leaf in tree.items()}

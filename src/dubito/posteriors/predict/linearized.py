@@ -141,7 +141,7 @@ class Linearization:
 
     def _swept(self, f: Tensor, edges: list[GradientEdge], unit: Tensor, by: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of every output, [C, ...], times `by`. All outputs at once where one at a time would be mostly overhead."""
-        traced = isinstance(self.size, torch.SymInt)  # a batch of gradients would fix the number of examples
+        traced = tree.symbolic(self.size)  # a batch of gradients would fix the number of examples
         small = not traced and (f.is_cuda or self.size * self.found.taps < SMALL)
         if small and self.model.network not in _UNBATCHED:
             try:

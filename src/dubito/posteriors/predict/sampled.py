@@ -38,19 +38,11 @@ IN_PLACE = re.compile(r"[^_]_$|^__i(?!n)\w+__$|^__setitem__$")  # relu_, __iadd_
 
 def _batched(value: Any) -> bool:
     """Whether a tensor anywhere in a call's arguments differs between draws."""
-    if isinstance(value, Tensor):
-        return is_batchedtensor(value)
-    if isinstance(value, list | tuple):
-        return any(_batched(item) for item in value)
-    if isinstance(value, dict):
-        return any(_batched(item) for item in value.values())
-    return False
+    return any(map(is_batchedtensor, tree.leaves(value)))
 
 
 def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size() if is_batchedtensor(value) else 0
-    return sum(_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(value) if is_batchedtensor(leaf))
 
 
 @dataclass

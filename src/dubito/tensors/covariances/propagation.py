@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.tensors.tree import Params, full_precision
+from dubito.tensors.tree import Params, full_precision, symbolic
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def flat(leaf: Tensor, start: int) -> Tensor:
 
 def pieces(n: int, each: int, like: Tensor | None = None, chunk: int = CHUNK) -> Iterator[slice]:
     """n things in slices, so that things of `each` numbers stay within bounds, which are wider on a GPU (where `like` is)."""
-    if isinstance(n, torch.SymInt):  # while it is traced for any number of them: all at a time
+    if symbolic(n):  # while it is traced for any number of them: all at a time
         return iter([slice(0, n)])
     chunk = chunk if like is None or not like.is_cuda else 64 * CHUNK
     step = max(1, chunk // max(1, each))
@@ -273,14 +273,12 @@ def input_noise(layer: LayerRows, g: Tensor, variances: Sequence[Params]) -> Ten
 def single_position(layer: LayerRows, variance: Params) -> Tensor:
     """Variances [B, O] of the outputs of an affine layer with one position and independent weights."""
     part = layer.part
-    total: Tensor | float = 0.0
-    if part.weight is not None:
-        weight = variance[part.weight]
-        total = layer.squared @ weight.reshape(weight.shape[0], -1).mT
-    if part.bias is not None:
-        total = total + variance[part.bias]
-    assert isinstance(total, Tensor)
-    return total.expand(layer.batch, -1) if total.ndim == 1 else total
+    if part.weight is None:
+        assert part.bias is not None
+        return variance[part.bias].expand(layer.batch, -1)
+    weight = variance[part.weight]
+    total = layer.squared @ weight.reshape(weight.shape[0], -1).mT
+    return total if part.bias is None else total + variance[part.bias]
 
 
 def weight_gradients(layer: LayerRows, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:

@@ -22,7 +22,7 @@ from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.posteriors.predict.sampled import read_examples
-from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, block_of, mean_of
+from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, block_of, is_weight, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.streamlined.program import WIDE, lower
 from dubito.posteriors.predict.streamlined.prune import pool_first, prune
@@ -89,13 +89,13 @@ class Streamlined:
     def _pair(self, name: str | None, bias: str | None) -> None:
         """Give a layer's matrix the noise that it makes together with its bias, and a bias apart from it its own."""
         weight, shift = self.weights.get(name or ""), self.weights.get(bias or "")
-        if name is not None and isinstance(weight, Weight) and weight.block is None:
+        if name is not None and is_weight(weight) and weight.block is None:
             block = self._block(name)
             weight = weight._replace(block=block.noise(name, bias if bias in block.shapes else None))
             self.weights[name] = weight
         noise = block_of(weight)
         inside = noise is not None and noise.biased
-        if bias is not None and bias in self.correlated and isinstance(shift, Weight) and not inside and shift.mean.ndim == 1:
+        if bias is not None and bias in self.correlated and is_weight(shift) and not inside and shift.mean.ndim == 1:
             self.weights[bias] = shift._replace(block=self._block(bias).shift(bias))
 
     def _block(self, name: str) -> Covariance:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from torch.func import vmap
 
 from dubito.posteriors.predict.streamlined.operations import canonical
 from dubito.tensors.covariances.propagation import Noise, Shift
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 class Moments(NamedTuple):
@@ -70,34 +73,44 @@ class Weight(NamedTuple):
 Value: TypeAlias = Moments | Weight | Tensor  # an argument of a rule; a tensor is certain
 
 
+def uncertain(value: object) -> TypeIs[Moments | Weight]:
+    """Whether a value has a variance."""
+    return isinstance(value, Moments | Weight)
+
+
+def moves(value: object) -> TypeIs[Moments]:
+    """Whether a value came through the network with a variance, and may have directions."""
+    return isinstance(value, Moments)
+
+
+def is_weight(value: object) -> TypeIs[Weight]:
+    """Whether a value is a weight with a variance."""
+    return isinstance(value, Weight)
+
+
 def mean_of(value: object) -> Any:
     """The mean of a value that may be certain, or None."""
-    return value.mean if isinstance(value, Moments | Weight) else value
+    return value.mean if uncertain(value) else value
 
 
 def var_of(value: object) -> Tensor | None:
     """The variance of a value; None if it is certain."""
-    return value.var if isinstance(value, Moments | Weight) else None
+    return value.var if uncertain(value) else None
 
 
 def factor_of(value: object) -> Tensor | None:
     """The directions of a value; None if it has none."""
-    return value.factor if isinstance(value, Moments) else None
+    return value.factor if moves(value) else None
 
 
 def residual_of(value: object) -> Tensor | None:
     """The variance of a value that its directions do not explain; None if it is certain."""
-    return residual(value) if isinstance(value, Moments) else var_of(value)
+    return residual(value) if moves(value) else var_of(value)
 
 
 def block_of(value: object) -> Any:
     """The covariance of a weight whose entries are not independent; None of anything else."""
-    return value.block if isinstance(value, Weight) else None
-
-
-def uncertain(value: object) -> bool:
-    """Whether a value has a variance."""
-    return isinstance(value, Moments | Weight)
+    return value.block if is_weight(value) else None
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Any:

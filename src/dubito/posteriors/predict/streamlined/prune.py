@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dubito.posteriors.predict.streamlined.operations import Ref, Step, Trace, map_leaves
+from dubito.posteriors.predict.streamlined.operations import Ref, Step, Trace, map_leaves, slot_of
 
 ELEMENTWISE = (
     "relu", "leaky_relu", "gelu", "tanh", "sigmoid", "silu", "softplus", "elu", "selu", "mish", "erf", "exp", "neg", "square",
@@ -178,8 +178,9 @@ class _Rewriter:
             return
 
         def _narrow(leaf: Any) -> Any:
-            need = needs.get(leaf.slot) if isinstance(leaf, Ref) else None
-            return leaf if need is None else self.narrowed(leaf.slot, need, step.where)
+            slot = slot_of(leaf)
+            need = None if slot is None else needs.get(slot)
+            return leaf if slot is None or need is None else self.narrowed(slot, need, step.where)
 
         args, kwargs = map_leaves(_narrow, (step.args, step.kwargs))
         assert step.result is not None

@@ -180,8 +180,7 @@ class Recorder(Watch):
         return args, kwargs
 
     def _refuse_recurrent(self, args: tuple) -> None:
-        between = any(isinstance(value, float) and value > 0 for value in args)
-        if between or any(id(leaf) in self.sites for leaf in leaves_of(args, Tensor)):
+        if any(rate > 0 for rate in leaves_of(args, float)) or any(id(leaf) in self.sites for leaf in leaves_of(args, Tensor)):
             raise ValueError("dropout in a recurrent layer has no rule for one pass: predict with how='sampled'")
 
     def _add(self, func: Callable, name: str, before: Call, out: Nested) -> None:

@@ -43,7 +43,7 @@ def _factors(a: Operand, b: Operand, left: Number, right: Number, shape: torch.S
 
 def _sum(a: Operand, b: Operand, scale: float, adjoint: bool) -> Moments:
     r"""a + scale * b of independent numbers: :math:`v_a + c^2 v_b`, and the directions of both added up."""
-    if a is b and isinstance(a, Moments | Weight):
+    if a is b and uncertain(a):
         return _scale(a, 1 + scale, adjoint)
     m, n = mean_of(a), mean_of(b)
     mean = torch.add(m, n, alpha=scale) if isinstance(m, Tensor) else m + scale * n
@@ -95,10 +95,10 @@ def mul(a: Operand, b: Operand, *, adjoint: bool = False) -> Moments:
     r"""Of independent numbers: :math:`v_a v_b + m_a^2 v_b + m_b^2 v_a`; of a number with itself see `square`."""
     if a is b:
         return RULES["square"](a, adjoint=adjoint)
-    if not isinstance(a, Moments | Weight):
+    if not uncertain(a):
         a, b = b, a
-    assert isinstance(a, Moments | Weight)
-    if not isinstance(b, Moments | Weight):
+    assert uncertain(a)
+    if not uncertain(b):
         return _scale(a, b, adjoint)
     mean = a.mean * b.mean
     with still(adjoint):

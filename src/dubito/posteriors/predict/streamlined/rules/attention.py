@@ -240,7 +240,7 @@ def _together(a: Tensor, square: Tensor) -> Tensor:
 
 def _repeat(x: Value, times: int) -> Value:
     """Heads shared by several queries, once for each."""
-    if isinstance(x, Tensor):
+    if not uncertain(x):
         return x.repeat_interleave(times, -3)
     factor = factor_of(x)
     factor = None if factor is None else factor.repeat_interleave(times, -3)

@@ -32,7 +32,9 @@ from dubito.posteriors.predict.streamlined.moments import (
     Weight,
     block_of,
     factor_of,
+    is_weight,
     mean_of,
+    moves,
     plus,
     residual,
     residual_of,
@@ -73,12 +75,12 @@ class Layer:
             m, w = (m.detach(), w.detach()) if adjoint else (m, w)
             var, shift = self._from_weights(m, weight, var_of(bias))
             factor = None
-            if rank and isinstance(x, Moments):
+            if rank and moves(x):
                 spread, factor = self._with_directions(x, w, var_of(weight), rank)
                 var = plus(var, spread)
             elif v is not None:
                 if square is None:  # of what is certain it is given
-                    square = weight.second if isinstance(weight, Weight) else plus(w * w, var_of(weight))
+                    square = weight.second if is_weight(weight) else plus(w * w, var_of(weight))
                 var = plus(var, self.apply(v, square, None))  # pyright: ignore[reportArgumentType]
             if rank and self.dense and m.ndim == 2:  # outputs move together by their weights too
                 for block in [block for block in (block_of(weight), block_of(bias)) if block is not None]:
@@ -162,7 +164,7 @@ def linear(
 ) -> Moments:
     r""":math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; of weights that are not independent :math:`\Sigma_W(m)` for
     :math:`S m^2 + s`."""
-    if isinstance(weight, Weight) and weight.block is None and not adjoint and not rank and not isinstance(bias, Tensor):
+    if is_weight(weight) and weight.block is None and not adjoint and not rank and (bias is None or uncertain(bias)):
         return _independent(input, weight, bias)
     return (LINEAR_ADJOINT if adjoint else LINEAR).moments(input, weight, bias, adjoint, rank, square)
 
@@ -293,7 +295,7 @@ def baddbmm(
     random = uncertain(a) or uncertain(b)
     product = bilinear(torch.matmul, a, b, adjoint, axis) if random else torch.matmul(mean_of(a), mean_of(b))
     if beta != 1:
-        input = input * beta if isinstance(input, Tensor) else mul(input, beta, adjoint=adjoint)
+        input = mul(input, beta, adjoint=adjoint) if uncertain(input) else input * beta
     return add(input, product, alpha=alpha, adjoint=adjoint)
 
 
@@ -346,7 +348,7 @@ def head(input: Value, weight: Value, bias: Value | None = None) -> Output:
     mean = F.linear(m, w, mean_of(bias))
     noise, shift = block_of(weight), block_of(bias)
     cov = None if noise is None else noise.cov(m)
-    if isinstance(input, Moments):
+    if moves(input):
         shared = sandwich(residual(input), w)
         if input.factor is not None:
             along = F.linear(input.factor, w)  # [R, B, C]

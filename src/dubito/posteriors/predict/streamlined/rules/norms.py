@@ -28,6 +28,7 @@ from dubito.posteriors.predict.streamlined.moments import (
     factor_of,
     from_end,
     mean_of,
+    moves,
     plus,
     residual,
     rule,
@@ -35,7 +36,7 @@ from dubito.posteriors.predict.streamlined.moments import (
     var_of,
 )
 from dubito.tensors.checks import require
-from dubito.tensors.tree import full_precision
+from dubito.tensors.tree import full_precision, symbolic
 
 Axes = tuple[int, ...]
 
@@ -95,9 +96,7 @@ class _Normalized(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradient times the Jacobian; by torch's own kernel where that is possible."""
         m, z, middle, i = ctx.saved_tensors
-        traced = any(
-            isinstance(n, torch.SymInt) for n in m.shape
-        )  # for any number of examples, where batched it would hold for one
+        traced = any(map(symbolic, m.shape))  # for any number of examples, where batched it would hold for one
         if ctx.centered and ctx.axes == (-1,) and (m.dtype.itemsize >= 4 or m.is_cuda) and not traced:
             back = torch.ops.aten.native_layer_norm_backward  # which takes any inverse, not only that of m alone
             middle, i = (full_precision(t) for t in (middle, i))
@@ -117,8 +116,7 @@ def rescale(x: Value, weight: Value | None, bias: Value | None, channel: int, ad
     r"""x times a scale plus a shift, either of which may be random: :math:`g^2 v + s (m^2 + v) + s_b` for a scale with mean g and
     variance s. Its channels are on the axis 1, or on the last ones (-1)."""
     m, v, factor = mean_of(x), var_of(x), factor_of(x)
-    if weight is None and bias is None:
-        assert isinstance(x, Moments)
+    if weight is None and bias is None and moves(x):
         return x
     mean = (rescaled if adjoint else _affine)(m, mean_of(weight), mean_of(bias), channel)
     with still(adjoint):
@@ -150,7 +148,7 @@ def _normalize(
     x: Value, axes: Axes, eps: float, adjoint: bool, plain: Callable[[Tensor], Tensor], *, centered: bool = True
 ) -> Moments | Tensor:
     """`normalized` if x is random, else `plain(x)`."""
-    return normalized(x, axes, eps, adjoint, centered=centered) if isinstance(x, Moments) else plain(mean_of(x))
+    return normalized(x, axes, eps, adjoint, centered=centered) if moves(x) else plain(mean_of(x))
 
 
 @rule("layer_norm")
@@ -181,7 +179,7 @@ def group_norm(
     adjoint: bool = False, axis: int | None = None,
 ) -> Moments:  # fmt: skip
     """`normalized` over the channels and positions of each group, then `rescale`."""
-    if isinstance(input, Moments):
+    if moves(input):
         groups = _reshape(input, (input.mean.shape[0], num_groups, -1))
         x = _reshape(normalized(groups, (-1,), eps, adjoint), input.mean.shape)
     else:
@@ -212,7 +210,7 @@ def _by_statistics(x: Value, mean: Tensor, var: Tensor, eps: float, adjoint: boo
     m = mean_of(x)
     center, by = (t.view(-1, *[1] * (m.ndim - 2)) for t in (mean, torch.rsqrt(var + eps)))
     m = (m - center) * by
-    if not isinstance(x, Moments):
+    if not moves(x):
         return m
     with still(adjoint):
         return Moments(m, x.var * (by * by), None if x.factor is None else x.factor * by)
@@ -238,7 +236,7 @@ def normalize(
 ) -> Moments:
     """x / |x|, which is its rms_norm over the root of its size."""
     require(p == 2 and isinstance(dim, int), f"normalize() has a rule for p=2 and one axis only; got p={p}, dim={dim}")
-    x = input if isinstance(input, Moments) else Moments(input.mean, input.var)
+    x = input if moves(input) else Moments(input.mean, input.var)
     dim = dim if dim < 0 else dim - x.mean.ndim
     size = x.mean.shape[dim]
     result = normalized(x, (dim,), eps * eps / size, adjoint, centered=False)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from dubito.posteriors.predict.streamlined.moments import Moments, factor_of, residual_of, still
+from dubito.posteriors.predict.streamlined.moments import Moments, factor_of, residual_of, still, uncertain
 
 
 def by_draws(func: Callable, n: int, *args: Any, adjoint: bool = False, **kwargs: Any) -> Any:
@@ -18,7 +20,7 @@ def by_draws(func: Callable, n: int, *args: Any, adjoint: bool = False, **kwargs
     results = []
     for pair, sign in product(range(max(1, n // 2)), (1.0, -1.0)):
         generator = torch.Generator().manual_seed(pair)  # anew for the other side, so that it is the same draw
-        given = _draw((args, kwargs), sign, generator, adjoint)
+        given = tree_map(partial(_draw, sign=sign, generator=generator, adjoint=adjoint), (args, kwargs), is_leaf=uncertain)
         results.append(func(*given[0], **given[1]))
     if isinstance(results[0], tuple | list):
         return tuple(_moments(list(values), adjoint) for values in zip(*results, strict=True))
@@ -50,12 +52,9 @@ def _moments(values: list[Tensor], adjoint: bool) -> Moments:
 
 def _draw(value: Any, sign: float, generator: torch.Generator, adjoint: bool) -> Any:
     """One draw in the place of everything random."""
-    if isinstance(value, dict):
-        return {key: _draw(item, sign, generator, adjoint) for key, item in value.items()}
     own, factor = residual_of(value), factor_of(value)
     if own is None:
-        some = isinstance(value, tuple | list)
-        return type(value)(_draw(item, sign, generator, adjoint) for item in value) if some else value
+        return value
     with still(adjoint):
         noise = own.sqrt() * torch.randn(own.shape, generator=generator, dtype=own.dtype).to(own.device)
         if factor is not None:

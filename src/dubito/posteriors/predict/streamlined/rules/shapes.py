@@ -25,6 +25,7 @@ from dubito.posteriors.predict.streamlined.moments import (
     mean_of,
     rule,
     still,
+    uncertain,
     var_of,
     widen,
 )
@@ -103,7 +104,7 @@ def stack(tensors: Sequence[Value], dim: int = 0) -> Moments:
 @rule("where")
 def where(condition: Value, x: Value, y: Value) -> Moments:
     """A choice that does not depend on what is random: the mean and the variance of the one that is chosen."""
-    if not isinstance(condition, Tensor):
+    if uncertain(condition):
         raise ValueError("where() with a random condition has no rule for one pass: predict with how='sampled'")
     zero = torch.zeros((), device=condition.device)
     mean = torch.where(condition, mean_of(x), mean_of(y))
