@@ -27,7 +27,7 @@ from dubito.inference.fit import fit_with
 from dubito.inference.method import Method, traits_of
 from dubito.inference.options import FitOptions
 from dubito.model import Model
-from dubito.model.likelihoods import Categorical, Gaussian, likelihood_params
+from dubito.model.likelihoods import Categorical, likelihood_params
 from dubito.network.examples import Inputs, pick_output, split_batch
 from dubito.network.weights import in_mode
 from dubito.posteriors import Point, Posterior
@@ -351,9 +351,11 @@ def action_value_model(model: Model) -> Model:
     >>> model.forward(model.parameters(), (x, action), {})[0].shape, model.forward(model.parameters(), (x,), {})[0].shape
     (torch.Size([4, 1]), torch.Size([4, 3]))
     """
-    likelihood = model.likelihood
-    single = isinstance(likelihood, Gaussian) and not isinstance(likelihood.scale, tuple) and likelihood.outputs == 1
-    require(single, f"the likelihood of rewards must be Gaussian(scale=s), or Gaussian() to learn the noise; got {likelihood!r}")
+    likelihood = model.likelihood.gaussian
+    single = likelihood is not None and not isinstance(likelihood.scale, tuple) and likelihood.outputs == 1
+    require(
+        single, f"the likelihood of rewards must be Gaussian(scale=s), or Gaussian() to learn the noise; got {model.likelihood!r}"
+    )
     # agents pass batches (x, action) of their own, so the user's `split` is not needed
     return replace(model, network=ActionValues(model.network, model.output), split=split_batch, output=pick_output)
 

@@ -14,7 +14,6 @@ from dubito.curvature.passes import Estimate, Passes, check_memory
 from dubito.curvature.setup import Setup
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
-from dubito.model.priors import MultivariateNormal
 from dubito.network.examples import Batch, Inputs
 from dubito.tensors.covariances import Covariance
 from dubito.tensors.tree import Params
@@ -75,7 +74,7 @@ class Accumulated:
     def evidence(self, target: Target, params: Params, names: Sequence[str], prior: Params) -> Evidence:
         """What the evidence is made of, scaled from the examples seen to those there are."""
         factor = target.n_data / max(1, self.seen[0])
-        earlier = target.model.prior if isinstance(target.model.prior, MultivariateNormal) else None
+        earlier = target.model.prior.joint
         deviation = _deviation(target, params, names)
         return Evidence(
             self.log_likelihood * factor, self.errors * factor, self.counts * factor,
@@ -88,9 +87,8 @@ class Accumulated:
         r""":math:`g^T \Sigma g` for the gradient g of the log joint, twice what the log joint can rise; the effective number of
         parameters :math:`\mathrm{tr}(H \Sigma)`; and what the first would be by the noise of a gradient from a part of the data."""
         factor, temperature = target.n_data / self.gradient_seen, target.temperature
-        model_prior = target.model.prior
-        if isinstance(model_prior, MultivariateNormal):
-            pull = model_prior.gradient({name: params[name] for name in self.gradient})
+        if (earlier := target.model.prior.joint) is not None:
+            pull = earlier.gradient({name: params[name] for name in self.gradient})
         else:
             apart = _deviation(target, params, self.gradient)
             pull = {name: -prior[name].to(leaf) * leaf for name, leaf in apart.items()}

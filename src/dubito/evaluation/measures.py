@@ -163,9 +163,9 @@ def _classes(p: Predictive, name: str) -> Predictive:
 
 
 def _drawn(p: Predictive, name: str) -> LatentMixture:
-    if not isinstance(p, LatentMixture):
+    if p.mixture is None:
         raise ValueError(f"{name} needs draws of the network's output, which a {type(p).__name__} does not have")
-    return p
+    return p.mixture
 
 
 def _choices(p: Predictive, probs: Tensor, off: Tensor) -> Tensor:

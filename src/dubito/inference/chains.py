@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dubito.inference.method import Start
 from dubito.model import Model, Target
-from dubito.model.priors import Normal, Prior, prior_params
+from dubito.model.priors import Prior, prior_params
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Posterior, Samples
 from dubito.tensors import store, tree
@@ -122,9 +122,9 @@ def _move_inside(prior: Prior, params: Params, generator: torch.Generator) -> No
 def units(target: Target, params: Params) -> Tensor:
     """The prior's standard deviation of every coordinate, [P], at the target's temperature: the length in which steps are measured."""
     prior, scales = target.model.prior, {name: torch.ones_like(leaf) for name, leaf in params.items()}
-    if isinstance(prior, Normal):
+    if prior.normal is not None:
         weights = {name: leaf for name, leaf in params.items() if ":" not in name}
-        scales |= {name: leaf**-0.5 for name, leaf in prior.precision(weights).items()}
+        scales |= {name: leaf**-0.5 for name, leaf in prior.normal.precision(weights).items()}
     else:
         scales |= prior.units(prior_params(params))
     return tree.flatten(scales) * math.sqrt(target.temperature)

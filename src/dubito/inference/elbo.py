@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.model import Model
-from dubito.model.priors import MultivariateNormal, Normal, Prior
+from dubito.model.priors import MultivariateNormal, Prior
 from dubito.model.priors.prior import prior_params, weights
 from dubito.network.examples import Batch, Data, batch_size
 from dubito.posteriors import Drawn, Gaussian, Posterior
@@ -155,7 +155,7 @@ def _divergence(posterior: Gaussian, seed: int, draws: int) -> tuple[float, dict
 def _prior(posterior: Gaussian) -> Prior:
     """The model's, with the scales that the evidence set, where it did."""
     prior = posterior.model.prior
-    if posterior.fitted is None or not isinstance(prior, Normal):
+    if posterior.fitted is None or prior.normal is None:
         return prior
     zero = {name: torch.zeros_like(posterior.params[name], dtype=torch.float64) for name in posterior.fitted.prior}
     variance = {name: (1 / leaf.double()).expand(zero[name].shape).clone() for name, leaf in posterior.fitted.prior.items()}

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from dubito.inference.method import Start
 from dubito.model import Target
-from dubito.model.likelihoods import Gaussian
-from dubito.model.priors import Normal
 from dubito.network.examples import Batch
 from dubito.tensors import tree
 from dubito.tensors.checks import require
@@ -54,12 +52,12 @@ def draw_anchors(target: Target, start: Start, size: int, generator: torch.Gener
     """Draws of the prior at the target's temperature, in which the priors of the members are centered, [S, ...]."""
     likelihood, prior = target.model.likelihood, target.model.prior
     require(
-        isinstance(prior, Normal) and not any(":" in name for name in start.params),
+        prior.normal is not None and not any(":" in name for name in start.params),
         f"anchored members need a Gaussian prior and nothing learned beside the weights; got {type(prior).__name__} and "
         f"{[name for name in start.params if ':' in name]}: use Normal(), and give the noise, Gaussian(scale=...)",
     )
     require(
-        likelihood.discrete or isinstance(likelihood, Gaussian),
+        likelihood.discrete or likelihood.gaussian is not None,
         f"anchored members add noise to Gaussian targets; got {type(likelihood).__name__}: leave out anchored",
     )
     draws = [prior.sample(start.params, generator) for _ in range(size)]
@@ -68,8 +66,8 @@ def draw_anchors(target: Target, start: Start, size: int, generator: torch.Gener
 
 def noisy_targets(target: Target, batch: Batch, size: int) -> Tensor | None:
     """Targets with noise of the likelihood's own scale for every member, [S, B, ...], from a hash of the example; None for classes."""
-    likelihood, y = target.model.likelihood, target.model.split(batch)[1]
-    if not isinstance(likelihood, Gaussian):
+    likelihood, y = target.model.likelihood.gaussian, target.model.split(batch)[1]
+    if likelihood is None:
         return None
     columns = y[0].numel()
     salts = torch.tensor([derive_seed("noise", i, j) for i in range(size) for j in range(columns)], device=y.device)

@@ -28,7 +28,6 @@ from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineL
 from dubito.inference.methods.swag import batch_norms, statistic_names
 from dubito.inference.start import make_start
 from dubito.model import Model, Target
-from dubito.model.priors import Normal
 from dubito.network.examples import Batch, batch_size
 from dubito.tensors import store, tree
 from dubito.tensors.randomness import fork_rng, generator
@@ -213,10 +212,10 @@ def _(method: SWAG, case: _Case, start: Start) -> _Costs:
 
 @_costs.register
 def _(method: Laplace, case: _Case, start: Start) -> _Costs:
-    target, prior = Target(case.model, 1), case.model.prior
+    target, prior = Target(case.model, 1), case.model.prior.normal
     setup = method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
     need = method.passes.need(setup, setup.layout(case.x), by=method.prior_groups)
-    evidence = method.optimize_evidence and (method.optimize_noise or (isinstance(prior, Normal) and prior.learned))
+    evidence = method.optimize_evidence and (method.optimize_noise or (prior is not None and prior.learned))
     costs = _curvature_costs(start, setup, method.structure, need, evidence=evidence)
 
     def later(state: Any) -> None:

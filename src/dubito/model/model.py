@@ -79,8 +79,8 @@ class Model:
         require(not lazy, f"{lazy[:8]} have no shapes yet: call the network on a batch before you make a model of it")
         scale = SCALE_OF_CLASSES if self.likelihood.discrete else SCALE_OF_NUMBERS
         prior = Normal.fan_in(self.network, scale, bias=1.0, learned=True) if self.prior is None else self.prior
-        object.__setattr__(self, "prior", prior.of(self.network) if isinstance(prior, Normal) else prior)
-        _check_type("prior", self.prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
+        _check_type("prior", prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
+        object.__setattr__(self, "prior", prior if prior.normal is None else prior.normal.of(self.network))
         patterns = [p for p in self.prior.patterns if p not in ("weight", "bias")]  # which a network may do without
         unmatched = [pattern for pattern in patterns if not _matches(pattern, names)]
         require(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import NOISE, Gaussian
+from dubito.model.likelihoods import NOISE
 from dubito.network.examples import Inputs, Targets, check_outputs, read_inputs
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
@@ -76,8 +76,9 @@ class Conjugate(Posterior):
     @property
     def _known(self) -> Tensor:
         """The known variance of the noise, [C] or [1]."""
-        assert isinstance(self.model.likelihood, Gaussian)
-        return torch.as_tensor(self.model.likelihood.scale, dtype=self.mean.dtype, device=self.mean.device).reshape(-1).square()
+        likelihood = self.model.likelihood.gaussian
+        assert likelihood is not None
+        return torch.as_tensor(likelihood.scale, dtype=self.mean.dtype, device=self.mean.device).reshape(-1).square()
 
     @property
     def center(self) -> tuple[Params, Buffers]:

@@ -22,7 +22,7 @@ from dubito.apps.active.pool import Acquisition, Choice, Functions, Scored, View
 from dubito.evaluation import measures
 from dubito.evaluation.measures import MEASURES
 from dubito.model.likelihoods import average, entropy
-from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT
+from dubito.posteriors.predictive import Predictive, StudentT
 from dubito.tensors.checks import at_least, one_of, positive, require
 from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.randomness import generator as seeded
@@ -47,7 +47,7 @@ def bald(p: Predictive) -> Tensor:
     if isinstance(p, StudentT):  # in units of a noise whose mean may be infinite
         return 0.5 * torch.log1p(p.spread[0]).sum(-1)
     # the noise differs between draws: the mean of its entropy, not the entropy of its mean
-    noise = expected_log_noise(p) if isinstance(p, LatentMixture) else p.uncertainty.aleatoric.log()
+    noise = p.uncertainty.aleatoric.log() if p.mixture is None else expected_log_noise(p.mixture)
     return 0.5 * (p.uncertainty.total.log() - noise).clamp_min(0).sum(-1)
 
 
@@ -61,9 +61,9 @@ def mean_std(p: Predictive) -> Tensor:
     """
     if not p.likelihood.discrete:
         return p.uncertainty.epistemic.sqrt().mean(-1)
-    if not isinstance(p, LatentMixture):
+    if p.mixture is None:
         raise ValueError(f"mean_std needs draws of the network's output, which a {type(p).__name__} does not have")
-    return average((p.probs - p.mean) ** 2, p.draw_weights).sqrt().mean(-1)
+    return average((p.mixture.probs - p.mean) ** 2, p.mixture.draw_weights).sqrt().mean(-1)
 
 
 NAMES: dict[str, Callable[[Predictive], Tensor]] = {  # as the literature has them

@@ -280,8 +280,8 @@ class View:
         first = tree.apply_leaves(lambda leaf: leaf[:1], x)
         ways = [(self.how, self.draws), (self.how, self.draws or least), ("sampled", self.draws or least)]
         for way in ways[:-1]:
-            p = self._predict(posterior, first, *way)
-            if isinstance(p, LatentMixture) and p.certain:
+            p = self._predict(posterior, first, *way).mixture
+            if p is not None and p.certain:
                 return way
         return ways[-1]
 

@@ -169,13 +169,15 @@ class Piece:
     maps: Maps  # [n] in the place of [B, *D]
 
 
-def pieces(p: Predictive, memory: float, keep: Tensor | None = None) -> Iterator[tuple[Piece, slice]]:
+def pieces(predictive: Predictive, memory: float, keep: Tensor | None = None) -> Iterator[tuple[Piece, slice]]:
     """The positions of a predictive (those of `keep` [B, *D], if given) a few at a time, with their place among all of these."""
-    if not isinstance(p, LatentMixture):
-        flat = [part.flatten(0, -2) if part.ndim == p.f_mean.ndim else part.flatten() for part in _read(p)]
+    p = predictive.mixture
+    if p is None:
+        dims, discrete = predictive.f_mean.ndim, predictive.likelihood.discrete
+        flat = [part.flatten(0, -2) if part.ndim == dims else part.flatten() for part in _read(predictive)]
         chosen = flat if keep is None else [part[keep.flatten()] for part in flat]
-        whole = Maps(**dict(zip(EVERYWHERE, chosen, strict=True)), noise=None, discrete=p.likelihood.discrete)
-        yield Piece(p, whole), slice(0, len(whole.mean))
+        whole = Maps(**dict(zip(EVERYWHERE, chosen, strict=True)), noise=None, discrete=discrete)
+        yield Piece(predictive, whole), slice(0, len(whole.mean))
         return
     axes = p.means.ndim - 1  # S, B, *D
 
@@ -213,11 +215,12 @@ def _read(p: Predictive) -> list[Tensor]:
         require(width == 1, f"pixels must have one class, and these have {width} labels, each on or off: look at them one by one")
         split = p.uncertainty
         return [torch.cat([p.complement, p.mean], -1), split.total, split.aleatoric, split.epistemic, spread]
-    if isinstance(p, LatentMixture) and p.likelihood.indexed and (p.certain or p.link == "mc"):
+    draws = p.mixture
+    if draws is not None and p.likelihood.indexed and (draws.certain or draws.link == "mc"):
         # the same as its `uncertainty`, with the probabilities of all draws computed once
-        mean, weights = p.mean, p.draw_weights
+        mean, weights = p.mean, draws.draw_weights
         total = entropy(mean)
-        aleatoric = torch.minimum(average(entropy(p.probs), weights), total)
+        aleatoric = torch.minimum(average(entropy(draws.probs), weights), total)
         return [mean, total, aleatoric, total - aleatoric, spread]
     split = p.uncertainty
     parts = [split.total, split.aleatoric, split.epistemic]

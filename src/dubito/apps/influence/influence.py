@@ -23,7 +23,7 @@ from dubito.inference.fit import fit
 from dubito.inference.methods.laplace import Laplace
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
-from dubito.model.priors import MultivariateNormal, Normal, prior_params
+from dubito.model.priors import prior_params
 from dubito.network.examples import Inputs, batch_size
 from dubito.posteriors import Gaussian, Point, Posterior
 from dubito.posteriors.predict.linearized import linearized
@@ -307,7 +307,7 @@ class Influence:
         if isinstance(given, Gaussian) and self.solver == "posterior":
             covariance = given.covariance
             return Structured(covariance if given.temperature == 1 else covariance.with_temperature(1.0))
-        if not isinstance(at.model.prior, Normal | MultivariateNormal):
+        if at.model.prior.normal is None and at.model.prior.joint is None:
             prior = type(at.model.prior).__name__
             raise ValueError(f"solver={self.solver!r} needs a Normal prior; got {prior}: use solver='cg' or 'lissa'")
         method = Laplace(
@@ -362,8 +362,8 @@ class Structured:
 def prior_product(at: Gradients, damping: float = 0.0) -> Product:
     """v -> (minus the Hessian of the log prior + damping I) v, for leaves stacked [k, *shape]."""
     prior = at.model.prior
-    if isinstance(prior, Normal):
-        precision = {name: prior.scale_of(name) ** -2 + damping for name in at.names}
+    if (normal := prior.normal) is not None:
+        precision = {name: normal.scale_of(name) ** -2 + damping for name in at.names}
         return lambda v: {name: leaf * precision[name] for name, leaf in v.items()}
 
     def _times(v: Params) -> Params:

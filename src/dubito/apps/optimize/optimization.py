@@ -21,7 +21,7 @@ from torch import Tensor
 from dubito.apps.network import Methods, fit_in_turn
 from dubito.inference.options import FitOptions
 from dubito.model import Model
-from dubito.model.likelihoods import Gaussian, average
+from dubito.model.likelihoods import average
 from dubito.network.examples import split_batch
 from dubito.posteriors import Posterior
 from dubito.posteriors.functions import Functions, Mixed, UnequalWeights
@@ -200,7 +200,7 @@ class Optimization:
         seed: int = 0,
     ):
         one_of(("ei", "thompson"), acquisition=acquisition)
-        gaussian = isinstance(model.likelihood, Gaussian)
+        gaussian = model.likelihood.gaussian is not None
         require(gaussian, f"the likelihood must be Gaussian(scale=s), or Gaussian() to learn the noise; got {model.likelihood!r}")
         self.bounds = torch.as_tensor(bounds, dtype=torch.float64).cpu()
         pairs = self.bounds.ndim == 2 and self.bounds.shape[1] == 2 and bool((self.bounds[:, 0] < self.bounds[:, 1]).all())

@@ -95,10 +95,10 @@ def at_least(p: Predictive, floor: Tensor, rows: Tensor) -> Predictive:
     """The predictive whose uncertainty at some `rows` [B] is at least a floor ([T] variances, or [] entropy)."""
     if not bool(rows.any()):
         return p
-    if isinstance(p, LatentMixture) and not p.likelihood.discrete:
+    if p.mixture is not None and not p.likelihood.discrete:
         total = p.uncertainty.total
         lift = (floor.to(total) / total).clamp_min(1).sqrt()
-        return stretch(p, torch.where(rows.unsqueeze(-1), lift, 1.0))
+        return stretch(p.mixture, torch.where(rows.unsqueeze(-1), lift, 1.0))
     assert isinstance(p, RecalibratedClasses)
     logs = p.log_forecasts.log_softmax(-1)
     low, high = torch.zeros(len(logs), dtype=torch.float64), torch.full((len(logs),), 7.0, dtype=torch.float64)

@@ -130,10 +130,11 @@ class TableModel:
 
     def original(self, p: Predictive) -> Predictive:
         """A predictive of standardized targets in the units of the target, in float64."""
-        if not isinstance(p, LatentMixture) or self.classes:
+        mixture = p.mixture
+        if mixture is None or self.classes:
             return p
-        spread = None if p.cov is None else p.cov.double()
-        wide = LatentMixture(HeteroscedasticGaussian(), p.means.double(), spread, p.component_weights.double())
+        spread = None if mixture.cov is None else mixture.cov.double()
+        wide = LatentMixture(HeteroscedasticGaussian(), p.means.double(), spread, mixture.component_weights.double())
         return wide.rescaled(self.shift, self.scale)
 
     def encode_targets(self, columns: Mapping[str, Any]) -> Tensor:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Normal
 
 from dubito.evaluation.judge.judgement import SPLIT, Decision, decide
 from dubito.evaluation.measures import MEASURES
@@ -29,7 +28,7 @@ from dubito.evaluation.metrics.calibration import Binning, ClassBins
 from dubito.evaluation.metrics.reading import labelled, precise
 from dubito.evaluation.metrics.regression import LEVELS, crps_of, interval_penalty, pit_of
 from dubito.model.likelihoods import Classes, entropy
-from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive import Predictive
 from dubito.posteriors.predictive.classes import class_terms
 from dubito.posteriors.predictive.predictive import takes_counts
 from dubito.tensors.checks import require
@@ -314,10 +313,10 @@ class Terms:
 
 def _terms(p: Predictive, y: Tensor, truth: Tensor, keep: Tensor) -> Terms:
     """The terms of all positions of `keep` [B, *D], in one pass over the draws where these are at hand."""
-    if not isinstance(p, LatentMixture) or not isinstance(p.likelihood, Classes) or p.linked_points is not None:
+    if p.mixture is None or not isinstance(p.likelihood, Classes) or p.mixture.linked_points is not None:
         split = p.uncertainty
         return Terms(precise(p.mean[keep]), p.log_prob(y), split.total[keep], split.aleatoric[keep])
-    terms = class_terms(p, keep, truth)
+    terms = class_terms(p.mixture, keep, truth)
     probs = terms.probs.clamp_(0, 1)  # a mean of probabilities may round to more than 1
     total = entropy(probs)
     return Terms(probs, row_sums(terms.log_probs.double(), keep), total, torch.minimum(terms.entropy, total))
@@ -341,13 +340,14 @@ class NumberScorer(Scorer):
         """A likelihood of one's own may have no CRPS and no distribution function, and intervals are compared with no number."""
         if p.likelihood.intervals:
             return name in OF_INTERVAL_TARGETS
-        if isinstance(p, LatentMixture) and isinstance(p.marginals[0], Normal):
+        mixture = p.mixture
+        if mixture is not None and mixture.gaussian:
             return True
         if name not in ("crps", *OF_INTERVALS, "quantile_error"):
             return True
-        if name == "crps" and not isinstance(p, LatentMixture):
+        if name == "crps" and mixture is None:
             return hasattr(p, "crps")
-        if name == "quantile_error" and isinstance(p, LatentMixture) and takes_counts(p.marginals[0]):
+        if name == "quantile_error" and mixture is not None and takes_counts(mixture.marginals[0]):
             return False  # levels of counts are not uniform, however good they are
         if not hasattr(p, "cdf"):
             return name != "quantile_error"

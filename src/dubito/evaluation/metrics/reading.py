@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import MultiTask
-from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import require
 
 Array = Tensor | np.ndarray | Sequence[Any]  # what targets, scores and errors may come as
@@ -29,8 +28,8 @@ def precise(values: Tensor) -> Tensor:
 
 def suits(p: Predictive, name: str, *, classes: bool | None, advice: tuple[str, str] = ADVICE) -> None:
     """Raise for a predictive that the function of that name is not for; `advice` says what there is for classes, and for numbers."""
-    if isinstance(p.likelihood, MultiTask):
-        raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(p.likelihood.tasks)}")
+    if tasks := p.likelihood.task_names:
+        raise ValueError(f"{name} is for one task at a time: use p.task(name), one of {list(tasks)}")
     if classes is not None:
         needs, predicts = ("classes", "numbers") if classes else ("regression", "classes")
         message = f"{name} is for {needs}, and {type(p.likelihood).__name__} predicts {predicts}: {advice[classes]}"
@@ -40,7 +39,7 @@ def suits(p: Predictive, name: str, *, classes: bool | None, advice: tuple[str, 
 def targets(p: Predictive, y: Array, name: str, *, classes: bool | None = None, advice: tuple[str, str] = ADVICE) -> Tensor:
     """The targets, checked, in the layout of p.mean: [B, *D] for classes, [B, *D, C] else."""
     suits(p, name, classes=classes, advice=advice)
-    f = p.means[0] if isinstance(p, LatentMixture) else p.f_mean  # for its shape alone
+    f = p.f_mean if p.mixture is None else p.means[0]  # for its shape alone
     y = tensor(y).to(f.device)
     p.likelihood.check(f, y)
     target = p.likelihood.target(y, f)

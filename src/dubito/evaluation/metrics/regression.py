@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Normal
 
 from dubito.evaluation.metrics.reading import Array, precise, suits, targets
 from dubito.posteriors.predictive import LatentMixture, Predictive
@@ -52,11 +51,11 @@ def crps_of(p: Predictive, y: Array) -> Tensor:
     y = targets(p, y, "crps", classes=False)
     if (own := getattr(p, "crps", None)) is not None:  # of a Student-t, or recalibrated
         return precise(own(y)).flatten()
-    if not isinstance(p, LatentMixture):
+    if p.mixture is None:
         raise ValueError(f"crps needs a mixture of Gaussians or a predictive with a method `crps`; got a {type(p).__name__}")
-    marginal, weights = p.marginals
-    if not isinstance(marginal, Normal):
-        return _integrated_crps(p, y).flatten()
+    marginal, weights = p.mixture.marginals
+    if not p.mixture.gaussian:
+        return _integrated_crps(p.mixture, y).flatten()
     mean, scale = (precise(part).flatten(1) for part in (marginal.mean, marginal.stddev))  # [S, n] each
     weights = weights.to(mean)  # [S]
     error = weights @ _mean_absolute(mean - y.flatten(), scale)  # [n]

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributions import Normal
 
 from dubito.model.likelihoods import Likelihood, Uncertainty, average
 from dubito.model.likelihoods.likelihood import log_average
@@ -122,8 +121,10 @@ Exact = LatentMixture | StudentT
 
 def exact(name: str, p: Predictive) -> Exact:
     """The predictive, if the distribution of its outputs is known in closed form; else an error in words."""
-    if isinstance(p, StudentT) or (isinstance(p, LatentMixture) and isinstance(p.marginals[0], Normal)):
+    if isinstance(p, StudentT):
         return p
+    if p.mixture is not None and p.mixture.gaussian:
+        return p.mixture
     raise ValueError(f"{name} is for mixtures of Gaussians and for Student-t predictives; a {type(p).__name__} is neither")
 
 

@@ -50,10 +50,9 @@ def recognize(target: Target, batch: Batch, like: Params) -> Plan | None:
         return None
     widths = tuple(layer.in_features for layer in layers.values())
     places, constants = _places(like, layers, device), _constants(target, like)
-    if places is None or constants is None or not _fits(*model.split(batch), target.n_data, widths[0], device):
+    prior = model.prior.normal
+    if places is None or constants is None or prior is None or not _fits(*model.split(batch), target.n_data, widths[0], device):
         return None
-    prior = model.prior
-    assert isinstance(prior, Normal)
     precision = [torch.full((p.numel(),), 0.0 if name == NOISE else prior.scale_of(name) ** -2) for name, p in like.items()]
     return Plan(
         widths=widths,

@@ -201,8 +201,8 @@ class Rectified(Field):
 
     def __init__(self, network: Network, x: Tensor, y: Tensor):
         first, last = network.layers
-        self.units, self.width, noise = first.fan_out + 1, first.fan_in + 1, network.likelihood
-        assert isinstance(noise, Gaussian)
+        self.units, self.width, noise = first.fan_out + 1, first.fan_in + 1, network.likelihood.gaussian
+        assert noise is not None
         self.learned = noise.scale is None
         self.precision = 1.0 if noise.scale is None else float(noise.scale) ** -2  # type: ignore[arg-type]
         self.constant = -0.5 * math.log(2 * math.pi) + 0.5 * math.log(self.precision)

@@ -14,7 +14,7 @@ from dubito.inference.chains import check_precision
 from dubito.inference.descent import default_budget, share
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
-from dubito.model.priors import Normal, Prior
+from dubito.model.priors import Prior
 from dubito.network.examples import Batch
 from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store, tree
@@ -252,15 +252,15 @@ class _Flat(Prior):
 
 def _loss(target: Target) -> Target:
     """The target without its prior, where gradient and Hessian of the log prior are known under q."""
-    if not isinstance(target.model.prior, Normal):
+    if target.model.prior.normal is None:
         return target
     return replace(target, model=replace(target.model, prior=_Flat()))
 
 
 def _deltas(target: Target, params: Params) -> list[float]:
     """The prior's part of the Hessian of the loss per example, one number a leaf; zero where it is estimated with the rest."""
-    prior = target.model.prior
-    if not isinstance(prior, Normal):
+    prior = target.model.prior.normal
+    if prior is None:
         return [0.0] * len(params)
     return [0.0 if ":" in name else prior.scale_of(name) ** -2 / target.n_data for name in params]
 

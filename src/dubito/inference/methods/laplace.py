@@ -16,8 +16,7 @@ from dubito.curvature.evidence import Approximation, shared_precisions
 from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwork, TopEigen, last_layer
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
-from dubito.model.likelihoods import Gaussian as GaussianLikelihood
-from dubito.model.priors import Centered, MultivariateNormal, Normal, Prior
+from dubito.model.priors import Centered, Prior
 from dubito.network.examples import Batch
 from dubito.posteriors import Gaussian, Posterior
 from dubito.tensors import store
@@ -131,15 +130,15 @@ class Laplace:
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> LaplaceState:
         """Check the prior and the weights, and begin with empty sums."""
-        if not isinstance(_around(target), Normal | MultivariateNormal):
+        if _around(target).normal is None and _around(target).joint is None:
             raise ValueError(
                 "Laplace adds the prior's precision to the curvature, so the prior is a Normal, alone or in a Centered, or an earlier "
                 f"posterior; got a {type(_around(target)).__name__} (Normal(scale={{pattern: number}}) gives parameters their "
                 "own scales)"
             )
         names = self.names(target, start, batch)
-        if isinstance(target.model.prior, MultivariateNormal):
-            if set(names) != set(target.model.prior.covariance.shapes):
+        if (earlier := target.model.prior.joint) is not None:
+            if set(names) != set(earlier.covariance.shapes):
                 raise ValueError(
                     "the prior is an earlier posterior over other weights: use the same `only` and `subset` as there"
                 )
@@ -211,18 +210,18 @@ class Laplace:
     def _learns_prior(self, target: Target) -> bool:
         """Whether the evidence sets the prior's precisions. Damping is meant to stay, and less of a prior could make an indefinite
         Hessian of one that is not."""
-        prior = _around(target)
-        free = isinstance(prior, Normal) and prior.learned
+        prior = _around(target).normal
+        free = prior is not None and prior.learned
         return free and self.damping == 0 and (self.curvature != "hessian" or self.clip)
 
     def _guesses_noise(self, target: Target, start: Start) -> bool:
         """Whether a noise is learned that nobody has given: a network alone does not tell it, its residuals do."""
-        likelihood = target.model.likelihood
-        if not any("log_scale" in name for name in start.unset) or likelihood.discrete:
+        likelihood = target.model.likelihood.gaussian
+        if not any("log_scale" in name for name in start.unset) or target.model.likelihood.discrete:
             return False  # logits of unit scale are what a network for classes is trained with
-        known = isinstance(likelihood, GaussianLikelihood) and (self.structure != "lowrank" or likelihood.outputs == 1)
+        known = likelihood is not None and (self.structure != "lowrank" or likelihood.outputs == 1)
         known = known and self.curvature in ("ggn", "fisher")
-        if not known or isinstance(target.model.prior, MultivariateNormal):
+        if not known or target.model.prior.joint is not None:
             raise ValueError(
                 "the noise is learned, and here it cannot be taken from the residuals: give start=, a MAP posterior or weights with "
                 f"{list(start.unset)}, or a fixed scale"
@@ -252,10 +251,10 @@ class Laplace:
 
     def _prior(self, target: Target, state: LaplaceState) -> Params:
         """The prior's precision, one number a leaf."""
-        prior, like = _around(target), next(iter(state.params.values()))
+        prior, like = _around(target).normal, next(iter(state.params.values()))
         kind = torch.promote_types(like.dtype, torch.float32)
         # that of an earlier posterior is added as a whole; until then any will do
-        values = {name: prior.scale_of(name) ** -2 if isinstance(prior, Normal) else 1.0 for name in state.names}
+        values = {name: 1.0 if prior is None else prior.scale_of(name) ** -2 for name in state.names}
         if self.optimize_evidence and self._learns_prior(target):
             values = shared_precisions(values, self.prior_groups)
         return {name: torch.tensor(value + self.damping, dtype=kind, device=like.device) for name, value in values.items()}

@@ -106,7 +106,7 @@ class MCDropout(Descent[DescentState]):
         params, noise = dict(start.params), LIKELIHOOD + "log_scale"
         self._dropout(target).check(target.model, target.model.split(batch)[0])
         if self.learn_rates:
-            if not isinstance(target.model.prior, Normal):
+            if target.model.prior.normal is None:
                 raise ValueError("learned rates are derived for Normal priors: use Model(..., prior=Normal(...)), or fixed rates")
             like = next(iter(params.values()))
             shape = (1,) if target.members is None else (target.members, 1)
@@ -148,8 +148,8 @@ class MCDropout(Descent[DescentState]):
 
         of which :math:`-\lVert W \rVert^2 / 2 s^2` is in the log joint already. Dropped weights are W / (1 - p) or 0.
         """
-        prior, stacked = target.model.prior, target.members is not None
-        assert isinstance(prior, Normal)
+        prior, stacked = target.model.prior.normal, target.members is not None
+        assert prior is not None
         for site in self._dropout(target).sites:
             pattern = re.compile(rf"{re.escape(f'{site}.'.lstrip('.'))}weight(_ih_l\d+|_hh_l\d+)?(_reverse)?$")
             own = dict(target.model.network.named_parameters())  # for layers that `only` leaves out: their rate is learned too

@@ -13,7 +13,7 @@ from torch import Tensor
 from dubito.curvature.evidence import highest
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
-from dubito.model.likelihoods import Gaussian, Likelihood
+from dubito.model.likelihoods import Gaussian
 from dubito.model.priors import Normal
 from dubito.network.examples import Batch
 from dubito.posteriors import Conjugate, Posterior
@@ -97,17 +97,17 @@ class NeuralLinear:
 
     def _check(self, target: Target) -> None:
         """What cannot be exact is refused."""
-        model, likelihood = target.model, target.model.likelihood
-        if not isinstance(likelihood, Gaussian):
+        model, likelihood = target.model, target.model.likelihood.gaussian
+        if likelihood is None:
             raise ValueError(
-                f"NeuralLinear is exact for regression with Gaussian noise; for {type(likelihood).__name__} use "
+                f"NeuralLinear is exact for regression with Gaussian noise; for {type(model.likelihood).__name__} use "
                 "Laplace(subset='last_layer', structure='dense')"
             )
         if likelihood.prior is not None and not isinstance(likelihood.prior, torch.distributions.Gamma):
             raise ValueError(
                 "the noise's conjugate prior is a Gamma of its precision: Gaussian(prior=torch.distributions.Gamma(a, b))"
             )
-        if not isinstance(model.prior, Normal):
+        if model.prior.normal is None:
             raise ValueError(f"NeuralLinear needs a Normal prior; for {type(model.prior).__name__} sample, {INSTEAD}")
         if target.temperature != 1:
             raise ValueError("NeuralLinear gives the posterior itself: leave out temperature, or sample the tempered one")
@@ -146,16 +146,18 @@ class NeuralLinear:
                 "the features or the targets hold NaN or infinite values: look at the data, and at the network"
             )
         model, scale = target.model, target.n_data / state.seen
-        assert isinstance(model.prior, Normal)
+        prior, likelihood = model.prior.normal, model.likelihood.gaussian
+        assert prior is not None
+        assert likelihood is not None
         names = [state.weight] * state.params[state.weight].shape[1]
         names += [state.bias] if state.bias is not None and state.bias in state.params else []
         # a bias may have a prior scale of its own: in units of it, all weights are alike
-        first = model.prior.scale_of(state.weight)
-        units = state.gram.new_tensor([model.prior.scale_of(name) / first for name in names]).unsqueeze(-1)  # [d, 1]
+        first = prior.scale_of(state.weight)
+        units = state.gram.new_tensor([prior.scale_of(name) / first for name in names]).unsqueeze(-1)  # [d, 1]
         values, vectors = torch.linalg.eigh(scale * units * state.gram * units.mT)
         values, cross = values.clamp_min(0), vectors.mT @ (scale * units * state.cross)
-        data = Rotated(values, cross, scale * state.square, scale * state.rows, *self._noise(model.likelihood, cross))
-        precision = self._precision(data, model.prior, first)  # [K]
+        data = Rotated(values, cross, scale * state.square, scale * state.rows, *self._noise(likelihood, cross))
+        precision = self._precision(data, prior, first)  # [K]
         mean = (units * vectors @ (cross / (values.unsqueeze(-1) + precision))).mT  # [C, d]
         root = units * vectors * (values + precision.unsqueeze(-1)).rsqrt().unsqueeze(-2)  # [K, d, d]
         mean, root = (leaf.clone(memory_format=torch.contiguous_format) for leaf in (mean, root))  # as in a file: the same bits
@@ -163,9 +165,8 @@ class NeuralLinear:
         head, known = (state.weight, state.bias), (data.evidence(precision), precision)
         return Conjugate(model, state.params, state.buffers, *head, mean, root, shape, rate, *known).centered()
 
-    def _noise(self, likelihood: Likelihood, like: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def _noise(self, likelihood: Gaussian, like: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """The noise's variance [K] where it is known, and its prior (a0, b0), each [G] for G noises that are learned."""
-        assert isinstance(likelihood, Gaussian)
 
         def flat(value: Any) -> Tensor:
             """A number or tensor as a vector like the sums."""

@@ -18,7 +18,7 @@ from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
-from dubito.model.priors import Normal, Prior
+from dubito.model.priors import Prior
 from dubito.network.examples import Batch
 from dubito.posteriors import Gaussian, Point, Posterior
 from dubito.tensors import store
@@ -164,11 +164,10 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> OnlineLaplaceState:
         """As of descent, with the prior's precisions and empty sums of curvature."""
-        prior, period = target.model.prior, steps // self.passes
-        if not isinstance(prior, Normal):
-            raise ValueError(
-                f"OnlineLaplace learns the precisions of a Normal() prior; with a {type(prior).__name__} use MAP and then Laplace"
-            )
+        prior, period = target.model.prior.normal, steps // self.passes
+        if prior is None:
+            kind = type(target.model.prior).__name__
+            raise ValueError(f"OnlineLaplace learns the precisions of a Normal() prior; with a {kind} use MAP and then Laplace")
         if not prior.learned and not (NOISE in start.params and self._noise):
             raise ValueError(
                 "there is nothing to learn from the evidence: the prior's scale is given, and no noise is to be learned. Use Normal() "
@@ -230,10 +229,10 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
         assert gaussian.fitted is not None
         assert gaussian.scale is not None
         state.log_evidence = float(gaussian.log_evidence())
-        noise, prior = self._noise and gaussian.fitted.noisy, target.model.prior
+        noise, prior = self._noise and gaussian.fitted.noisy, target.model.prior.normal
         if still:
             return
-        assert isinstance(prior, Normal)
+        assert prior is not None
         best, scale, _ = maximize(
             gaussian.fitted, gaussian.covariance, gaussian.scale,
             by=self.prior_groups, prior=prior.learned, noise=noise, temperature=target.temperature,

@@ -128,9 +128,9 @@ class Variational(Descent[VariationalState]):
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> VariationalState:
         """q around the start, and which layers draw their outputs."""
-        prior, q = target.model.prior, self.q
+        prior, q = target.model.prior.normal, self.q
         require(
-            not self.learn_prior or (isinstance(prior, Normal) and prior.learned and isinstance(q, MeanField)),
+            not self.learn_prior or (prior is not None and prior.learned and isinstance(q, MeanField)),
             "learn_prior finds the scales of independent Gaussians: use the prior Normal() and family='mean_field'",
         )
         weights, points = _split(start.params)
@@ -294,8 +294,9 @@ class Variational(Descent[VariationalState]):
                 torch.autograd.backward(prior, torch.full_like(prior, -1 / n), inputs=list(likelihood_params(points).values()))
         if self.path_only:
             return None  # all of the rest was scored with the likelihood
-        if isinstance(target.model.prior, Normal) and type(self.q) is MeanField and not self.learn_prior:
-            return self._closed(target, live, weight / n, report=state.step % REPORTED == 0)
+        normal = target.model.prior.normal
+        if normal is not None and type(self.q) is MeanField and not self.learn_prior:
+            return self._closed(normal, target.temperature, live, weight / n, report=state.step % REPORTED == 0)
         with torch.enable_grad():
             if state.joint:
                 entropy = self.q.entropy(leaves)
@@ -306,10 +307,9 @@ class Variational(Descent[VariationalState]):
         torch.autograd.backward(value, torch.full_like(value, weight / n), inputs=list(live.values()))
         return None if state.joint else value.detach()
 
-    def _closed(self, target: Target, live: Params, factor: float, *, report: bool) -> Tensor | None:
+    def _closed(self, prior: Normal, temperature: float, live: Params, factor: float, *, report: bool) -> Tensor | None:
         """`_divergence` of independent Gaussians from one another and `factor` times its gradient, in few passes over the memory."""
-        prior, temperature, total = target.model.prior, target.temperature, []
-        assert isinstance(prior, Normal)
+        total = []
         for name, mean in pick(live, "mean").items():
             scale = live[f"scale/{name}"]
             mu, sigma, s = mean.detach(), scale.detach(), prior.scale_of(name)

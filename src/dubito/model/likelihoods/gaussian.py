@@ -56,6 +56,11 @@ class Gaussian(Scaled):
     def __call__(self, f: Tensor, params: Params) -> Distribution:
         return Independent(NormalDistribution(f, self.noise(f, params).expand_as(f), validate_args=False), 1)
 
+    @property
+    def gaussian(self) -> Gaussian:
+        """Itself."""
+        return self
+
     def log_prior(self, params: Params) -> Tensor:
         """The density of the precision in the coordinate log scale; 0 without a prior."""
         if self.scale is not None or self.prior is None:

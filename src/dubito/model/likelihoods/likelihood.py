@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.distributions import Distribution
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
+
+if TYPE_CHECKING:
+    from dubito.model.likelihoods.gaussian import Gaussian
 
 PREFIX = "likelihood:"
 NOISE = PREFIX + "log_scale"  # of a likelihood with a learned noise
@@ -152,6 +155,11 @@ class Likelihood(ABC):
     indexed: ClassVar[bool] = False  # a target is the index of a class, without an axis for outputs
     separate: ClassVar[bool] = False  # each entry of a target depends on its own output alone, as labels do
     intervals: ClassVar[bool] = False  # a target is an interval: lower ends, then upper ends, [..., 2 C]
+
+    @property
+    def gaussian(self) -> Gaussian | None:
+        """The likelihood, if it is a `Gaussian` (one noise for all inputs); else None."""
+        return None
 
     @property
     def task_names(self) -> tuple[str, ...]:

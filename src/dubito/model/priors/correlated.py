@@ -177,6 +177,11 @@ class MultivariateNormal(Prior):
     covariance: Covariance
 
     @property
+    def joint(self) -> MultivariateNormal:
+        """Itself."""
+        return self
+
+    @property
     def stacks(self) -> bool:
         """True."""
         return True

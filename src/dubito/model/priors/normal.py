@@ -40,6 +40,11 @@ class Normal(Prior):
     rule: tuple[float, float] | None = field(default=None, kw_only=True, repr=False, compare=False)  # scale and bias of `fan_in`
 
     @property
+    def normal(self) -> Normal:
+        """Itself."""
+        return self
+
+    @property
     def stacks(self) -> bool:
         """True: every weight is independent."""
         return True

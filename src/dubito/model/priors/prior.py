@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Params
+
+if TYPE_CHECKING:
+    from dubito.model.priors.correlated import MultivariateNormal
+    from dubito.model.priors.normal import Normal
 
 PREFIX = "prior:"
 
@@ -48,6 +53,16 @@ class Prior(ABC):
     "prior:..." and free of constraints (a log scale); `log_prob` then has the density of weights and hyperparameters together, in
     these coordinates. All methods treat them as they treat weights.
     """
+
+    @property
+    def normal(self) -> Normal | None:
+        """The prior, if it is a `Normal` of independent weights; else None."""
+        return None
+
+    @property
+    def joint(self) -> MultivariateNormal | None:
+        """The prior, if it is one Gaussian over all weights (`MultivariateNormal`), as an earlier posterior is; else None."""
+        return None
 
     @property
     def stacks(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.likelihoods import align
-from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive import Predictive
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, require
 
@@ -33,10 +33,11 @@ def total_variation(p: Predictive | Tensor, reference: Predictive | Tensor) -> T
 
 def log_scores(p: Predictive, y: Tensor) -> Tensor:
     """ln p(y | x, draw) of every draw and input, [S, B]; summed over the positions of dense outputs."""
-    if not isinstance(p, LatentMixture) or not p.certain or p.weights is not None:
+    draws = p.mixture
+    if draws is None or not draws.certain or draws.weights is not None:
         raise ValueError('log_scores needs a predictive of draws with equal weights: predict(x, how="sampled")')
     y = p.likelihood.target(tree.move(tree.tensors(y), p.means.device), p.means[0])
-    score = p.likelihood.log_prob(p.means, y, align(p.params or {}, p.means))
+    score = p.likelihood.log_prob(p.means, y, align(draws.params or {}, p.means))
     return score.flatten(2).sum(2) if score.ndim > 2 else score
 
 

@@ -267,10 +267,10 @@ class LatentMixture(Predictive):
         else:
             assert closed._exact is not None
             seen = self.likelihood.observed(y)
-            if seen is not None and isinstance(self.likelihood, MultiTask):
+            if seen is not None and self.likelihood.task_names:
                 raise ValueError(
                     "some targets are missing, and the joint density of correlated tasks needs all of them: score each task alone, "
-                    f"p.task(name).log_prob(...) with one of {list(self.likelihood.tasks)}"
+                    f"p.task(name).log_prob(...) with one of {list(self.likelihood.task_names)}"
                 )
             score = closed._exact.log_prob(y if seen is None else torch.where(seen.unsqueeze(-1), y, 0.0))
             score = score if seen is None else torch.where(seen, score, 0.0)
@@ -331,8 +331,8 @@ class LatentMixture(Predictive):
         which it is reached."""
         between(0, 1, level=level)
         marginal, weights = self.marginals
-        if isinstance(marginal, Normal):
-            mean, scale = (t.expand(marginal.batch_shape) for t in (marginal.loc, marginal.scale))
+        if self.gaussian:
+            mean, scale = (t.expand(marginal.batch_shape) for t in (marginal.mean, marginal.stddev))
             return normal_mixture_quantile(mean, scale, weights, level)
         # Cantelli's bounds, which hold for every distribution that has a variance: no more than 1 / (1 + k^2) lies k deviations below
         low = (marginal.mean - math.sqrt((1 - level) / level) * marginal.stddev).amin(0)
@@ -347,10 +347,20 @@ class LatentMixture(Predictive):
                 break
         return high.floor() if counts else (low + high) / 2
 
+    @property
+    def mixture(self) -> LatentMixture:
+        """Itself."""
+        return self
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether every component of a regression is a Gaussian in each output."""
+        return isinstance(self.marginals[0], Normal)
+
     @cached_property
     def marginals(self) -> tuple[Distribution, Tensor]:
         """Every component's distribution of each output on its own, batch [S, B, *D, C], and the weights."""
-        if self.likelihood.discrete or isinstance(self.likelihood, MultiTask):
+        if self.likelihood.discrete or self.likelihood.task_names:
             raise ValueError(f"intervals and quantiles are for regression; {type(self.likelihood).__name__} has classes")
         exact, weights = self._resolved._exact, self._resolved.component_weights
         if isinstance(exact, torch.distributions.MultivariateNormal):
@@ -419,7 +429,7 @@ def concatenate(parts: Sequence[Predictive]) -> Predictive:
 
 def mix(given: Sequence[Predictive], weights: Sequence[float]) -> LatentMixture:
     """Predictives of the same inputs, mixed with weights that sum to 1."""
-    parts = [p for p in given if isinstance(p, LatentMixture)]
+    parts = [p.mixture for p in given if p.mixture is not None]
     if len(parts) < len(given):
         raise ValueError("predictives of other kinds than LatentMixture cannot be mixed exactly: predict with how='sampled'")
     root = _joined_roots(parts)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch.distributions import Distribution
 
 from dubito.model.likelihoods import Likelihood, Uncertainty
 from dubito.tensors.checks import positive
+
+if TYPE_CHECKING:
+    from dubito.posteriors.predictive.latent_mixture import LatentMixture
 
 CACHE = 2**16  # numbers that quantiles work on at a time, so that they stay in the cache
 
@@ -112,6 +115,11 @@ class Predictive(ABC):
 
     likelihood: Likelihood
     means: Tensor  # [S, B, *D, C]: of the network's output, one for each draw or component
+
+    @property
+    def mixture(self) -> LatentMixture | None:
+        """The predictive, if it is a mixture over the network's outputs whose components can be read; else None."""
+        return None
 
     @property
     @abstractmethod
