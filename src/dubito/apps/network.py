@@ -28,7 +28,8 @@ from dubito.inference.method import Method, traits_of
 from dubito.inference.options import FitOptions
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical, likelihood_params
-from dubito.network.examples import Inputs, pick_output, split_batch
+from dubito.network.examples import Inputs, arguments, pick_output, split_batch
+from dubito.network.inspect import layers_of
 from dubito.network.weights import in_mode
 from dubito.posteriors import Point, Posterior
 from dubito.posteriors.posterior import inputs_of
@@ -108,14 +109,8 @@ def layer_inputs(layers: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, Te
 
 def call(network: nn.Module, x: Inputs) -> Any:
     """The network at x: a tensor, a tuple of arguments or a dict of them."""
-    if isinstance(x, dict):
-        return network(**x)
-    return network(*as_tuple(x))
-
-
-def as_tuple(value: Any) -> tuple:
-    """A tuple or list as a tuple, and anything else as a tuple of one."""
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+    args, kwargs = arguments(x)
+    return network(*args, **kwargs)
 
 
 def check_real(x: Any, advice: str) -> None:
@@ -131,11 +126,9 @@ def last_linear(network: Network, x: Any) -> str:
     >>> last_linear(networks(posterior_of(net))[0], torch.zeros(1, 2))
     '2'
     """
-    modules = dict(network.model.network.named_modules())
-    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    with torch.no_grad(), layer_inputs(linear) as inputs:
+    with torch.no_grad(), layer_inputs(layers_of(network.model.network, nn.Linear)) as inputs:
         network(network.ready(x))
-    convolutions = [name for name, module in modules.items() if isinstance(module, CONVOLUTIONS)]
+    convolutions = list(layers_of(network.model.network, CONVOLUTIONS))
     example = f", such as {convolutions[-1]!r}" if convolutions else ""
     require(inputs, f"the network calls no nn.Linear, whose input could serve as features: name a layer with layer=...{example}")
     return inputs[-1][0]
@@ -262,7 +255,7 @@ def score_loader(score: Callable[[Any], Tensor], data: Iterable[Any] | Tensor, *
     with borrowed_generators(data), fork_rng():
         for batch in data.split(size) if isinstance(data, Tensor) else data:
             model = getattr(score, "model", None)
-            x = as_tuple(batch)[0] if model is None else inputs_of(model, batch)[0]
+            x = tree.as_tuple(batch)[0] if model is None else inputs_of(model, batch)[0]
             parts.append(score(x).cpu())
     require(parts, "there is no data: the loader gave no batch")
     return torch.cat(parts)

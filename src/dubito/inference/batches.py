@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from dubito.model import Model
-from dubito.network.examples import Batch, Data, Inputs, Targets, as_arrays, batch_size, split_batch
+from dubito.network.examples import Batch, Data, Inputs, Targets, as_arrays, batch_size, is_array, is_pair, split_batch
 from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import borrowed_generators, fork_rng, seed_global
@@ -119,7 +118,7 @@ def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 
     the data are cut into batches here.
     """
     data = _columns(model, data)
-    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray | dict):
+    if is_pair(data) and (is_array(data[1]) or isinstance(data[1], dict)):
         source = Arrays.of(data, model.dtype, size, shuffle=shuffle, device=model.device)
         return Batches(source, n_data or batch_size(source.y), len(source), model.device, n_data is None)
     if isinstance(data, Dataset) or _of_hugging_face(data):
@@ -141,7 +140,7 @@ def _columns(model: Model, data: Data) -> Data:
                 "a dict as data is read by the default split: give Model(split=...) a DataLoader or a list of batches"
             )
         data = split_batch(data)
-    return tuple(as_arrays(part) for part in data) if isinstance(data, tuple) and len(data) == 2 else data
+    return tuple(as_arrays(part) for part in data) if is_pair(data) else data
 
 
 def _of_hugging_face(data: Data) -> bool:
@@ -161,7 +160,7 @@ def _check_iterable(data: Data) -> None:
     """Raise for what cannot be gone through again and again."""
     if not isinstance(data, Iterable):
         raise TypeError(f"data must be a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
-    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Tensor | np.ndarray):
+    if is_pair(data) and is_array(data[0]):
         raise TypeError(f"data as a tuple must be (x, y), with y a tensor or an array; y is a {type(data[1]).__name__}")
     if isinstance(data, Iterator):
         raise TypeError("data is an iterator that can be gone through only once: give a list of batches or a DataLoader")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dubito.inference.method import Start
 from dubito.model import Model, Target
 from dubito.model.priors import Prior, prior_params
+from dubito.network.inspect import layers_of
 from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Posterior, Samples
 from dubito.tensors import store, tree
@@ -37,11 +38,10 @@ def batching_pays(model: Model) -> bool:
     They do where launching many small operations costs more than doing them: not for convolutions or wide layers on a CPU, whose
     batched kernels are slower, nor for recurrent layers.
     """
-    modules = list(model.network.modules())
-    if any(isinstance(module, nn.RNNBase) for module in modules):
+    if layers_of(model.network, nn.RNNBase):
         return False
     small = sum(p.numel() for p in model.network.parameters()) <= 100_000
-    return model.device.type != "cpu" or (small and not any(isinstance(module, CONVOLUTIONS) for module in modules))
+    return model.device.type != "cpu" or (small and not layers_of(model.network, CONVOLUTIONS))
 
 
 def samples(target: Target, draws: store.Draws, buffers: Buffers, sampler: dict[str, Any]) -> Posterior:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dubito.curvature import Setup
 from dubito.curvature.memory import Need, available, refusal, written
@@ -335,16 +334,13 @@ class _Tracked(TorchDispatchMode):
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given: set[int] | None = None
-        for leaf in tree_leaves(out):
-            if not isinstance(leaf, Tensor):
-                continue
+        for leaf in tree.leaves(out):
             memory = leaf.untyped_storage()
             key = memory._cdata
             if key in self.live:
                 continue
             if given is None:  # a view of what was there before, or that itself, changed in place, takes nothing
-                inputs = tree_leaves((args, kwargs))
-                given = {item.untyped_storage()._cdata for item in inputs if isinstance(item, Tensor)}
+                given = {item.untyped_storage()._cdata for item in tree.leaves((args, kwargs))}
             if key not in given:
                 self.live[key] = memory.nbytes()
                 self.now += self.live[key]

@@ -44,6 +44,7 @@ from dubito.inference.methods import (
 from dubito.inference.registry import METHODS
 from dubito.model.likelihoods import Gaussian, Likelihood
 from dubito.model.priors import Normal
+from dubito.network.inspect import layers_of
 from dubito.posteriors.predict.dropout import DROPOUTS, PLACES
 
 __getattr__ = renamed(__name__, {"Recipe": "Preset", "recipe": "preset", "RECIPES": "PRESETS"})
@@ -280,8 +281,8 @@ def dropout_places(network: nn.Module, *, inputs: bool = False) -> str | None:
     >>> dropout_places(nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1)))
     '^(2)$'
     """
-    if any(isinstance(module, DROPOUTS) for module in network.modules()):
+    if layers_of(network, DROPOUTS):
         return None
-    layers = [name for name, module in network.named_modules() if isinstance(module, PLACES)]
+    layers = list(layers_of(network, PLACES))
     chosen = layers if inputs or len(layers) == 1 else layers[1:]
     return f"^({'|'.join(re.escape(name) for name in chosen)})$" if chosen else None

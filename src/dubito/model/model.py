@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from dubito.model.likelihoods import Likelihood, likelihood_params
 from dubito.model.priors import Normal, Prior
-from dubito.network.examples import batch_size, check_types, is_one_example, outputs_last, pick_output, split_batch
-from dubito.network.inspect import check_embeddings, close, run_batch, run_two_examples, warn_of_gradient_hooks
+from dubito.network.examples import arguments, batch_size, check_types, is_one_example, outputs_last, pick_output, split_batch
+from dubito.network.inspect import (
+    EMBEDDINGS,
+    check_embeddings,
+    close,
+    layers_of,
+    run_batch,
+    run_two_examples,
+    warn_of_gradient_hooks,
+)
 from dubito.network.weights import exclusive, in_mode, with_weights
 from dubito.tensors import randomness, tree
 from dubito.tensors.checks import require
@@ -130,8 +138,8 @@ class Model:
         nothing of them, and they are constants rather than weights. Not of one that is tied to a layer which uses the row."""
         with exclusive(self.network):
             every, rows = list(self.network.named_parameters(remove_duplicate=False)), {}
-            for module in self.network.modules():
-                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
+            for module in layers_of(self.network, EMBEDDINGS).values():
+                if module.padding_idx is not None:
                     rows[id(module.weight)] = module.padding_idx
         places = Counter(id(p) for _, p in every)
         return {name: rows[id(p)] for name, p in every if id(p) in rows and places[id(p)] == 1}
@@ -150,7 +158,7 @@ class Model:
     def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
         """`forward` in the mode the network is in."""
         weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
-        args, kwargs = ((), x) if isinstance(x, dict) else (tuple(x) if isinstance(x, list | tuple) else (x,), {})
+        args, kwargs = arguments(x)
         with with_weights(self.network, weights):
             try:
                 out = self.output(self.network(*args, **kwargs))

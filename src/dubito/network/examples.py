@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dubito.tensors import tree
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Data = Any  # what the user gives: a tuple (x, y), a Dataset, a DataLoader, or a re-iterable of batches
 Batch = Any  # what the user's data give: tensors in tuples, lists or dicts, which `Model.split` reads as (inputs, targets)
@@ -39,6 +42,30 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, list | tuple) and len(batch) >= 2:
         return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     raise ValueError(f"a batch is (inputs, targets) or a dict with labels; got a {type(batch).__name__}: give Model(split=...)")
+
+
+def arguments(x: Inputs) -> tuple[tuple, dict[str, Any]]:
+    """Inputs as a network is called with them: a dict by name, a tuple or list by position, and anything else as the only one.
+
+    >>> arguments({"input_ids": 1}), arguments((1, 2)), arguments(3)
+    (((), {'input_ids': 1}), ((1, 2), {}), ((3,), {}))
+    """
+    return ((), x) if isinstance(x, dict) else (tree.as_tuple(x), {})
+
+
+def is_array(value: object) -> TypeIs[Tensor | np.ndarray]:
+    """Whether a value is a tensor or an array."""
+    return isinstance(value, Tensor | np.ndarray)
+
+
+def is_pair(data: object) -> TypeIs[tuple[Any, Any]]:
+    """Whether data are a tuple of two, (x, y)."""
+    return isinstance(data, tuple) and len(data) == 2
+
+
+def is_indexed(data: object) -> TypeIs[Dataset]:
+    """Whether data are a `Dataset` whose examples can be read by their position."""
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
 
 
 def pick_output(out: Any) -> Tensor:

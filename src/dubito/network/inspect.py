@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,20 @@ from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
 Run = Callable[[Params, Any], Tensor]  # (weights, inputs) to outputs [B, *D, C], in the mode the network is in
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 TOLERANCE = 1e-2  # relative difference between outputs that count as equal
+
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def layers_of(network: nn.Module, kinds: type[Layer] | tuple[type[Layer], ...]) -> dict[str, Layer]:
+    """The layers of some kinds by name, in the order of the network.
+
+    >>> layers_of(nn.Sequential(nn.Linear(1, 2), nn.ReLU()), nn.ReLU)
+    {'1': ReLU()}
+    """
+    return {name: module for name, module in network.named_modules() if isinstance(module, kinds)}
 
 
 def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
@@ -91,10 +104,8 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
 def check_embeddings(network: nn.Module, params: Params) -> None:
     """Refuse embeddings among `params` whose gradients are not those of a function: with `max_norm` or `scale_grad_by_freq`."""
     inferred = {id(p) for name, p in network.named_parameters() if name in params}
-    for name, module in network.named_modules():
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or id(module.weight) not in inferred:
-            continue
-        if module.max_norm is not None or module.scale_grad_by_freq:
+    for name, module in layers_of(network, EMBEDDINGS).items():
+        if id(module.weight) in inferred and (module.max_norm is not None or module.scale_grad_by_freq):
             raise ValueError(
                 f"the embedding {name!r} has max_norm or scale_grad_by_freq, with which its gradient is not that of any posterior: "
                 "leave them out (a prior holds weights near zero)"
@@ -131,8 +142,7 @@ class DirectUses(Watch):
     def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call, whose weights are noted."""
         out = func(*args, **kwargs)
-        results = out if isinstance(out, list | tuple) else (out,)
-        if any(isinstance(result, Tensor) and result.requires_grad and id(result) not in self.names for result in results):
+        if any(result.requires_grad and id(result) not in self.names for result in tree.leaves(out)):
             self.names_used.update(self.used((args, kwargs)))
         return out
 

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from dubito.curvature.capture import example_count
 from dubito.curvature.layout import layout
 from dubito.model.likelihoods import Likelihood, align, average, likelihood_params, quadrature
-from dubito.network.examples import Inputs, outputs_last
+from dubito.network.examples import Inputs, arguments, outputs_last
 from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior, Samples
 from dubito.posteriors.predict.adjoint import Means
@@ -207,13 +207,14 @@ class Readout(nn.Module):
 
 def _side_by_side(posterior: Samples, x: Inputs) -> fx.GraphModule:
     """The network once for every draw of the weights, and the average of what they say."""
-    if not isinstance(x, Tensor) and not all(isinstance(leaf, Tensor) for leaf in (x.values() if isinstance(x, dict) else x)):
+    args, kwargs = arguments(x)
+    if not all(isinstance(leaf, Tensor) for leaf in (*args, *kwargs.values())):
         raise ValueError("a module of samples takes tensors as inputs, by position or by name; nested inputs cannot be exported")
     graph, root, members = fx.Graph(), nn.Module(), nn.ModuleList()
     root.add_module("members", members)
     root.add_module("readout", Average(posterior))
     inputs = {name: graph.placeholder(name) for name in _names(x)}
-    given: dict[str, Any] = {"kwargs": inputs} if isinstance(x, dict) else {"args": tuple(inputs.values())}
+    given: dict[str, Any] = {"kwargs": inputs} if kwargs else {"args": tuple(inputs.values())}
     answers = []
     for i in range(len(posterior)):
         weights = {**posterior.buffers, **tree.select({**posterior.params, **posterior.own_buffers}, i)}

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from dubito.model import Model
-from dubito.network.examples import LABELS, Batch, Inputs, split_batch
+from dubito.network.examples import LABELS, Batch, Inputs, is_array, split_batch
 from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
@@ -241,7 +240,7 @@ def _joined(targets: list[Any]) -> Any:
 
 def inputs_of(model: Model, batch: Batch) -> tuple[Any, Any]:
     """(x, y) of a batch, y None where a batch holds inputs only."""
-    if isinstance(batch, Tensor | np.ndarray):
+    if is_array(batch):
         return batch, None
     if isinstance(batch, list | tuple) and len(batch) == 1:
         return batch[0], None

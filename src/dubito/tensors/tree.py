@@ -27,6 +27,11 @@ def apply(function: Callable[..., Tensor], *trees: Params) -> Params:
     return {name: function(leaf, *(other[name] for other in trees[1:])) for name, leaf in trees[0].items()}
 
 
+def as_tuple(value: Any) -> tuple:
+    """A tuple or list as a tuple, and anything else as a tuple of one."""
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
 def symbolic(size: object) -> bool:
     """Whether a size is being traced for any number of examples, so that nothing may depend on its value."""
     return isinstance(size, torch.SymInt)

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
-from dubito.apps.network import as_tuple, fetched, joined
+from dubito.apps.network import fetched, joined
 from dubito.inference.batches import Data
 from dubito.model import Model
 from dubito.model.likelihoods import average
-from dubito.network.examples import Inputs
+from dubito.network.examples import Inputs, arguments
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors import store, tree
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import fork_rng, generator
+from dubito.tensors.tree import as_tuple
 
 
 class Pool:
@@ -79,8 +80,9 @@ class _Arrays:
 
     def __init__(self, data: Data):
         self.arrays = tree.tensors(data)
-        leaves = data.values() if isinstance(data, dict) else [data]
-        self.recast = any(isinstance(leaf, np.ndarray) for leaf in leaves)  # NumPy has float64 alone, which no network means
+        args, kwargs = arguments(data)
+        # NumPy has float64 alone, which no network means
+        self.recast = any(isinstance(leaf, np.ndarray) for leaf in (*args, *kwargs.values()))
         counts = {len(leaf) for leaf in tree.leaves(self.arrays)}
         require(len(counts) == 1, f"all inputs of a pool must have the same number of rows; got {sorted(counts)}")
         self.length = counts.pop()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dubito.apps.compression.flows import DROPOUT, Flow, Flows, Result, Rule, Site, filled, layer_arguments, matrix, nothing, run
-from dubito.apps.network import as_tuple
 from dubito.posteriors.predict.streamlined.operations import PROBE, Arguments, Ref, Size, Step, follows_batch, slot_of
+from dubito.tensors.tree import as_tuple
 
 RESHAPES = {"view", "reshape", "unflatten", "squeeze"}
 EXPANDS = {"expand", "expand_as"}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from dubito.apps.network import Network, examples, last_linear, only_network, posterior_of
 from dubito.evaluation.metrics import aupr_error
@@ -26,6 +26,7 @@ from dubito.inference.progress import Progress
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.cuda_graphs import Steps
+from dubito.network.examples import is_indexed, is_pair
 from dubito.posteriors import Posterior
 from dubito.posteriors.predict.dropout import Dropout, Masks
 from dubito.posteriors.predictive import LatentMixture
@@ -303,7 +304,7 @@ def _rows(value: Any, rows: Tensor) -> Any:
 
 def _pair(model: Model, data: Any) -> tuple[Any, Any] | None:
     """x and y as tensors, if the data are a pair of them."""
-    if not isinstance(data, tuple) or len(data) != 2:
+    if not is_pair(data):
         return None
     return tree.tensors(data[0], next(model.network.parameters()).dtype), tree.tensors(data[1])
 
@@ -316,7 +317,7 @@ def _shuffled(model: Model, data: Any, size: int, seed: int) -> Generator[tuple[
         for rows in order.split(size):
             yield from examples(model, (_rows(x, rows), y[rows.to(y.device)]), size=size)
         return
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+    if is_indexed(data):
         data = DataLoader(data, batch_size=size, shuffle=True)
     yield from examples(model, data, size=size, seed=seed)
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import (
     DataLoader,
-    Dataset,
-    IterableDataset,
     RandomSampler,
     Subset,
     SubsetRandomSampler,
@@ -32,7 +30,7 @@ from dubito.curvature.layout import passed
 from dubito.curvature.rows import Layer
 from dubito.inference.batches import Data, batches
 from dubito.model import Model
-from dubito.network.examples import Batch, batch_size
+from dubito.network.examples import Batch, batch_size, is_indexed
 from dubito.network.weights import in_mode
 from dubito.tensors import tree
 from dubito.tensors.checks import require
@@ -72,7 +70,7 @@ class Ordered:
 
     def picked(self, index: Tensor) -> Iterator[tuple[Tensor, Any]]:
         """Some of the examples, by position: (places in `index`, a batch of these)."""
-        if isinstance(self.data, Dataset) and not isinstance(self.data, IterableDataset):  # only these are read
+        if is_indexed(self.data):  # only these are read
             start = 0
             for batch in Ordered(self.model, Subset(self.data, index.tolist()), self.size):
                 stop = start + batch_size(self.model.split(batch)[1])

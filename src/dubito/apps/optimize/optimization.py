@@ -25,7 +25,7 @@ from dubito.model.likelihoods import average
 from dubito.network.examples import split_batch
 from dubito.posteriors import Posterior
 from dubito.posteriors.functions import Functions, Mixed, UnequalWeights
-from dubito.posteriors.predictive import LatentMixture, Predictive
+from dubito.posteriors.predictive import Predictive
 from dubito.tensors import store
 from dubito.tensors.checks import at_least, between, one_of, require
 from dubito.tensors.randomness import derive_seed, generator
@@ -45,15 +45,16 @@ def expected_improvement(p: Predictive, best: float, *, maximize: bool = True) -
     >>> expected_improvement(p, 0.0)                                                  # 1 / sqrt(2 pi)
     tensor([0.3989])
     """
-    if not isinstance(p, LatentMixture):
+    mixture = p.mixture
+    if mixture is None:
         raise TypeError(f"expected improvement needs Gaussians over f; got {type(p).__name__}: predict with how='sampled'")
     single = not p.likelihood.discrete and p.means.ndim == 3 and p.means.shape[-1] == 1
     require(single, f"expected improvement needs a regression with a single output; got means of shape {list(p.means.shape)}")
     mean, sign = p.means.squeeze(-1), 1.0 if maximize else -1.0  # [S, B]
-    gain, weights = sign * (mean - best), p.component_weights.to(mean)
-    if p.certain:
+    gain, weights = sign * (mean - best), mixture.component_weights.to(mean)
+    if mixture.certain:
         return average(gain.clamp_min(0), weights)
-    scale = p.covariances.reshape(mean.shape).clamp_min(torch.finfo(mean.dtype).tiny).sqrt()
+    scale = mixture.covariances.reshape(mean.shape).clamp_min(torch.finfo(mean.dtype).tiny).sqrt()
     z = gain / scale
     density = (-0.5 * z * z).exp() / math.sqrt(2 * math.pi)
     return average((gain * torch.special.ndtr(z) + scale * density).clamp_min(0), weights)

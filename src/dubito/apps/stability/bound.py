@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from dubito.apps.network import CONVOLUTIONS, Network, as_tuple, call, check_real, layer_inputs, networks, posterior_of
+from dubito.apps.network import CONVOLUTIONS, Network, call, check_real, layer_inputs, networks, posterior_of
 from dubito.model import Model
 from dubito.network.examples import Inputs
+from dubito.network.inspect import layers_of
 from dubito.network.weights import copy_network, in_mode
 from dubito.posteriors import Posterior
 from dubito.posteriors.predict.streamlined.operations import Size, Step, Trace, resolve, slot_of
@@ -31,6 +32,7 @@ from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, positive, require
 from dubito.tensors.randomness import derive_seed, fork_rng
+from dubito.tensors.tree import as_tuple
 
 TOLERANCE = 1e-6
 VECTORS, NUMBERS, ROUNDS = 50, 2**27, 40  # vectors that are kept, numbers they may hold, and how often it begins anew
@@ -341,8 +343,7 @@ def spectrally_normalized(
 
 def _layers(network: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """The linear and convolutional layers whose names match, each with a weight of its own that is not zero."""
-    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, LAYERS) and re.search(pattern, name)}
-    layers = {name: layer for name, layer in layers.items() if layer.weight.ndim > 1}
+    layers = {n: layer for n, layer in layers_of(network, LAYERS).items() if re.search(pattern, n) and layer.weight.ndim > 1}
     require(layers, f"the network has no linear or convolutional layer whose name matches at={pattern!r}")
     uses = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
     tied = [name for name, layer in layers.items() if uses[id(layer.weight)] > 1]

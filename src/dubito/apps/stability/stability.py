@@ -20,6 +20,7 @@ from dubito.evaluation.metrics.reading import labelled, targets
 from dubito.evaluation.shift.attack import Bounds, Norm, check, pgd
 from dubito.inference.progress import Progress
 from dubito.model.likelihoods import Categorical
+from dubito.network.inspect import layers_of
 from dubito.posteriors import Posterior
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors.checks import at_least, one_of, positive, require
@@ -79,7 +80,7 @@ def local_slopes(
 @contextmanager
 def _twice(network: nn.Module) -> Iterator[None]:
     """Attention and recurrent layers by kernels that can be differentiated twice, which the fastest cannot."""
-    recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
+    recurrent = bool(layers_of(network, nn.RNNBase))
     cudnn = torch.backends.cudnn
     with sdpa_kernel(SDPBackend.MATH), cudnn.flags(enabled=cudnn.enabled and not recurrent):
         yield

@@ -6,10 +6,14 @@ import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dubito.evaluation.data.cells import class_name, is_missing
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 ENOUGH = 0.9  # share of the cells that must be readable as numbers or dates
 FORMATS = (
@@ -32,13 +36,18 @@ DATE = re.compile(r"\d{1,4}[-/. ][\w]{1,9}[-/., ]+\d{1,4}|[A-Za-z]{3,9} \d{1,2},
 Raw = np.ndarray | Sequence[str]  # a column: numbers with NaN where they are missing, or cells of text
 
 
+def is_numeric(raw: Raw) -> TypeIs[np.ndarray]:
+    """Whether a column holds numbers rather than cells of text."""
+    return isinstance(raw, np.ndarray)
+
+
 def numbers(raw: Raw) -> np.ndarray:
     """A column as numbers, [N] float64; NaN where a cell is missing or is not one. 12 %, $1,200 and 1 200 are numbers.
 
     >>> numbers(["12 %", "1,200", "$3.50", "?", "many"])
     array([1.2e-01, 1.2e+03, 3.5e+00,     nan,     nan])
     """
-    if isinstance(raw, np.ndarray):
+    if is_numeric(raw):
         values = raw.astype(np.float64)
     else:
         try:
@@ -61,7 +70,7 @@ def _number(cell: str) -> float:
 
 def missing(raw: Raw) -> np.ndarray:
     """Which cells are missing, [N]."""
-    if isinstance(raw, np.ndarray):
+    if is_numeric(raw):
         return ~np.isfinite(raw.astype(np.float64))
     return np.array([is_missing(cell) for cell in raw], dtype=bool)
 
@@ -78,7 +87,7 @@ def date_format(raw: Raw) -> str | None:
     >>> date_format(["2024-05-01", "", "2023-12-31 10:30"]), date_format(["13/1/2024", "2/3/2024"]), date_format(["x", "y"])
     ('iso', '%d/%m/%Y', None)
     """
-    if isinstance(raw, np.ndarray):
+    if is_numeric(raw):
         return None
     there = [cell for cell in raw if not is_missing(cell)]
     if not there or not all(DATE.match(cell) for cell in there[:20]):
@@ -89,7 +98,7 @@ def date_format(raw: Raw) -> str | None:
 
 def seconds(raw: Raw, form: str) -> np.ndarray:
     """Dates as seconds since 1970, [N] float64; NaN where a cell is missing or is not written in this way."""
-    if isinstance(raw, np.ndarray):
+    if is_numeric(raw):
         return np.full(len(raw), math.nan)
     return np.array([_seconds(cell, form) for cell in raw], dtype=np.float64)
 
@@ -108,5 +117,5 @@ def words(raw: Raw) -> list[str]:
     >>> words(["Rome", "rome", "1.0", "NA"])
     ['rome', 'rome', '1', '']
     """
-    cells = [str(cell) for cell in raw.tolist()] if isinstance(raw, np.ndarray) else raw
+    cells = [str(cell) for cell in raw.tolist()] if is_numeric(raw) else raw
     return ["" if is_missing(cell) else class_name(cell).casefold() for cell in cells]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dubito.apps.tables.calibration import Scales, log_density, mixture, temperature
-from dubito.apps.tables.cells import Raw
+from dubito.apps.tables.cells import Raw, is_numeric
 from dubito.apps.tables.columns import Encoder
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.model import Design, Kind, OutOfFold, TableModel
@@ -219,7 +219,7 @@ def _select(raw: Raw, kept: Tensor) -> Raw:
     if bool(kept.all()):
         return raw
     which = kept.nonzero().flatten().tolist()
-    return [raw[i] for i in which] if isinstance(raw, list) else raw[which]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return raw[which] if is_numeric(raw) else [raw[i] for i in which]  # pyright: ignore[reportReturnType]
 
 
 def _steps(network: torch.nn.Module, settings: CrossFit, rows: int) -> int:

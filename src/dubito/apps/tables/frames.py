@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dubito.apps.tables.cells import Raw
+from dubito.apps.tables.cells import Raw, is_numeric
 from dubito.evaluation.data.cells import require_name
 from dubito.evaluation.data.csv_table import CsvFile, as_cell, is_table
 from dubito.tensors.checks import require
@@ -45,19 +45,22 @@ def as_column(values: Any) -> Raw:
     >>> as_column([1, None]), as_column([True, None])
     (array([ 1., nan]), ['True', ''])
     """
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
-    array = values.to_numpy() if hasattr(values, "to_numpy") else values
-    if isinstance(array, np.ndarray) and array.dtype.kind in "iuf":
+    array = _array(values.to_numpy() if hasattr(values, "to_numpy") else values)
+    if is_numeric(array) and array.dtype.kind in "iuf":
         return array.astype(np.float64)
-    cells = [None if as_cell(value) == "" else value for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
+    cells = [None if as_cell(value) == "" else value for value in (array.tolist() if is_numeric(values) else values)]
     if all(cell is None or (isinstance(cell, int | float | np.number) and not isinstance(cell, bool)) for cell in cells):
         return np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
     return [as_cell(cell) for cell in cells]
 
 
+def _array(values: Any) -> Any:
+    """A tensor as an array, and anything else as it is."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+
+
 def _from_matrix(table: Any) -> dict[str, Raw]:
-    array = table.detach().cpu().numpy() if isinstance(table, Tensor) else np.asarray(table)
+    array = np.asarray(_array(table))
     array = array[:, None] if array.ndim == 1 else array
     require(array.ndim == 2, f"a table is {ACCEPTED}; got an array of shape {list(array.shape)}")
     return {f"x{i}": as_column(array[:, i]) for i in range(array.shape[1])}

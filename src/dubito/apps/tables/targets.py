@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.apps.tables.cells import Raw, missing, mostly, numbers
+from dubito.apps.tables.cells import Raw, is_numeric, missing, mostly, numbers
 from dubito.evaluation.data.cells import class_name, is_missing, listed
 from dubito.evaluation.data.table import FEW
 from dubito.tensors.checks import require
@@ -37,7 +37,7 @@ def detect(raw: Raw) -> tuple[Kind, str]:
 
 def labels(raw: Raw) -> list[str]:
     """A column as names of classes; "" where the cell is missing."""
-    if isinstance(raw, np.ndarray):
+    if is_numeric(raw):
         return ["" if not np.isfinite(value) else class_name(f"{value:.17g}") for value in raw.tolist()]
     return ["" if is_missing(cell) else class_name(cell) for cell in raw]
 

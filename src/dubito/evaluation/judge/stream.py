@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -24,7 +23,7 @@ from dubito.evaluation.metrics.reading import Array, targets, tensor
 from dubito.inference.batches import Arrays
 from dubito.inference.progress import Progress
 from dubito.model import Model
-from dubito.network.examples import split_batch
+from dubito.network.examples import is_array, is_pair, split_batch
 from dubito.posteriors.posterior import Posterior, inputs_of
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors.checks import between, require
@@ -89,8 +88,8 @@ def for_each_batch(
 
 
 def _batches(data: Any, dtype: torch.dtype, size: int) -> Iterable[Any]:
-    if isinstance(data, tuple) and len(data) == 2 and any(isinstance(part, Tensor | np.ndarray) for part in data):
-        if not isinstance(data[1], Tensor | np.ndarray | dict):
+    if is_pair(data) and any(map(is_array, data)):
+        if not is_array(data[1]) and not isinstance(data[1], dict):
             raise TypeError(f"in data (x, y), y must be a tensor, an array or a dict of these; y is a {type(data[1]).__name__}")
         return Arrays.of(data, dtype, size, shuffle=False)
     if isinstance(data, Dataset):

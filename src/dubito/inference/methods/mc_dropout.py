@@ -16,6 +16,7 @@ from dubito.model import Target
 from dubito.model.likelihoods import PREFIX as LIKELIHOOD
 from dubito.model.priors import Normal
 from dubito.network.examples import Batch
+from dubito.network.inspect import layers_of
 from dubito.posteriors import Posterior, Stochastic
 from dubito.posteriors.predict.dropout import DROPOUTS, PREFIX, Dropout, Masks
 from dubito.tensors import store
@@ -136,7 +137,7 @@ class MCDropout(Descent[DescentState]):
         """The probability to keep a unit, where there is only one."""
         if self.at is not None:
             return 1 - self.rate
-        rates = {module.p for module in target.model.network.modules() if isinstance(module, DROPOUTS)}
+        rates = {module.p for module in layers_of(target.model.network, DROPOUTS).values()}
         if len(rates) != 1:
             raise ValueError(f"the model precision is defined for one dropout rate; the network has {sorted(rates)}")
         return 1 - rates.pop()

@@ -14,6 +14,7 @@ from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Start
 from dubito.model import Model, Target
 from dubito.network.examples import Batch
+from dubito.network.inspect import layers_of
 from dubito.network.weights import in_mode
 from dubito.posteriors import Gaussian, Point, Posterior, Samples
 from dubito.tensors import store, tree
@@ -231,8 +232,8 @@ def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
     with in_mode(network, True):  # some networks keep theirs frozen
         return {
             name: module
-            for name, module in network.named_modules()
-            if isinstance(module, _BatchNorm) and module.track_running_stats and module.training and module.momentum != 0
+            for name, module in layers_of(network, _BatchNorm).items()
+            if module.track_running_stats and module.training and module.momentum != 0
         }
 
 

@@ -23,10 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
 from dubito.network.examples import Inputs
+from dubito.network.inspect import layers_of
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import in_mode
 from dubito.tensors.randomness import derive_seed, fork_rng
-from dubito.tensors.tree import Params
+from dubito.tensors.tree import Params, as_tuple
 
 PREFIX = "dropout:"
 WEIGHTED = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
@@ -75,21 +76,20 @@ class Dropout:
     @staticmethod
     def find(network: nn.Module, at: str | None, rate: float, recurrent: Literal["sequence", "batch"] = "sequence") -> Dropout:
         """The network's own dropout and, if `at` is given, new places: layers whose name it matches (`re.search`)."""
-        modules = dict(network.named_modules())
-        flags = {module.batch_first for module in modules.values() if isinstance(module, nn.RNNBase)}
+        flags = {module.batch_first for module in layers_of(network, nn.RNNBase).values()}
         if len(flags) > 1:
             raise ValueError("the network mixes recurrent layers with and without batch_first: masks cannot be shared over time")
         sites: dict[str, float] = {}
         if at is not None:
-            named = {name: module for name, module in modules.items() if re.search(at, name)}
-            sites = {name: rate for name, module in named.items() if isinstance(module, PLACES)}
+            fit = list(layers_of(network, PLACES))
+            sites = {name: rate for name in fit if re.search(at, name)}
             if not sites:
-                fit = [name for name, module in modules.items() if isinstance(module, PLACES)]
                 raise ValueError(
                     f"at={at!r} names no layer whose input can be dropped (linear, convolution, embedding or recurrent); "
                     f"this network has {fit}"
                 )
-        words = tuple(name for name in sites if isinstance(modules[name], nn.Embedding))
+        embeddings = layers_of(network, nn.Embedding)
+        words = tuple(name for name in sites if name in embeddings)
         return Dropout(sites, words, recurrent, flags.pop() if flags else None)
 
     def check(self, model: Model, x: Inputs) -> None:
@@ -109,7 +109,7 @@ class Dropout:
                 "nn.MultiheadAttention, or not used; leave them out of `at`, or put nn.Dropout into the network"
             )
         if not probe.dropped and not self.sites and not own:
-            fit = [name for name, module in model.network.named_modules() if isinstance(module, PLACES)]
+            fit = list(layers_of(model.network, PLACES))
             raise ValueError(
                 "this network has no dropout to keep on. Either put nn.Dropout layers into it, or name the layers whose inputs are to "
                 f"be dropped, as MCDropout(at={fit[-1] if fit else 'head'!r}, rate=0.1); the layers are {fit}, and at='' takes all"
@@ -295,7 +295,7 @@ class Masks(TorchFunctionMode):
     def _watch(self, func: Callable, args: tuple[Any, ...], kwargs: dict) -> None:
         """Masks can be left to the next layer only if nothing else ever sees the activations: look at all that any call is given."""
         for i, value in enumerate([*args, *kwargs.values()]):
-            for leaf in value if isinstance(value, list | tuple) else [value]:
+            for leaf in as_tuple(value):
                 meant = i == 0 and func is F.linear and id(args[1]) in self.foldable
                 if id(leaf) in self.made and not meant:
                     self.folding.shared.add(self.made[id(leaf)][1])
