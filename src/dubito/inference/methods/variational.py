@@ -294,9 +294,8 @@ class Variational(Descent[VariationalState]):
                 torch.autograd.backward(prior, torch.full_like(prior, -1 / n), inputs=list(likelihood_params(points).values()))
         if self.path_only:
             return None  # all of the rest was scored with the likelihood
-        normal = target.model.prior.normal
-        if normal is not None and type(self.q) is MeanField and not self.learn_prior:
-            return self._closed(normal, target.temperature, live, weight / n, report=state.step % REPORTED == 0)
+        if target.model.prior.normal is not None and type(self.q) is MeanField and not self.learn_prior:
+            return self._closed(target, live, weight / n, report=state.step % REPORTED == 0)
         with torch.enable_grad():
             if state.joint:
                 entropy = self.q.entropy(leaves)
@@ -307,9 +306,10 @@ class Variational(Descent[VariationalState]):
         torch.autograd.backward(value, torch.full_like(value, weight / n), inputs=list(live.values()))
         return None if state.joint else value.detach()
 
-    def _closed(self, prior: Normal, temperature: float, live: Params, factor: float, *, report: bool) -> Tensor | None:
+    def _closed(self, target: Target, live: Params, factor: float, *, report: bool) -> Tensor | None:
         """`_divergence` of independent Gaussians from one another and `factor` times its gradient, in few passes over the memory."""
-        total = []
+        prior, temperature, total = target.model.prior.normal, target.temperature, []
+        assert prior is not None
         for name, mean in pick(live, "mean").items():
             scale = live[f"scale/{name}"]
             mu, sigma, s = mean.detach(), scale.detach(), prior.scale_of(name)
