@@ -800,13 +800,15 @@ def test_targets_out_of_reach_are_warned_of(recwarn):
 def test_arguments_in_the_wrong_place_are_told():
     net, x, y = nn.Linear(2, 2), torch.randn(8, 2), torch.zeros(8).long()
     model = Model(net, Categorical())
-    with pytest.raises(TypeError, match=r"the first argument must be a dubito.Model\(network, likelihood\); got Linear"):
+    with pytest.raises(TypeError, match=r"model must be a dubito.Model\(network, likelihood\); got Linear"):
         dubito.fit(net, MAP(), (x, y))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="the second argument must be a method such as .* and the third the data; got tuple"):
         dubito.fit(model, (x, y), MAP())  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="got the class MAP"):
         dubito.fit(model, MAP, (x, y))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"the prior is an object such as dubito.priors.Normal\(scale=1.0\); got Normal"):
+    with pytest.raises(
+        TypeError, match=r"prior must be an object such as dubito.priors.Normal\(scale=1.0\); got the class Normal"
+    ):
         Model(net, Categorical(), dubito.priors.Normal)  # pyright: ignore[reportArgumentType]
 
 

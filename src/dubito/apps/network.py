@@ -35,7 +35,7 @@ from dubito.posteriors import Point, Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.checks import require
+from dubito.tensors.checks import of_type, require
 from dubito.tensors.randomness import borrowed_generators, derive_seed, fork_rng
 from dubito.tensors.tree import Buffers, Params
 
@@ -151,8 +151,7 @@ def posterior_of(given: Posterior | Model | nn.Module) -> Posterior:
 def model_of(given: Model | nn.Module) -> Model:
     """A model as it is, or that of a classifier that returns logits."""
     model = Model(given, Categorical()) if isinstance(given, nn.Module) else given
-    if not isinstance(model, Model):
-        raise TypeError(f"a posterior, a dubito.Model or a classifier (torch.nn.Module) is needed; got a {type(given).__name__}")
+    of_type(Model, "a posterior, a dubito.Model or a classifier (torch.nn.Module)", model=model)
     return model
 
 

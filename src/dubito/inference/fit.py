@@ -32,7 +32,7 @@ from dubito.network.examples import Batch, Data
 from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store, tree
-from dubito.tensors.checks import require
+from dubito.tensors.checks import of_type, require, type_of
 
 RISE = 5.0  # nats, from which on it is said that training could have gone on
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # wrappers whose gradients would have to be averaged
@@ -194,8 +194,7 @@ def _warn_if_unfinished(rise: float) -> None:
 
 def _check_parts(model: Any, method: Any) -> None:
     """Raise for the usual mistakes: arguments in another order, a class instead of an object, a network without a model."""
-    if not isinstance(model, Model):
-        raise TypeError(f"the first argument must be a dubito.Model(network, likelihood); got {_kind(model)}")
+    of_type(Model, "a dubito.Model(network, likelihood)", model=model)
     parallel = any(type(module).__name__ in PARALLEL for module in model.network.modules())
     if parallel or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         raise ValueError(
@@ -203,8 +202,6 @@ def _check_parts(model: Any, method: Any) -> None:
             "network itself (of DistributedDataParallel: network.module)"
         )
     if isinstance(method, type) or not hasattr(method, "step") or not hasattr(method, "init"):
-        raise TypeError(f"the second argument must be a method such as dubito.MAP(), and the third the data; got {_kind(method)}")
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(
+            f"the second argument must be a method such as dubito.MAP(), and the third the data; got {type_of(method)}"
+        )

@@ -18,17 +18,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from dubito.inference.augment import Augmentation
 from dubito.inference.descent import Descent, DescentState
 from dubito.inference.method import Info, Method, Start, Traits, traits_of, with_budget
 from dubito.model import Model, Target
 from dubito.model.likelihoods import likelihood_params
-from dubito.network.examples import Batch, batch_size, split_batch
+from dubito.network.examples import Batch, batch_size, is_array, is_indexed, split_batch
 from dubito.network.weights import in_mode
 from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
@@ -56,7 +55,7 @@ class Stream:
 
     def __init__(self, model: Model, unlabelled: Unlabelled, size: int):
         self.model, self.size = model, size
-        self.dataset = unlabelled if isinstance(unlabelled, Dataset) else None
+        self.dataset = unlabelled if is_indexed(unlabelled) else None
         self.held = None if self.dataset is not None else tree.move(tree.tensors(unlabelled, model.dtype), model.device)
         self.n = count(unlabelled)
         self.order: tuple[tuple[int, int], Tensor] | None = None
@@ -88,12 +87,12 @@ class Stream:
 
 def count(unlabelled: Unlabelled) -> int:
     """Unlabelled examples there are; what cannot be gone through in any order is refused."""
-    if isinstance(unlabelled, DataLoader | IterableDataset) or not isinstance(unlabelled, Tensor | np.ndarray | dict | Dataset):
+    if not (is_indexed(unlabelled) or is_array(unlabelled) or isinstance(unlabelled, dict)):
         raise TypeError(
             "unlabelled is a tensor or an array of inputs, a dict of them, or a Dataset of inputs or of (input, anything); got a "
             f"{type(unlabelled).__name__}" + (": give its .dataset" if isinstance(unlabelled, DataLoader) else "")
         )
-    if isinstance(unlabelled, Dataset):
+    if is_indexed(unlabelled):
         if not isinstance(unlabelled, Sized):
             raise TypeError(
                 f"a {type(unlabelled).__name__} does not tell how many unlabelled examples there are: give it a __len__"

@@ -25,7 +25,7 @@ from dubito.network.inspect import (
 )
 from dubito.network.weights import exclusive, in_mode, with_weights
 from dubito.tensors import randomness, tree
-from dubito.tensors.checks import require
+from dubito.tensors.checks import of_type, require
 from dubito.tensors.tree import Buffers, Params
 
 SCALE_OF_NUMBERS, SCALE_OF_CLASSES = 2.0, 3.0  # of the default prior
@@ -38,12 +38,6 @@ class Inspection(NamedTuple):
     doubtful: (
         bool  # two examples alone may have other outputs than in the batch: the network is random, mixes examples, or took no two
     )
-
-
-def _check_type(name: str, value: object, kind: type, words: str) -> None:
-    if not isinstance(value, kind):
-        received = value if isinstance(value, type) else type(value)
-        raise TypeError(f"the {name} is {words}; got {received.__name__}")
 
 
 def _matches(pattern: str, names: list[str]) -> bool:
@@ -77,8 +71,8 @@ class Model:
     output: Callable[[Any], Tensor] = field(default=pick_output, kw_only=True)
 
     def __post_init__(self):
-        _check_type("network", self.network, nn.Module, "a torch.nn.Module")
-        _check_type("likelihood", self.likelihood, Likelihood, "an object such as dubito.Categorical() or dubito.Gaussian()")
+        of_type(nn.Module, "a torch.nn.Module", network=self.network)
+        of_type(Likelihood, "an object such as dubito.Categorical() or dubito.Gaussian()", likelihood=self.likelihood)
         names = [name for name, _ in self.network.named_parameters()]
         every = [name for name, _ in self.network.named_parameters(remove_duplicate=False)]  # tied ones by all their names
         listed = f"{names[:8]}{'...' if names[8:] else ''}"
@@ -87,7 +81,7 @@ class Model:
         require(not lazy, f"{lazy[:8]} have no shapes yet: call the network on a batch before you make a model of it")
         scale = SCALE_OF_CLASSES if self.likelihood.discrete else SCALE_OF_NUMBERS
         prior = Normal.fan_in(self.network, scale, bias=1.0, learned=True) if self.prior is None else self.prior
-        _check_type("prior", prior, Prior, "an object such as dubito.priors.Normal(scale=1.0)")
+        of_type(Prior, "an object such as dubito.priors.Normal(scale=1.0)", prior=prior)
         object.__setattr__(self, "prior", prior if prior.normal is None else prior.normal.of(self.network))
         patterns = [p for p in self.prior.patterns if p not in ("weight", "bias")]  # which a network may do without
         unmatched = [pattern for pattern in patterns if not _matches(pattern, names)]

@@ -1,6 +1,7 @@
-"""Checks of arguments, which raise a `ValueError` that names the argument and the value it got.
+"""Checks of arguments, which raise a `ValueError` (of types a `TypeError`) that names the argument and the value it got.
 
-Arguments are passed by keyword, several at a time if the same rule holds for them. None passes: the argument was not given.
+Arguments are passed by keyword, several at a time if the same rule holds for them. None passes, but for types: the argument was not
+given.
 """
 
 from __future__ import annotations
@@ -74,6 +75,28 @@ def one_of(choices: Collection[object], **arguments: object) -> None:
     for name, value in arguments.items():
         listed = ", ".join(map(repr, choices))
         require(value is None or value in choices, f"{name} must be one of {listed}; got {value!r}")
+
+
+def of_type(kind: type, words: str, **arguments: object) -> None:
+    """Raise a `TypeError` unless every value, None too, is a `kind`, which the words describe.
+
+    >>> of_type(dict, "a dict of weights", start=3)
+    Traceback (most recent call last):
+        ...
+    TypeError: start must be a dict of weights; got int
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {words}; got {type_of(value)}")
+
+
+def type_of(value: object) -> str:
+    """The type of a value in words, as "dict"; "the class dict" if it is a class.
+
+    >>> type_of({}), type_of(dict)
+    ('dict', 'the class dict')
+    """
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def suggestion(name: str, choices: Collection[str]) -> str:

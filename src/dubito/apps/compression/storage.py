@@ -24,6 +24,7 @@ from dubito.apps.compression.cutting import Compressed, Plan, architecture, choi
 from dubito.apps.compression.flows import Flows
 from dubito.network.examples import pick_output
 from dubito.tensors import store, tree
+from dubito.tensors.checks import of_type
 from dubito.tensors.randomness import fork_rng
 
 MAGIC, FORMAT = b"dubito-cut", 2
@@ -42,8 +43,7 @@ def save(module: Compressed, path: str | os.PathLike) -> int:
     Weights that were rounded are written as whole numbers, close to their entropy. What was changed since (trained further, for
     example) is written as it is.
     """
-    if not isinstance(module, Compressed):
-        raise TypeError(f"save takes what dubito.compress or compression.cut made; got a {type(module).__name__}")
+    of_type(Compressed, "what dubito.compress or compression.cut made", module=module)
     data = packed(module)
     with store.atomic_write(path) as scratch:
         scratch.write_bytes(data)

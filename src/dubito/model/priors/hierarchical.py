@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from dubito.model.priors.prior import PREFIX, Prior, added, source_for, weights, zero
 from dubito.model.priors.scales import Flat, HalfCauchy, InverseGamma, Scale, keep_positive
-from dubito.tensors.checks import require
+from dubito.tensors.checks import of_type, require
 from dubito.tensors.tree import Params, full_precision
 
 By = Literal["all", "layer", "tensor", "row", "column", "kernel", "gate", "weight"]
@@ -230,8 +230,7 @@ class Scaled(Prior):
 
 def check_scale(scale: object) -> None:
     """Raise a TypeError unless `scale` is the density of a scale."""
-    if not isinstance(scale, Scale):
-        raise TypeError(f"scale must be a density such as HalfCauchy(1.0) or InverseGamma(2.0, 2.0); got {scale!r}")
+    of_type(Scale, "a density such as HalfCauchy(1.0) or InverseGamma(2.0, 2.0)", scale=scale)
 
 
 @dataclass(frozen=True)

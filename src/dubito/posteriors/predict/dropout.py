@@ -213,9 +213,10 @@ class Masks(TorchFunctionMode):
 
     def mask(self, site: str, shape: tuple[int, ...], rate: float | Tensor, like: Tensor, batch_axis: int = 0) -> Tensor | None:
         """Kept entries hold 1 / keep, dropped ones 0; None where nothing is dropped."""
-        if not isinstance(rate, Tensor) and rate in (0, 1):
+        learned = isinstance(rate, Tensor)
+        if not learned and rate in (0, 1):
             return like.new_zeros([1] * len(shape)) if rate else None
-        if isinstance(rate, Tensor) and self.relax is not None:  # concrete dropout: a smooth mask that lets the rate learn
+        if learned and self.relax is not None:  # concrete dropout: a smooth mask that lets the rate learn
             uniform = torch.rand(shape, device=like.device).clamp(1e-6, 1 - 1e-6)
             drop = torch.sigmoid((torch.logit(rate) + torch.logit(uniform)) / self.relax)
             return ((1 - drop) / (1 - rate)).to(like.dtype)
