@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from sklearn.base import is_classifier
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
 import dubito
@@ -14,11 +16,12 @@ from dubito.apps.tables import TableModel, fit_table
 from dubito.apps.tables.calibration import Scales, at_least, temperature
 from dubito.apps.tables.cells import date_format, missing, numbers, seconds, words
 from dubito.apps.tables.columns import BUCKETS, LEVELS, Encoder, describe
-from dubito.apps.tables.fit import _heavy
+from dubito.apps.tables.fit import _heavy, _shares
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
 from dubito.apps.tables.training import CrossFit, Training, best_weights, deal
+from dubito.apps.tables.trees import ROUNDS, Trees, below, from_scikit_learn
 from dubito.evaluation.judge import score
 from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
 from dubito.posteriors.predictive import LatentMixture
@@ -303,6 +306,92 @@ def test_the_process_finds_the_noise_and_what_matters():
     assert process.hyper["length"][0] < process.hyper["length"][1:].min() - 1
 
 
+# The trees
+
+
+def boosters():
+    source = np.random.default_rng(0)
+    x = source.normal(size=(300, 4)).astype(np.float32)
+    y = x[:, 0] + (x[:, 1] > 0.3)
+    yield HistGradientBoostingRegressor(), x, y
+    yield HistGradientBoostingClassifier(), x, y > 0.5
+    yield HistGradientBoostingClassifier(max_iter=30), x, np.digitize(y, (0, 0.5, 1))
+
+
+@pytest.mark.parametrize(("booster", "x", "y"), list(boosters()), ids=["numbers", "two classes", "four classes"])
+def test_the_trees_are_those_of_scikit_learn(booster, x, y):
+    booster.fit(x, y)
+    fresh = np.random.default_rng(1).normal(size=(300, 4)).astype(np.float32)
+    f = from_scikit_learn(booster).outputs(torch.from_numpy(fresh))[0].double()
+    if is_classifier(booster):
+        assert np.allclose(f.softmax(-1), booster.predict_proba(fresh), atol=1e-6, rtol=0)
+    else:
+        assert np.allclose(f[:, 0], booster.predict(fresh), atol=1e-6, rtol=0)
+
+
+def test_thresholds_split_at_the_same_place_in_float32():
+    thresholds = np.random.default_rng(0).normal(size=2000)
+    near = thresholds.astype(np.float32)
+    for side in (-np.inf, 0, np.inf):
+        x = near if side == 0 else np.nextafter(near, np.float32(side))
+        assert np.array_equal(x <= below(thresholds), x.astype(np.float64) <= thresholds)
+
+
+def test_no_booster_learns_from_the_rows_that_it_predicts_out_of_fold():
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 3, generator=source)
+    y, fold = (x[:, :2] > 0).float() + 0.3 * torch.randn(200, 2, generator=source), torch.arange(200) % 5
+    found = Trees.fit(x, y, fold)
+    assert found is not None
+    trees, out = found
+    f = trees.outputs(x)  # [S, N, C]
+    assert (f.shape, out.shape) == ((5, 200, 4), (1, 200, 4))
+    for k in range(5):
+        held = fold == k
+        assert torch.equal(out[0, held], f[k, held])
+        for target in range(2):
+            rounds = int((trees.output == 4 * k + target).sum())
+            assert 0 < rounds < ROUNDS
+            alone = HistGradientBoostingRegressor(max_iter=rounds, early_stopping=False).fit(x[~held], y[~held, target])
+            assert np.allclose(f[k, :, target], alone.predict(x), atol=1e-6)
+
+
+def test_the_trees_find_the_noise():
+    source = torch.Generator().manual_seed(0)
+    x = torch.rand(1500, 2, generator=source)
+    deviation = torch.where(x[:, :1] > 0.5, 1.0, 0.2)
+    found = Trees.fit(x, deviation * torch.randn(1500, 1, generator=source), torch.arange(1500) % 5)
+    assert found is not None
+    widths = (found[1][0, :, 1] / 2).exp()
+    for true in (0.2, 1.0):
+        assert float(widths[deviation.flatten() == true].median()) == pytest.approx(true, rel=0.25)
+
+
+def test_no_trees_without_a_class_in_every_training():
+    y = torch.tensor([0] * 30 + [1] * 19 + [2])
+    assert Trees.fit(torch.randn(50, 2), y, torch.arange(50) % 5, classes=3) is None
+
+
+def gaussian(mean, variance=1.0):
+    f = torch.stack([mean, torch.full_like(mean, math.log(variance))], -1)
+    return LatentMixture(HeteroscedasticGaussian(), f.unsqueeze(0))
+
+
+def test_shares_of_experts():
+    source = torch.Generator().manual_seed(0)
+    truth = torch.randn(400, generator=source)
+    y = (truth + 0.3 * torch.randn(400, generator=source)).unsqueeze(1)
+    good, poor = gaussian(truth, 0.1), gaussian(torch.zeros(400))
+    assert _shares({"networks": good, "process": poor, "trees": poor}, y) == {"networks": 1.0}
+    shares = _shares({"networks": poor, "process": poor, "trees": good}, y)
+    assert set(shares) == {"networks", "trees"}
+    assert shares["trees"] > 0.9
+    classes = (truth > 0).long()
+    sure, even = (LatentMixture(Categorical(), torch.stack([-f, f], -1).unsqueeze(0)) for f in (3 * truth, 0 * truth))
+    assert _shares({"networks": sure, "trees": even}, classes) == {"networks": 1.0}
+    assert _shares({"networks": even, "trees": sure}, classes)["trees"] > 0.9
+
+
 # Calibration
 
 
@@ -448,12 +537,24 @@ def test_the_posterior_before_the_map(regression):
     fresh = people(5, seed=4)
     x = regression.inputs(fresh)
     before, after = regression.before(x), regression.predict(fresh)
-    assert 0 < regression.share < 1
-    parts = [regression.posterior.predict(x).mean, regression.process.predict(x).mean]
-    assert torch.allclose(torch.lerp(*parts, regression.share), before.mean, atol=1e-5)
+    assert set(regression.shares) == {"networks", "process", "trees"}
+    assert sum(regression.shares.values()) == pytest.approx(1)
+    means = {"networks": regression.posterior.predict(x).mean, "process": regression.process.predict(x).mean}
+    means["trees"] = regression.trees.outputs(x).mean(0)
+    mixed = sum(share * means[name][:, 0] for name, share in regression.shares.items())
+    assert torch.allclose(mixed, before.mean[:, 0], atol=1e-5)
     assert torch.allclose(regression.shift + regression.scale * before.mean[:, :1].double(), after.mean, rtol=1e-4)
     shares = [p.uncertainty.epistemic / p.uncertainty.total for p in (before, after)]
     assert torch.allclose(shares[0].double(), shares[1], atol=1e-4)
+
+
+def test_classes_are_a_mixture_of_probabilities(classification):
+    x = classification.inputs(people(5, seed=4))
+    before = classification.before(x)
+    assert classification.shares.keys() == {"networks", "trees"}
+    parts = {"networks": classification.posterior.predict(x).mean, "trees": classification.trees.outputs(x).softmax(-1).mean(0)}
+    assert torch.allclose(sum(share * parts[name] for name, share in classification.shares.items()), before.mean, atol=1e-5)
+    assert (before.uncertainty.epistemic > 0).all()
 
 
 def test_rows_without_a_target_are_left_out_aloud():

@@ -50,10 +50,10 @@ class Scales:
 
 
 def mixture(parts: Sequence[LatentMixture], weights: Sequence[float]) -> LatentMixture:
-    """Mixtures of Gaussians (means and log variances) as one."""
+    """Mixtures of Gaussians (means and log variances), or of class probabilities, as one."""
     spreads = [torch.zeros_like(p.means) if p.cov is None else p.cov for p in parts]
     return LatentMixture(
-        HeteroscedasticGaussian(),
+        parts[0].likelihood,
         torch.cat([p.means for p in parts]),
         None if all(p.cov is None for p in parts) else torch.cat(spreads),
         torch.cat([w * p.component_weights for p, w in zip(parts, weights, strict=True)]),

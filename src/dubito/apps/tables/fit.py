@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,15 +11,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dubito.apps.tables import process, trees
 from dubito.apps.tables.calibration import Scales, log_density, mixture, temperature
 from dubito.apps.tables.cells import Raw, is_numeric
 from dubito.apps.tables.columns import Encoder
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.model import Design, Kind, OutOfFold, TableModel
-from dubito.apps.tables.process import LONGEST, WIDEST, Process
+from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_names, class_positions, detect, target_numbers
 from dubito.apps.tables.training import CrossFit, CrossFitted, best_weights
+from dubito.apps.tables.trees import Trees
 from dubito.evaluation import judge
+from dubito.evaluation.recalibrate import Tempered
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import one_of, require
 
@@ -27,7 +31,7 @@ WIDE = 1000  # numbers beyond which they are not embedded
 WORK = 2e12  # products of a training that are enough: fewer steps are made where each costs more
 LEAST = 300  # steps
 HEAVY = 2.0  # kurtosis, in units of a Gaussian's, from which errors have heavy tails
-FAINT = 0.05  # weight below which the Gaussian process is left out
+FAINT = 0.05  # weight below which a Gaussian process or trees are left out
 SMALL = 100  # rows below which a remark is made
 
 
@@ -45,16 +49,16 @@ def fit_table(
 
     Ten networks are trained, each of which holds out another fifth of the rows and is stopped where these are predicted best. Every
     row is thus predicted by two networks that have not seen it, and with these out-of-fold predictions the predictive is calibrated.
-    A Gaussian process stands beside the networks of a regression, with the weight that its own out-of-fold predictions deserve. So
-    all rows are used for all purposes, and none is predicted by what learned from it. Where the errors have heavy tails, the networks
-    are trained again with a Student-t likelihood, and the better ones are kept.
+    Boosted trees, and in a regression a Gaussian process, stand beside the networks, with the weights that their own out-of-fold
+    predictions deserve. So all rows are used for all purposes, and none is predicted by what learned from it. Where the errors have
+    heavy tails, the networks are trained again with a Student-t likelihood, and the better ones are kept.
 
     Args:
         table: a DataFrame, a dict of columns, an array [N, F], or the path of a file.
         target: the column to predict (several for a regression), or an array of values.
         kind: of the target; "auto": text and a few whole numbers are classes.
         ignore: columns that are no inputs.
-        budget: seconds after which the training ends; None trains as long as the size of the table suggests.
+        budget: seconds after which the training of the networks ends; None trains as long as the size of the table suggests.
         seed: of everything random.
         show: a progress bar; None: on a terminal.
 
@@ -139,22 +143,16 @@ def _calibrated_score(p: LatentMixture, data: Prepared) -> float:
 
 
 def _calibrated(data: Prepared, design: Design, fitted: CrossFitted, seed: int) -> TableModel:
-    """The model: networks, a process beside them where it helps, and the map that the out-of-fold predictions give."""
-    y, process, share, remarks = data.standardized, None, 0.0, data.remarks
+    """The model: networks, other experts beside them where these help, and the map that the out-of-fold predictions give."""
+    y, remarks = data.standardized, data.remarks
     if fitted.done < 1:
         done = f"the budget ended the training after {fitted.done:.0%} of its steps"
         remarks = (*remarks, f"{done}: a larger one may give better predictions")
-    if data.classes:
-        before: Predictive = fitted.predictive
-        fix = temperature(before, y)
-        after = fix(before)
-    else:
-        before = fitted.gaussians
-        if data.encoder.width <= WIDEST and len(y) <= LONGEST:
-            process = Process.fit(data.x, y, seed)
-            before, share = _joined(before, process.out_of_fold(data.x, fitted.fold), y)
-        fix = Scales.fit(before, y)
-        after = fix(before)
+    experts = _experts(data, fitted, seed)
+    shares = _shares({name: expert.out_of_fold for name, expert in experts.items()}, y)
+    before = mixture([experts[name].out_of_fold for name in shares], list(shares.values()))
+    fix = _map(before, y)
+    after = fix(before)
     model = TableModel(
         kind=data.kind,
         targets=data.targets,
@@ -166,19 +164,55 @@ def _calibrated(data: Prepared, design: Design, fitted: CrossFitted, seed: int) 
         shift=data.shift,
         scale=data.scale,
         out_of_fold=OutOfFold(fitted.outputs, y, after.uncertainty.total),
-        process=process if share else None,
-        share=share,
+        shares=shares,
+        process=experts["process"].fitted if "process" in shares else None,
+        trees=experts["trees"].fitted if "trees" in shares else None,
         remarks=remarks,
     )
     return _scored(model, after, data.y)
 
 
-def _joined(networks: LatentMixture, process: LatentMixture, y: Tensor) -> tuple[LatentMixture, float]:
-    """The mixture of both out-of-fold predictives with the best log score once each is calibrated, and the weight of the process; 0
-    where it hardly helps."""
-    scores = [log_density(Scales.fit(p, y)(p), y) for p in (networks, process)]
-    shares = best_weights(torch.stack(scores)).tolist()
-    return (networks, 0.0) if shares[1] < FAINT else (mixture([networks, process], shares), shares[1])
+class Expert(NamedTuple):
+    """What predicts, and its predictive of every row in training, by what has not seen the row."""
+
+    fitted: Any
+    out_of_fold: LatentMixture
+
+
+def _experts(data: Prepared, fitted: CrossFitted, seed: int) -> dict[str, Expert]:
+    """The networks, and those that are worth a try beside them."""
+    networks = fitted.predictive if data.classes else fitted.gaussians
+    experts = {"networks": Expert(fitted.posterior, networks)}
+    rows, width = data.x.shape
+    if not data.classes and width <= process.WIDEST and rows <= process.LONGEST:
+        made = Process.fit(data.x, data.standardized, seed)
+        experts["process"] = Expert(made, made.out_of_fold(data.x, fitted.fold))
+    if width <= trees.WIDEST and rows <= trees.LONGEST:
+        grown = Trees.fit(data.x, data.standardized, fitted.fold, len(data.classes), seed)
+        if grown is not None:
+            experts["trees"] = Expert(grown[0], LatentMixture(networks.likelihood, grown[1]))
+    return experts
+
+
+def _shares(experts: Mapping[str, LatentMixture], y: Tensor) -> dict[str, float]:
+    """The weights of the mixture of experts with the best log score out of fold, each calibrated; without those that hardly help."""
+    scores = {name: _log_scores(_map(p, y)(p), y) for name, p in experts.items()}
+    while True:
+        shares = dict(zip(scores, best_weights(torch.stack(list(scores.values()))).tolist(), strict=True))
+        faintest = min(shares, key=lambda name: math.inf if name == "networks" else shares[name])
+        if faintest == "networks" or shares[faintest] >= FAINT:
+            return shares
+        del scores[faintest]
+
+
+def _map(p: LatentMixture, y: Tensor) -> Scales | Tempered:
+    """The map that calibrates a predictive of numbers or classes, by out-of-fold predictions."""
+    return temperature(p, y) if y.ndim == 1 else Scales.fit(p, y)
+
+
+def _log_scores(p: Any, y: Tensor) -> Tensor:
+    """The log scores of a calibrated predictive."""
+    return p.log_forecasts.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1) if y.ndim == 1 else log_density(p, y)
 
 
 def _scored(model: TableModel, p: Predictive, y: Tensor) -> TableModel:

@@ -18,6 +18,7 @@ from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_positions, target_numbers
 from dubito.apps.tables.training import gaussians
+from dubito.apps.tables.trees import Trees
 from dubito.evaluation import judge
 from dubito.evaluation.recalibrate import Tempered
 from dubito.model import Model
@@ -68,7 +69,8 @@ class TableModel:
 
     `predict(frame)` gives the calibrated predictive in the units of the target. `posterior` is what Bayes gave for the networks, before
     any map: `posterior.predict(model.inputs(frame))`, in standardized units. `before(model.inputs(frame))` has the Gaussian process
-    too.
+    and the boosted trees too. Trees have no posterior: that those of different folds disagree with each other, and with the other
+    experts, counts as epistemic uncertainty, and the variance or the class probabilities that they predict as aleatoric.
     The map stretches the whole predictive, or tempers the class probabilities, so the split of the uncertainty in aleatoric and
     epistemic is that before the map: its shares are kept.
 
@@ -87,8 +89,9 @@ class TableModel:
     out_of_fold: OutOfFold
     scores: Mapping[str, float] = field(default_factory=dict)  # of the out-of-fold predictions, in the units of the target
     errors: Mapping[str, float] = field(default_factory=dict)  # standard errors of those that are means
+    shares: Mapping[str, float] = field(default_factory=lambda: {"networks": 1.0})  # weights in the predictive before the map
     process: Process | None = None  # beside the networks, where the out-of-fold rows say that it helps
-    share: float = 0.0  # weight of the process in the predictive before the map
+    trees: Trees | None = None  # likewise
     remarks: tuple[str, ...] = ()  # what a user should know: rows and columns that were left out, and the like
 
     @property
@@ -123,10 +126,15 @@ class TableModel:
         return concatenate(parts), encoded.notes
 
     def before(self, x: Tensor) -> LatentMixture:
-        """The predictive before the map, in standardized units, for inputs of the network: of the networks and the process, all as
-        mixtures of Gaussians."""
-        p = self.posterior.predict(x) if self.classes else gaussians(self.posterior.predict(x))
-        return p if self.process is None else mixture([p, self.process.predict(x)], [1 - self.share, self.share])
+        """The predictive before the map, in standardized units, for inputs of the network: that of the networks, the process and the
+        trees, each with its share. For numbers it is a mixture of Gaussians."""
+        networks = self.posterior.predict(x) if self.classes else gaussians(self.posterior.predict(x))
+        parts = {"networks": networks}
+        if self.process is not None:
+            parts["process"] = self.process.predict(x)
+        if self.trees is not None:
+            parts["trees"] = LatentMixture(networks.likelihood, self.trees.outputs(x))
+        return mixture(list(parts.values()), [self.shares[name] for name in parts])
 
     def original(self, p: Predictive) -> Predictive:
         """A predictive of standardized targets in the units of the target, in float64."""
@@ -150,12 +158,14 @@ class TableModel:
         if self.process is not None:
             tensors |= {"process.x": self.process.x, "process.y": self.process.y, "process.rows": self.process.rows}
             tensors |= {f"hyper.{name}": leaf for name, leaf in self.process.hyper.items()}
+        if self.trees is not None:
+            tensors |= {f"trees.{name}": leaf for name, leaf in self.trees.tensors().items()}
         fitted = {"factors": self.map.factors, "weights": self.map.weights} if isinstance(self.map, Scales) else {}
         fitted = fitted or {"temperature": getattr(self.map, "temperature", 1.0)}
         meta = {
             "kind": "table", "target": self.kind, "targets": self.targets, "classes": self.classes, "encoder": self.encoder.to_json(),
             "design": vars(self.design), "map": {**fitted, "n": self.map.n}, "scores": list(judge.finite(self.scores).items()),
-            "share": self.share, "errors": list(judge.finite(self.errors).items()), "remarks": self.remarks,
+            "shares": dict(self.shares), "errors": list(judge.finite(self.errors).items()), "remarks": self.remarks,
         }  # fmt: skip
         store.write(path, tensors, meta)
 
@@ -182,16 +192,18 @@ class TableModel:
             out_of_fold=OutOfFold(*(tensors[f"out_of_fold.{name}"] for name in ("outputs", "y", "uncertainty"))),
             scores={name: math.nan if value is None else value for name, value in meta["scores"]},
             errors={name: math.nan if value is None else value for name, value in meta["errors"]},
+            shares=meta["shares"],
             process=_process(tensors),
-            share=meta["share"],
+            trees=_trees(tensors),
             remarks=tuple(meta["remarks"]),
         )
 
     def summary(self) -> str:
         """What was fitted, and how good its out-of-fold predictions are, as text."""
         rows, members = len(self.out_of_fold.y), len(self.posterior)
-        beside = "" if self.process is None else f" and a Gaussian process (weight {self.share:.2f})"
-        lines = [f"{self.kind} of {', '.join(self.targets)} by {members} networks{beside}, fitted to {rows} rows"]
+        names = {"networks": f"{members} networks", "process": "a Gaussian process", "trees": "boosted trees"}
+        weights = ", ".join(f"{names[name]} ({share:.0%})" for name, share in self.shares.items())
+        lines = [f"{self.kind} of {', '.join(self.targets)} by {weights}, fitted to {rows} rows"]
         lines += [f"{len(self.encoder.columns)} columns as {self.encoder.width} inputs"]
         lines += [f"  {name:<10} {value:.4g}" for name, value in self.scores.items()]
         lines += [f"Note: {remark}" for remark in self.remarks]
@@ -206,3 +218,8 @@ def _process(tensors: dict[str, Tensor]) -> Process | None:
         return None
     hyper = {name.removeprefix("hyper."): leaf for name, leaf in tensors.items() if name.startswith("hyper.")}
     return Process(tensors["process.x"], tensors["process.y"], tensors["process.rows"], hyper)
+
+
+def _trees(tensors: dict[str, Tensor]) -> Trees | None:
+    parts = {name.removeprefix("trees."): leaf for name, leaf in tensors.items() if name.startswith("trees.")}
+    return Trees(**parts) if parts else None
