@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dubito.priors import MultivariateNormal, Normal, Prior
+from dubito.likelihoods import Gaussian, HeteroscedasticGaussian
+from dubito.posteriors.predictive import LatentMixture, StudentT
+from dubito.priors import Centered, Laplace, MultivariateNormal, Normal, Prior
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Dense, Diagonal, Kronecker, LowRank
 
@@ -176,3 +178,16 @@ def test_weights_that_an_earlier_posterior_does_not_know():
     for call in (prior.log_prob, prior.gradient):
         with pytest.raises(ValueError, match=r"says nothing of \['v'\]: the model it is for has only \['w'\]; set `only`"):
             call({"w": torch.zeros(2), "v": torch.zeros(1)})
+
+
+def test_priors_likelihoods_and_predictives_say_what_they_are():
+    normal, earlier = Normal(), MultivariateNormal({"w": torch.zeros(2)}, Diagonal.of({"w": torch.ones(2)}))
+    assert (normal.normal, normal.joint) == (normal, None)
+    assert earlier.normal is None
+    assert earlier.joint is earlier
+    assert (Centered({}, normal).normal, Laplace().joint) == (None, None)
+    noise = Gaussian(scale=0.1)
+    assert (noise.gaussian, HeteroscedasticGaussian().gaussian) == (noise, None)
+    mixture = LatentMixture(noise, torch.zeros(1, 1, 1))
+    assert mixture.mixture is mixture
+    assert StudentT(noise, torch.zeros(1, 1, 1), *torch.ones(3, 1, 1)).mixture is None

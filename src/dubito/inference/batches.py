@@ -87,16 +87,21 @@ class Batches:
     counted: bool  # whether n_data is our own count, which a pass must then confirm
     check: Callable[[Batch], None] | None = None  # of every batch, in the first pass over the data
 
+    @property
+    def arrays(self) -> Arrays | None:
+        """All data as tensors, where they are in memory; else None."""
+        return self.source if isinstance(self.source, Arrays) else None
+
     def check_targets(self, check: Callable[[Batch], None]) -> None:
         """Call `check` on all data: on arrays now, on other data batch by batch in the first pass, before they go to the device."""
-        if isinstance(self.source, Arrays):
-            check((self.source.x, self.source.y))
+        if self.arrays is not None:
+            check((self.arrays.x, self.arrays.y))
         else:
             self.check = check
 
     def __iter__(self) -> Iterator[Batch]:
-        if isinstance(self.source, Arrays):  # on the device already
-            yield from self.source
+        if self.arrays is not None:  # on the device already
+            yield from self.arrays
             return
         for i, batch in enumerate(self.source):
             leaves = list(tree.leaves(batch))

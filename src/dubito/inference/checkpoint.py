@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.inference.batches import Arrays, Batches
+from dubito.inference.batches import Batches
 from dubito.inference.method import Method, Start, departures, traits_of
 from dubito.inference.options import FitOptions
 from dubito.model import Target
@@ -196,8 +196,8 @@ def fingerprint(
         "batches": source.n_batches,
         "data": _checksum(first),
         "start": _weights(start) if given else None,
-        "all data": _held(source.source),
-        "validation": None if held_out is None else _held(held_out.source),
+        "all data": _held(source),
+        "validation": None if held_out is None else _held(held_out),
         "seed": options.seed,
         "accumulate": options.accumulate,
         "store_dtype": options.store_dtype,
@@ -220,8 +220,8 @@ def _weights(start: Start) -> str:
     return store.checksum({name: leaf for name, leaf in leaves.items() if name not in start.unset})
 
 
-def _held(source: Any) -> str:
-    return _checksum((source.x, source.y)) if isinstance(source, Arrays) else "batches"
+def _held(data: Batches) -> str:
+    return "batches" if data.arrays is None else _checksum((data.arrays.x, data.arrays.y))
 
 
 def _checksum(data: Any) -> str:

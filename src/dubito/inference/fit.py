@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from dubito.curvature.memory import least_room, refusal
-from dubito.inference.batches import Arrays, batches, reseed
+from dubito.inference.batches import batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
 from dubito.inference.loop import Loop
 from dubito.inference.method import Event, Method, Start, departures, least_memory, traits_of, unfinished, with_budget
@@ -117,7 +117,7 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
         begin = make_start(model, options.start, model.split(first)[1], many=traits.many_starts)
-        output = _inspect(model, method, begin, first, rows=isinstance(source.source, Arrays))
+        output = _inspect(model, method, begin, first, rows=source.arrays is not None)
         source.check_targets(TargetCheck.of(model, output, first))
         groups = math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1
         method = with_budget(method, groups)

@@ -130,7 +130,7 @@ class Variational(Descent[VariationalState]):
         """q around the start, and which layers draw their outputs."""
         prior, q = target.model.prior.normal, self.q
         require(
-            not self.learn_prior or (prior is not None and prior.learned and isinstance(q, MeanField)),
+            not self.learn_prior or (prior is not None and prior.learned and q.independent),
             "learn_prior finds the scales of independent Gaussians: use the prior Normal() and family='mean_field'",
         )
         weights, points = _split(start.params)
@@ -360,9 +360,7 @@ class Variational(Descent[VariationalState]):
         """E[log p] under q, where it has a closed form."""
         if (moments := self.q.moments(leaves)) is None:
             return None
-        return target.model.prior.expected_log_prob(
-            {**moments[0], **hyper}, moments[1], independent=isinstance(self.q, MeanField)
-        )
+        return target.model.prior.expected_log_prob({**moments[0], **hyper}, moments[1], independent=self.q.independent)
 
     def posterior(self, target: Target, state: VariationalState, draws: store.Draws) -> Posterior:
         """q, as a Gaussian where it is one."""

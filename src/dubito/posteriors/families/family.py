@@ -85,6 +85,7 @@ class Family(ABC):
     where they have a closed form; `Variational` puts the KL divergence to the prior together from those that there are.
     """
 
+    independent: ClassVar[bool] = False  # whether its weights are independent Gaussians
     local: ClassVar[bool] = False  # whether `outputs` can draw the outputs of layers instead of their weights
 
     @abstractmethod

@@ -46,6 +46,7 @@ class MeanField(ScaledFamily):
     tensor([0.0100, 0.0100])
     """
 
+    independent: ClassVar[bool] = True
     local: ClassVar[bool] = True
 
     def constrain(self, leaves: Params) -> Params:

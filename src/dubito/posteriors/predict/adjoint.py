@@ -34,7 +34,7 @@ from dubito.posteriors.predict.chain import Chain, find_chain, sweep
 from dubito.posteriors.predict.linearized import DRAWS, POSITIONS, linearized
 from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups
 from dubito.posteriors.predict.streamlined.engine import Streamlined
-from dubito.posteriors.predict.streamlined.moments import Moments, is_weight, mean_of, moves
+from dubito.posteriors.predict.streamlined.moments import Moments, is_moments, is_weight, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
@@ -144,7 +144,7 @@ def _by_linearizing(
     if top is not None:
         with torch.no_grad():
             f = engine.moments(x, x_var=x_var, fallback=fallback)
-        others = top, f.var if moves(f) else f.cov.diagonal(dim1=-2, dim2=-1)
+        others = top, f.var if is_moments(f) else f.cov.diagonal(dim1=-2, dim2=-1)
     given = x if x_var is None else (x, x_var)
     known: dict[str, Any] = {"params": engine.params, "buffers": engine.buffers, "covariance": engine.covariance}
     if not _swept(trace):

@@ -78,8 +78,8 @@ def uncertain(value: object) -> TypeIs[Moments | Weight]:
     return isinstance(value, Moments | Weight)
 
 
-def moves(value: object) -> TypeIs[Moments]:
-    """Whether a value came through the network with a variance, and may have directions."""
+def is_moments(value: object) -> TypeIs[Moments]:
+    """Whether a value is a random result of an operation (not a weight), which may have directions."""
     return isinstance(value, Moments)
 
 
@@ -100,12 +100,12 @@ def var_of(value: object) -> Tensor | None:
 
 def factor_of(value: object) -> Tensor | None:
     """The directions of a value; None if it has none."""
-    return value.factor if moves(value) else None
+    return value.factor if is_moments(value) else None
 
 
 def residual_of(value: object) -> Tensor | None:
     """The variance of a value that its directions do not explain; None if it is certain."""
-    return residual(value) if moves(value) else var_of(value)
+    return residual(value) if is_moments(value) else var_of(value)
 
 
 def block_of(value: object) -> Any:

@@ -32,9 +32,9 @@ from dubito.posteriors.predict.streamlined.moments import (
     Weight,
     block_of,
     factor_of,
+    is_moments,
     is_weight,
     mean_of,
-    moves,
     plus,
     residual,
     residual_of,
@@ -75,7 +75,7 @@ class Layer:
             m, w = (m.detach(), w.detach()) if adjoint else (m, w)
             var, shift = self._from_weights(m, weight, var_of(bias))
             factor = None
-            if rank and moves(x):
+            if rank and is_moments(x):
                 spread, factor = self._with_directions(x, w, var_of(weight), rank)
                 var = plus(var, spread)
             elif v is not None:
@@ -348,7 +348,7 @@ def head(input: Value, weight: Value, bias: Value | None = None) -> Output:
     mean = F.linear(m, w, mean_of(bias))
     noise, shift = block_of(weight), block_of(bias)
     cov = None if noise is None else noise.cov(m)
-    if moves(input):
+    if is_moments(input):
         shared = sandwich(residual(input), w)
         if input.factor is not None:
             along = F.linear(input.factor, w)  # [R, B, C]

@@ -35,8 +35,8 @@ from dubito.posteriors.predict.streamlined.moments import (
     attached,
     factor_of,
     from_end,
+    is_moments,
     mean_of,
-    moves,
     rule,
     still,
     var_of,
@@ -289,7 +289,7 @@ def _extremes(sign: float, names: tuple[str, str, str], index: Callable[..., Ten
         axis: int | None = None,
     ) -> Moments | tuple[Moments, Tensor]:
         second = dim if other is None else other
-        if isinstance(second, Tensor | Moments) or not moves(x):
+        if isinstance(second, Tensor | Moments) or not is_moments(x):
             return _maximum(x, second, adjoint=adjoint, axis=axis)
         result = _over(x, dim, keepdim, adjoint, axis, sign)
         return result if dim is None else (result, index(x.mean, dim, keepdim))  # which one it is, by the means

@@ -27,8 +27,8 @@ from dubito.posteriors.predict.streamlined.moments import (
     Weight,
     factor_of,
     from_end,
+    is_moments,
     mean_of,
-    moves,
     plus,
     residual,
     rule,
@@ -116,7 +116,7 @@ def rescale(x: Value, weight: Value | None, bias: Value | None, channel: int, ad
     r"""x times a scale plus a shift, either of which may be random: :math:`g^2 v + s (m^2 + v) + s_b` for a scale with mean g and
     variance s. Its channels are on the axis 1, or on the last ones (-1)."""
     m, v, factor = mean_of(x), var_of(x), factor_of(x)
-    if weight is None and bias is None and moves(x):
+    if weight is None and bias is None and is_moments(x):
         return x
     mean = (rescaled if adjoint else _affine)(m, mean_of(weight), mean_of(bias), channel)
     with still(adjoint):
@@ -148,7 +148,7 @@ def _normalize(
     x: Value, axes: Axes, eps: float, adjoint: bool, plain: Callable[[Tensor], Tensor], *, centered: bool = True
 ) -> Moments | Tensor:
     """`normalized` if x is random, else `plain(x)`."""
-    return normalized(x, axes, eps, adjoint, centered=centered) if moves(x) else plain(mean_of(x))
+    return normalized(x, axes, eps, adjoint, centered=centered) if is_moments(x) else plain(mean_of(x))
 
 
 @rule("layer_norm")
@@ -179,7 +179,7 @@ def group_norm(
     adjoint: bool = False, axis: int | None = None,
 ) -> Moments:  # fmt: skip
     """`normalized` over the channels and positions of each group, then `rescale`."""
-    if moves(input):
+    if is_moments(input):
         groups = _reshape(input, (input.mean.shape[0], num_groups, -1))
         x = _reshape(normalized(groups, (-1,), eps, adjoint), input.mean.shape)
     else:
@@ -210,7 +210,7 @@ def _by_statistics(x: Value, mean: Tensor, var: Tensor, eps: float, adjoint: boo
     m = mean_of(x)
     center, by = (t.view(-1, *[1] * (m.ndim - 2)) for t in (mean, torch.rsqrt(var + eps)))
     m = (m - center) * by
-    if not moves(x):
+    if not is_moments(x):
         return m
     with still(adjoint):
         return Moments(m, x.var * (by * by), None if x.factor is None else x.factor * by)
@@ -236,7 +236,7 @@ def normalize(
 ) -> Moments:
     """x / |x|, which is its rms_norm over the root of its size."""
     require(p == 2 and isinstance(dim, int), f"normalize() has a rule for p=2 and one axis only; got p={p}, dim={dim}")
-    x = input if moves(input) else Moments(input.mean, input.var)
+    x = input if is_moments(input) else Moments(input.mean, input.var)
     dim = dim if dim < 0 else dim - x.mean.ndim
     size = x.mean.shape[dim]
     result = normalized(x, (dim,), eps * eps / size, adjoint, centered=False)
