@@ -11,6 +11,7 @@ from torch.func import functional_call, jacrev
 
 import dubito
 from dubito import MAP, Gaussian, MeanTeacher, Model
+from dubito.posteriors.predict.linearized import sweep
 
 
 def teacher_average() -> None:
@@ -30,12 +31,13 @@ def teacher_average() -> None:
 
 
 def linearized(structure: str) -> None:
-    """Linearized predictions have the covariance J C J^T, with J by autograd, for linear layers and for layers over positions."""
-    networks = {
-        (3,): nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
-        (2, 4): nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2)),
-    }
-    for shape, network in networks.items():
+    """Linearized predictions have the covariance J C J^T, with J by autograd, also for several multiples of the prior at a time."""
+    networks = [
+        ((3,), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))),
+        ((3,), nn.Sequential(nn.Linear(3, 2, bias=False))),
+        ((2, 4), nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2))),
+    ]
+    for shape, network in networks:
         source = torch.Generator().manual_seed(0)
         x, y = (torch.randn(7, *size, generator=source, dtype=torch.float64) for size in (shape, (2,)))
         with torch.random.fork_rng():
@@ -44,11 +46,44 @@ def linearized(structure: str) -> None:
         model = Model(network, Gaussian(scale=0.3), dubito.priors.Normal(1.0))
         posterior = dubito.fit(model, dubito.Laplace(structure, check=False), (x, y))
         leaves = jacrev(lambda params, net=network, x=x: functional_call(net, params, (x,)))(posterior.params)
-        rows = torch.cat([leaves[name].flatten(2) for name in posterior.covariance.shapes], -1)
-        torch.testing.assert_close(posterior.predict(x).cov[0], rows @ posterior.covariance.dense() @ rows.mT)
+        covariance = posterior.covariance
+        rows = torch.cat([leaves[name].flatten(2) for name in covariance.shapes], -1)
+        torch.testing.assert_close(posterior.predict(x).cov[0], rows @ covariance.dense() @ rows.mT)
+        swept = sweep(model, x, params=posterior.params, buffers=posterior.buffers, covariance=covariance, factors=(0.5, 4.0))
+        for factor, predictive in zip((0.5, 4.0), swept, strict=True):
+            torch.testing.assert_close(predictive.cov[0], rows @ covariance.times(factor).dense() @ rows.mT)
+
+
+def uncertain_inputs(structure: str) -> None:
+    r"""Through a linear network one pass is exact: :math:`J_w C J_w^T + \sum_i v_i (j_i j_i^T + G_i C G_i^T)` for inputs of variance v.
+
+    Its slopes are :math:`j_i = \partial f / \partial x_i` and :math:`G_i = \partial j_i / \partial w`. Patches do not overlap.
+    """
+    source = torch.Generator().manual_seed(0)
+    x, y, x_var = (torch.randn(5, *size, generator=source, dtype=torch.float64) for size in ((2, 6), (2,), (2, 6)))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Conv1d(2, 3, 2, stride=2), nn.Flatten(), nn.Linear(9, 2)).double()
+    model = Model(network, Gaussian(scale=0.3), dubito.priors.Normal(1.0), only=r"^0\.")
+    posterior = dubito.fit(model, dubito.Laplace(structure, check=False), (x, y))
+    params = posterior.params
+
+    def output(params, x: Tensor) -> Tensor:
+        return functional_call(network, params, (x.unsqueeze(0),)).squeeze(0)
+
+    for i, predicted in enumerate(posterior.predict(x, "adjoint", x_var=x_var.square()).cov[0]):
+        by_input = jacrev(output, argnums=1)
+        slopes, leaves = by_input(params, x[i]).flatten(1), jacrev(output)(params, x[i])
+        rows = torch.cat([leaves[name].flatten(1) for name in posterior.covariance.shapes], -1)  # [C, P]
+        mixed = jacrev(by_input)(params, x[i])
+        mixed = torch.cat([mixed[name].flatten(3).flatten(1, 2) for name in posterior.covariance.shapes], -1)  # [C, I, P]
+        cov, v = posterior.covariance.dense(), x_var[i].square().flatten()
+        exact = rows @ cov @ rows.mT + (slopes * v) @ slopes.mT + torch.einsum("cip,pq,diq,i->cd", mixed, cov, mixed, v)
+        torch.testing.assert_close(predicted, exact)
 
 
 FURTHER: dict[str, Callable[[], None]] = {
     "teacher average": teacher_average,
     **{f"linearized, {structure}": partial(linearized, structure) for structure in ("kronecker", "dense", "diagonal")},
+    **{f"uncertain inputs, {structure}": partial(uncertain_inputs, structure) for structure in ("kronecker", "diagonal")},
 }

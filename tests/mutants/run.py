@@ -16,13 +16,31 @@ from types import CodeType, FunctionType
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 from contract.tables import run
-from mutants.mutate import broken_code, find, mutants
-from mutants.targets import LEFT_OUT, TARGETS
+from mutants.mutate import Mutant, broken_code, find, mutants
+from mutants.targets import ELSEWHERE, LEFT_OUT, TARGETS
 
 LIMIT = 90  # seconds that a check of a mutant may take: one that never ends is noticed, too
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def checks_of(mutant: Mutant) -> list[str]:
+    """The test that a mutant is left to, or else the checks of its function."""
+    tests = [test for pattern, test in ELSEWHERE.items() if re.search(pattern, mutant.name)]
+    return tests or TARGETS[mutant.address]
+
+
+def run_check(check: str) -> None:
+    """Run a check of the contract, or a test."""
+    if "::" in check:
+        assert pytest.main(["-x", "-p", "no:cacheprovider", f"--rootdir={ROOT}", f"{ROOT}/{check}"]) == 0
+    else:
+        run(check)
 
 
 def survives(checks: list[str], function: FunctionType, code: CodeType) -> bool:
@@ -38,7 +56,7 @@ def survives(checks: list[str], function: FunctionType, code: CodeType) -> bool:
             warnings.simplefilter("ignore")
             function.__code__ = code
             for check in checks:
-                run(check)
+                run_check(check)
             outcome = 0
         finally:
             os._exit(outcome)
@@ -53,21 +71,23 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     every = [mutant for address in TARGETS for mutant in mutants(address) if re.search(options.only, mutant.name)]
-    chosen = {mutant.address: TARGETS[mutant.address] for mutant in every}
     left = [mutant for mutant in every if any(re.search(pattern, mutant.name) for pattern in LEFT_OUT)]
     every = [mutant for mutant in every if mutant not in left]
     began = time.perf_counter()
     codes = {mutant: broken_code(mutant) for mutant in every}
-    needed = {check: find(address) for address, checks in chosen.items() for check in checks}
+    needed = {check: find(mutant.address) for mutant in every for check in checks_of(mutant)}
     with ThreadPoolExecutor(options.workers) as pool:
         # replaced by its own code, a function must pass: otherwise every mutant would seem to be noticed
         sound = pool.map(lambda check: survives([check], needed[check], needed[check].__code__), needed)
         if broken := [check for check, passed in zip(needed, sound, strict=True) if not passed]:
             print("These checks fail without any mutant:", *broken, sep="\n  ")
             return 1
-        print(f"{len(needed)} checks pass; {len(every)} mutants of {len(chosen)} functions", flush=True)
+        print(
+            f"{len(needed)} checks pass; {len(every)} mutants of {len({mutant.address for mutant in every})} functions",
+            flush=True,
+        )
         alive = []
-        outcomes = pool.map(lambda mutant: survives(TARGETS[mutant.address], find(mutant.address), codes[mutant]), every)
+        outcomes = pool.map(lambda mutant: survives(checks_of(mutant), find(mutant.address), codes[mutant]), every)
         for mutant, survived in zip(every, outcomes, strict=True):
             if survived:
                 alive.append(mutant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ import dubito
 from contract.tables import TABLES, run
 from dubito.testing import KNOWN
 from mutants.mutate import broken_code, find, mutants
-from mutants.targets import LEFT_OUT, TARGETS
+from mutants.targets import ELSEWHERE, LEFT_OUT, TARGETS
 
 EVERY = [mutant for address in TARGETS for mutant in mutants(address)]
 
@@ -21,8 +22,14 @@ def test_there_are_enough_and_every_address_names_a_function():
 
 
 def test_what_is_left_out_is_still_there():
-    for pattern in LEFT_OUT:
+    for pattern in (*ELSEWHERE, *LEFT_OUT):
         assert any(re.search(pattern, mutant.name) for mutant in EVERY), f"no mutant is {pattern} any more: remove it"
+
+
+def test_tests_that_notice_a_mutant_are_there():
+    for test in ELSEWHERE.values():
+        path, name = test.split("::")
+        assert f"\ndef {name}(" in (Path(__file__).parents[2] / path).read_text(), test
 
 
 def test_every_check_is_one_of_the_contract():

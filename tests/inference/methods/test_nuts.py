@@ -17,7 +17,7 @@ from dubito.inference.log_density import Density
 from dubito.inference.methods.nuts import LARGEST, SMALLEST
 from dubito.model import Target
 from dubito.tensors import randomness
-from inference.methods.regression import MILD
+from inference.methods.regression import MILD, by_chain
 
 
 def straight(v: Tensor, *, across: bool = True) -> bool:
@@ -84,9 +84,9 @@ def test_a_point_of_a_branch_is_drawn_by_its_weight(gaussian):
     assert float(((counts - expected) ** 2 / expected).sum()) < 24.3, "chi-square with 7 degrees of freedom, at 0.1 %"
 
 
-@pytest.mark.parametrize("dice", [0.25, 0.75])
-def test_a_trajectory_ends_where_it_turns(gaussian, dice, monkeypatch):
-    """With dice that always say forwards, or always backwards: how often it was doubled, and for how many steps."""
+@pytest.mark.parametrize("dice", [0.25, 0.75, 0.95])
+def test_a_trajectory_is_the_recursions(gaussian, dice, monkeypatch):
+    """With dice that always give one number, and so one direction: how far it goes, and which point is the draw."""
     density, _, start = gaussian
     monkeypatch.setattr("dubito.methods.nuts.dice", lambda like, generator: torch.full_like(like, dice))
     method = NUTS(0.2, tune=False, chains=48, draws=1, burn_in=0)
@@ -97,18 +97,39 @@ def test_a_trajectory_ends_where_it_turns(gaussian, dice, monkeypatch):
     points = [start._replace(velocity=velocity)]
     for _ in range(63):
         points.append(leapfrog(density, points[-1], step=step, count=once, scale=scale))
+    risen = torch.stack([rise(density, points[0], point) + kinetic(point.velocity) - kinetic(velocity) for point in points], 1)
+    halves_refused = 0
     for c, v in enumerate(torch.stack([point.velocity for point in points], 1)):
-        depth, steps, grows = 0, 0, True
+        depth, steps, grows, draw = 0, 0, True, 0
         while grows:
-            new = v[2**depth : 2 ** (depth + 1)]
+            reached = range(2**depth, 2 ** (depth + 1))
+            new = v[reached.start : reached.stop]
             ends = [n for n in range(1, len(new) + 1) for k in range(6) if n % 2**k == 0 and not straight(new[n - 2**k : n])]
             block = min(len(new), LARGEST) if len(new) >= SMALLEST else 1
             steps += math.ceil(min([*ends, len(new)]) / block) * block
+            weights = (-risen[c]).exp()
+            if not ends:
+                if float(weights[list(reached)].sum() / weights[: reached.start].sum()) > dice:
+                    draw = chosen(weights, reached, block, dice)
+                else:
+                    halves_refused += 1
             grows = straight(v[: 2 ** (depth + 1)])
             depth += not ends
         assert int(found.trace["depth"][c]) == depth
         assert int(found.trace["gradients"][c]) == steps
+        torch.testing.assert_close(by_chain(found)[c, 0], points[draw].position[c])
     assert len(found.trace["depth"].unique()) >= 2
+    assert halves_refused > 0 or dice < 0.5
+
+
+def chosen(weights: Tensor, reached: range, block: int, dice: float) -> int:
+    """Which point of a doubling is drawn: every block takes the place of those before with its share of the weight up to it."""
+    draw = reached.start
+    for begin in range(reached.start, reached.stop, block):
+        own = weights[begin : begin + block]
+        if float(own.sum() / weights[reached.start : begin + block].sum()) > dice:
+            draw = begin + int(own.argmax())  # the noise is the same for all of its points
+    return draw
 
 
 def test_max_depth_bounds_the_trajectories():

@@ -481,6 +481,23 @@ def test_binary_weights_of_a_perceptron_leave_chance():
     assert (posterior.predict(2 * x[:1000] - 1).mean.argmax(1) == y[:1000]).double().mean() > 0.3
 
 
+def test_the_prior_of_the_noise_counts_once():
+    """Beside the mean log likelihood of n examples it has the weight 1 / n: seen in one step down the gradient, with it and without."""
+    prior, name, scales = torch.distributions.LogNormal(torch.tensor([-3.0]), torch.tensor([0.5])), "likelihood:log_scale", []
+    x, y = torch.ones(5, 1).double(), torch.ones(5, 1).double()
+    for noise in (dubito.Gaussian(), dubito.Gaussian(prior=prior)):
+        model = dubito.Model(nn.Linear(1, 1, bias=False).double(), noise, Normal(scale=1.0))
+        target, generator = Target(model, 5), torch.Generator().manual_seed(0)
+        start = Start({"weight": torch.full((1, 1), 0.75).double(), name: torch.zeros(1).double()}, {})
+        method = Variational(optimizer="sgd", momentum=0.0, learning_rate=1.0, clip=None)
+        state = method.init(target, start, (x, y), generator, steps=9)
+        method.step(target, state, [(x, y)], generator)
+        scales.append(state.params[name].clone())
+    at = torch.zeros(1).double().requires_grad_()
+    (slope,) = torch.autograd.grad(dubito.Gaussian(prior=prior).log_prior({name: at}).sum(), at)
+    torch.testing.assert_close(scales[1] - scales[0], slope / 5)
+
+
 def test_a_strong_prior_decides_on_the_noise():
     torch.manual_seed(0)
     x = torch.randn(40, 2)
