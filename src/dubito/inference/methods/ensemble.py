@@ -72,18 +72,18 @@ class Ensemble:
     Members are initialized anew by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network).
     Parameters whose names match the pattern `keep` stay as they are in the network: a pretrained encoder. With `fit(start=...)` of
     several settings (draws, or a list) each member begins at one of its own; with one setting `keep` refers to it. `perturb` adds
-    noise to weights that are not new, as a share of the root mean square of their tensor. A network that seems to be trained, and is
-    not kept, is warned of.
+    noise to weights that are not new, as a share of the root mean square of their tensor. A warning is given where a
+    network seems to be trained and is not kept.
 
     Members see the same batches. Where that is faster they are trained in one batched pass: `vectorize` forces or forbids it.
 
     `start`, a method that ends at a single setting of the weights, trains each member first, and `method` goes on from there:
     `Ensemble(Laplace(), 5, start=MAP(epochs=50))`. Methods that expect a trained network (`post_hoc` is true of them) have
     `start=MAP()` by default, since nothing else would train members that are initialized anew. Where `fit` is given `validation`,
-    the state that scores best counts, be it of the start or of what follows.
+    the state that scores best counts, of either stage.
 
-    `bagging` weighs the examples of each member as a bootstrap would (how often an example counts is Poisson, and depends on nothing
-    but the example and the member, whatever the order of the data; examples that are augmented at random are not recognized).
+    `bagging` weighs the examples of each member as a bootstrap would: how often an example counts is Poisson, and depends on the
+    example and the member alone, not on the order of the data. Examples that are augmented at random are not recognized.
     `adversarial`, a share of each input's range such as 0.01, adds the fast gradient sign neighbor of each example to the loss.
 
     >>> import dubito, torch
@@ -139,33 +139,33 @@ class Ensemble:
 
     @property
     def traits(self) -> Traits:
-        """Members start anew; what concerns the network and its weights is as of the method inside."""
+        """Members start anew; the traits that concern the network and its weights are those of the method inside."""
         inner = traits_of(self.method)
         return Traits(starts_anew=True, many_starts=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights)
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """What each member goes through: the start, if there is one, and the method."""
+        """The methods that train each member, in turn: the start, if there is one, and the method."""
         if self.start is None and not traits_of(self.method).post_hoc:
             return (self.method,)
         return (self.start or MAP(), self.method)
 
     @property
     def data(self) -> Literal["batches", "full"]:
-        """As of the method inside."""
+        """Batches or all data at once, as the method inside has it."""
         return self.method.data
 
     def with_budget(self, n_batches: int) -> Ensemble:
-        """The ensemble whose methods have a length of training that follows the data, where they leave it open."""
+        """The ensemble with epochs that follow the data, for those of its methods to which none are given."""
         stages = [with_budget(method, n_batches) for method in self.methods]
         return replace(self, method=stages[-1], start=stages[0] if stages[1:] else None)
 
     def steps(self, n_batches: int) -> int:
-        """Those of all stages."""
+        """The steps of all stages."""
         return sum(method.steps(n_batches) for method in self.methods)
 
     def memory(self, weights: int) -> int:
-        """All members are held at once."""
+        """Bytes for all members, which are held at once."""
         return self.size * (weights + max(least_memory(method, weights) for method in self.methods))
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> EnsembleState:
@@ -210,7 +210,7 @@ class Ensemble:
     def _step(
         self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
     ) -> tuple[EnsembleState, Info]:
-        """A step of the stage that is under way."""
+        """A step of the current stage."""
         method, stage = self.methods[state.stage], state.stages[state.stage]
         if self.adversarial is not None:
             assert state.low is not None
@@ -242,7 +242,7 @@ class Ensemble:
             state.stage += 1
 
     def _follow(self, target: Target, state: EnsembleState, batch: Batch, generator: torch.Generator) -> None:
-        """Begin the second stage where the first has come to."""
+        """Begin the second stage at the weights with which the first ended."""
         del state.stages[1:]
         y, name = target.model.split(batch)[1], type(self.methods[0]).__name__
         try:
@@ -270,7 +270,7 @@ class Ensemble:
         return tree.stack(drawn) if drawn else None
 
     def _posteriors(self, stage: int, target: Target, state: EnsembleState, draws: store.Draws) -> list[Posterior]:
-        """What every member has come to in a stage."""
+        """The posterior of every member after a stage."""
         method, states = self.methods[stage], self._best(state) if state.best else state.stages[stage].members
         if state.stages[stage].stacked:
             states = cast(Stacking, method).unstack(self._of(target, state), states[0])
@@ -279,7 +279,7 @@ class Ensemble:
         return [replace(posterior, model=target.model) for posterior in ended] if state.anchors else ended
 
     def rise(self, target: Target, state: EnsembleState) -> float:
-        """The largest of the members; zero where they stop early."""
+        """The largest rise of any member; zero where they stop early."""
         if self.hold_out:
             return 0.0
         method, stage = self.methods[state.stage], state.stages[state.stage]
@@ -350,7 +350,7 @@ class Ensemble:
         return members
 
     def _perturbed(self, start: Start, new: set[str], seed: int) -> Start:
-        """With noise on weights that are not new."""
+        """Add noise to weights that are not new."""
         if self.perturb is None:
             return start
         source = torch.Generator().manual_seed(derive_seed("perturb", seed))

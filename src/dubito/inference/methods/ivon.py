@@ -122,7 +122,7 @@ class IVON:
 
     @torch.no_grad()
     def step(self, target: Target, state: IVONState, data: Iterable[Batch], generator: torch.Generator) -> tuple[IVONState, Info]:
-        """Nothing of the state is touched before all gradients are there: what raises on the way leaves it as it was."""
+        """A step. The state changes after all gradients are computed, so that an error on the way leaves it as it was."""
         data, loss, factor = list(data), _loss(target), -target.temperature / target.n_data / self.samples
         fixed = {name for name, _ in target.model.network.named_parameters()}  # among the buffers, these do not move
         buffers = {name: leaf if name in fixed else leaf.clone() for name, leaf in state.buffers.items()}
@@ -176,7 +176,7 @@ class IVON:
             noise.add(drawn, means, spreads)
 
     def rise(self, target: Target, state: IVONState) -> float:
-        """By how many nats the evidence bound would rise in Newton's step, less ten times what the gradient's noise makes of it."""
+        """How many nats a Newton step would add to the evidence bound, less ten times the part that is noise of the gradient."""
         if not self.check or not state.step:
             return 0.0
         size, gain, noise = target.n_data / target.temperature, 0.0, 0.0
@@ -231,7 +231,7 @@ class IVON:
 
 
 class _Flat(Prior):
-    """No prior: the one of the model is known in closed form, and added where it belongs."""
+    """A flat prior: that of the model has a closed form under q, which is added where it belongs."""
 
     @property
     def stacks(self) -> bool:
@@ -340,7 +340,7 @@ class _Rule(NamedTuple):
 
 
 class _Noise:
-    """What makes draws of means."""
+    """Turns means into draws, by adding the noise of q."""
 
     def __init__(self, target: Target, params: Params, generator: torch.Generator):
         self.generator, self.scale = generator, math.sqrt(target.temperature / target.n_data)
@@ -363,7 +363,7 @@ class _Noise:
 
 
 class _Memory:
-    """Memory for what lies between, the same at every call: on a CPU new memory is slow."""
+    """Scratch memory that every call uses again, because allocating is slow on a CPU."""
 
     def __init__(self):
         self.held = torch.empty(0)

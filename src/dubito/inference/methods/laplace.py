@@ -1,4 +1,4 @@
-"""The Laplace approximation: a Gaussian around the network one has."""
+"""The Laplace approximation: a Gaussian around trained weights."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class LaplaceState:
 
 @dataclass(frozen=True)
 class Laplace:
-    r"""A Gaussian around the weights one has, with the curvature of the log joint there as its precision.
+    r"""A Gaussian around trained weights, with the curvature of the log joint there as its precision.
 
     .. math:: \theta \sim N\big(\theta^*, (H + P_0)^{-1}\big), \qquad H = \sum_n J_n^T \Lambda_n J_n \ \text{(GGN)}
 
     The network should be trained: `fit(model, Laplace(), data)` on a trained network, or `start=` a MAP posterior. One pass over the
-    data collects the curvature; then the prior precision of each layer, if the prior is `Normal()`, is set to maximise the evidence.
+    data collects the curvature; then the prior precision of each layer, if the prior is `Normal()`, is set to maximize the evidence.
     So is a learned noise with `optimize_noise`, which a dense or Kronecker structure can judge; a diagonal one overrates it grossly.
-    Predictions are linearised.
+    Predictions are linearized.
 
     `subset` chooses the weights: "all" the Bayesian ones, "last_layer", or a pattern of names; what is left out stays a point. With
     `subnetwork=k` the k weights of largest marginal variance (or magnitude) get a dense covariance.
@@ -62,7 +62,7 @@ class Laplace:
 
     structure: Literal["kronecker", "diagonal", "lowrank", "dense"] = "kronecker"  # of the covariance
     curvature: Literal["ggn", "fisher", "empirical", "hessian"] = "ggn"  # exact, Monte Carlo over labels, at the labels, full
-    optimize_evidence: bool = True  # set prior precisions that are not given to maximise the evidence
+    optimize_evidence: bool = True  # set prior precisions that are not given to maximize the evidence
     subset: str = field(default="all", kw_only=True)  # all, last_layer, or a pattern of parameter names
     prior_groups: Literal["layer", "one", "parameter"] = field(default="layer", kw_only=True)  # what shares a learned precision
     optimize_noise: bool = field(default=False, kw_only=True)  # the learned noise, too, rather than as it was trained
@@ -72,7 +72,7 @@ class Laplace:
     rank: int = field(default=20, kw_only=True)  # directions of a low-rank structure
     subnetwork: int | None = field(default=None, kw_only=True)  # so many weights, of all layers, get a dense covariance
     subnetwork_by: Literal["variance", "magnitude"] = field(default="variance", kw_only=True)  # how they are picked
-    damping: float = field(default=0.0, kw_only=True)  # a precision on top of the prior's, which is then not optimised
+    damping: float = field(default=0.0, kw_only=True)  # a precision on top of the prior's, which is then not optimized
     clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
     check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
 
@@ -208,14 +208,14 @@ class Laplace:
         return Approximation(state.params, covariance, evidence, estimate.scale, target.temperature)
 
     def _learns_prior(self, target: Target) -> bool:
-        """Whether the evidence sets the prior's precisions. Damping is meant to stay, and less of a prior could make an indefinite
-        Hessian of one that is not."""
+        """Whether the evidence sets the prior's precisions. Not beside `damping`, for which they would make up; nor beside a Hessian,
+        which smaller precisions could make indefinite."""
         prior = _around(target).normal
         free = prior is not None and prior.learned
         return free and self.damping == 0 and (self.curvature != "hessian" or self.clip)
 
     def _guesses_noise(self, target: Target, start: Start) -> bool:
-        """Whether a noise is learned that nobody has given: a network alone does not tell it, its residuals do."""
+        """Whether a learned noise has no value yet, so that it is estimated from the residuals."""
         likelihood = target.model.likelihood.gaussian
         if not any("log_scale" in name for name in start.unset) or target.model.likelihood.discrete:
             return False  # logits of unit scale are what a network for classes is trained with
@@ -260,7 +260,7 @@ class Laplace:
         return {name: torch.tensor(value + self.damping, dtype=kind, device=like.device) for name, value in values.items()}
 
     def _warn(self, target: Target, state: LaplaceState, found: Approximation, stretch: float) -> None:
-        """Tell of weights that are not at an optimum, in posterior standard deviations."""
+        """Warn of weights that are not at an optimum, in posterior standard deviations."""
         prior = {name: leaf - self.damping for name, leaf in found.evidence.prior.items()}
         rise, effective, noise = state.curvature.decrement(target, state.params, found.covariance, prior, stretch)
         if rise > effective + 2 * noise + 10:

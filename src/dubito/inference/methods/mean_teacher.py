@@ -1,4 +1,4 @@
-"""Mean teacher (Tarvainen & Valpola 2017): agree with the average of your own past."""
+"""Mean teacher (Tarvainen & Valpola 2017): predictions that agree with those of a moving average of the weights."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ class NUTS(Tuned):
     r"""HMC whose trajectories end where they begin to turn back, so that no path length has to be chosen: asymptotically exact.
 
     From a fresh velocity a trajectory of leapfrog steps is doubled, forwards or backwards in time at random, until it turns: until the
-    velocity at one of its ends points against the sum :math:`\rho` of all its velocities, :math:`v \cdot \rho < 0`. Every half, quarter
-    and so on that the doubling made is held to the same, and so are two neighbors of these, each with the first point of the other,
-    which finds turns that fall between them. The next draw is one of the trajectory's points, with probability proportional to
-    :math:`e^{-H}` but with a bias for the later doublings; what the last doubling adds does not count if it turned on its way. At most
+    velocity at one of its ends points against the sum :math:`\rho` of all its velocities, :math:`v \cdot \rho < 0`. The same is
+    asked of every half, quarter and so on of the doubling, and of every two neighbors among these, each with the first point of the
+    other, which finds turns that fall between them. The next draw is one of the trajectory's points, with probability proportional to
+    :math:`e^{-H}` but with a bias for the later doublings; no point is drawn from a doubling that turned on its way. At most
     :math:`2^{\texttt{max\_depth}} - 1` steps are made.
 
     Lengths and the tuning of the step size are as for HMC, and "acceptance" is the mean of :math:`\min(1, e^{-\Delta H})` over all

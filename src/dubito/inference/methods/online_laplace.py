@@ -1,4 +1,4 @@
-"""Training under a prior that learns itself: the Laplace evidence sets the weight decay as it goes (Immer et al. 2021)."""
+"""Training that learns its prior: the Laplace evidence sets the weight decay after every few epochs (Immer et al. 2021)."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
         return self.structure != "diagonal" if self.optimize_noise is None else self.optimize_noise
 
     def _learn(self, target: Target, state: OnlineLaplaceState, *, still: bool) -> None:
-        """An evidence step. After training it only looks (`still`): the posterior is under the prior that the weights come from."""
+        """An evidence step. After training (`still`) it changes nothing: the posterior keeps the prior of the training."""
         gaussian = self._gaussian(target, state)
         assert gaussian.fitted is not None
         assert gaussian.scale is not None
@@ -244,7 +244,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
             state.noise_set = True
 
     def _towards(self, now: Tensor, best: Tensor) -> Tensor:
-        """The factor by which a precision changes."""
+        """The factor by which an evidence step changes a precision."""
         return (self.evidence_rate * (best / now).log()).clamp(-LEAP, LEAP).exp()
 
     def posterior(self, target: Target, state: OnlineLaplaceState, draws: store.Draws) -> Posterior:

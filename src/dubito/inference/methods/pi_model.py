@@ -21,7 +21,7 @@ class PiModel(Consistency):
 
     .. math:: \log p(D, \theta) - N\, w(t)\, \frac{1}{B C} \sum_b \lVert z_b - z'_b \rVert^2.
 
-    The passes have masks of dropout and augmentations of their own; something must make them differ. `unlabelled` are inputs
+    Each pass has its own dropout masks and augmentation; at least one of these must make them differ. `unlabelled` are inputs
     without targets: a tensor, or a Dataset whose targets are not looked at. An epoch is then a pass over those, where that is longer.
     `augment(x, generator)` returns inputs of the same shape: see `dubito.augment`. The weight of the consistency rises over the first
     `ramp_up` of the steps as :math:`w(t) = \mathrm{weight}\; e^{-5 (1 - t)^2}`.
@@ -49,7 +49,7 @@ class PiModel(Consistency):
                             outputs.append(target.model.call(weights, x, buffers)[0])
             if torch.equal(*outputs):
                 raise ValueError(
-                    "two passes of this network over the same inputs are the same, so there is nothing to hold together: give "
+                    "two passes of this network over the same inputs are the same, so they cannot disagree: give "
                     "augment=..., such as dubito.augment.Noise(), or a network with dropout"
                 )
         return state

@@ -16,7 +16,7 @@ from dubito.tensors.tree import Params
 
 @dataclass(frozen=True)
 class SGHMC(Langevin):
-    r"""SGD with momentum on mini-batches, with as much noise as makes its walk the posterior.
+    r"""SGD with momentum on mini-batches, with as much noise as makes the posterior its stationary law.
 
     The weights have a velocity v, of which the stationary law is N(0, I). With :math:`\epsilon^2 = 2 h / (1 + \mu)`, where
     :math:`h = \text{learning\_rate} \cdot T / N` and :math:`\mu` is the momentum, a step is a kick, half a drift, friction with its

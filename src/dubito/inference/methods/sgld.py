@@ -11,7 +11,7 @@ from dubito.inference.sgmcmc import Langevin, Move
 
 @dataclass(frozen=True)
 class SGLD(Langevin):
-    r"""Gradient descent on mini-batches, with as much noise as makes its walk the posterior:
+    r"""Gradient descent on mini-batches, with as much noise as makes the posterior its stationary law:
 
     .. math:: \theta' = \theta + h G \nabla \log p(\theta \mid D) + \sqrt{2 h G}\, \xi, \qquad \xi \sim N(0, I), \qquad
         h = \text{learning\_rate} \cdot T / N.

@@ -53,8 +53,8 @@ class SWAG(Descent[SWAGState]):
     Running statistics of BatchNorm belong to particular weights. In networks that have some, the last of the `epochs` is not for
     training: it finds the statistics of `draws` draws, and the posterior is these.
 
-    With `validation`, what `fit` scores before there is a Gaussian (or are draws) is the weights as they stand, and they are the
-    posterior if nothing later scores better.
+    With `validation`, `fit` scores the present weights until there is a Gaussian (or are draws); they are the posterior if nothing
+    later scores better.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))

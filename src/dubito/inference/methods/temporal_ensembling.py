@@ -1,4 +1,4 @@
-"""Temporal ensembling (Laine & Aila 2017): agree with what you have said of the same example before."""
+"""Temporal ensembling (Laine & Aila 2017): predictions that agree with the average of earlier ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TemporalEnsembling(Consistency):
     .. math:: Z \leftarrow a Z + (1 - a) z, \qquad \tilde z = Z / (1 - a^k) \text{ after } k \text{ of them}.
 
     One pass over each example a step is enough, and the target is less noisy than that of `PiModel`; it is older, too, as old as a pass
-    over the data. An example that comes for the first time has nothing to agree with.
+    over the data. An example that comes for the first time is not compared.
 
     `unlabelled` are inputs without targets: a tensor, or a Dataset whose targets are not looked at. An epoch is then a pass over
     those, where that is longer. `augment(x, generator)` returns inputs of the same shape: see `dubito.augment`. Labelled examples are
-    known again by their values, so they must come as they are, not augmented by their loader.
+    recognized by their values, so they must come as they are, not augmented by their loader.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(2, 3), dubito.Categorical())

@@ -62,7 +62,7 @@ class Variational(Descent[VariationalState]):
 
     What the likelihood learns (a noise) and hyperparameters of the prior are points that maximize the ELBO: empirical Bayes. With
     `learn_prior`, so are the scales of a `Normal()` that was given none, one for each tensor of weights: from a trained network, since
-    scales and weights that still say nothing may fall to zero together.
+    in a new one scales and weights may fall to zero together.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0), dubito.priors.Normal(scale=1.0))
@@ -275,7 +275,7 @@ class Variational(Descent[VariationalState]):
                 slopes[name].add_(slope, alpha=target.temperature * self._weight(state) / target.n_data / self.samples)
 
     def _weight(self, state: VariationalState) -> float:
-        """What the divergence counts in this step."""
+        """The weight of the divergence in this step."""
         warmup = math.ceil(self.kl_warmup * state.steps)
         share = min(1.0, (state.step + 1) / warmup if warmup else 1.0)
         weight = self.kl_weight * math.ceil(share * LEVELS) / LEVELS
