@@ -260,16 +260,6 @@ def test_out_of_fold_outputs_are_of_the_members_that_held_the_rows_out():
     assert torch.allclose(fitted.predictive.component_weights, weights.view(2, 5).sum(1))
 
 
-def test_training_goes_on_from_given_weights():
-    source = torch.Generator().manual_seed(0)
-    x, y = torch.randn(43, 3, generator=source), torch.randn(43, 1, generator=source)
-    model = dubito.Model(TableNetwork(3, 3, 2), HeteroscedasticGaussian(), dubito.priors.Normal(scale=3.0))
-    first = CrossFit(repeats=1, steps=20).fit(model, x, y)
-    second = Training(CrossFit(repeats=1, steps=5, learning_rate=1e-9), model, x, y, first.posterior.params).run()
-    assert torch.equal(first.fold, second.fold)
-    assert torch.allclose(first.outputs, second.outputs, atol=1e-4)
-
-
 def test_weights_of_a_mixture():
     scores = torch.stack([torch.zeros(500), torch.full((500,), -3.0)])
     assert best_weights(scores)[0] > 0.95

@@ -25,14 +25,12 @@ from dubito.evaluation import judge
 from dubito.evaluation.recalibrate import Tempered
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import one_of, require
-from dubito.tensors.tree import Params
 
 FEWEST = 10  # rows
 WIDE = 1000  # numbers beyond which they are not embedded
 WORK = 2e12  # products of a training that are enough: fewer steps are made where each costs more
 LEAST = 300  # steps
 HEAVY = 2.0  # kurtosis, in units of a Gaussian's, from which errors have heavy tails
-TAILS = {"steps": 500, "learning_rate": 0.01}  # of the training that goes on with Student-t noise
 FAINT = 0.05  # weight below which a Gaussian process or trees are left out
 SMALL = 100  # rows below which a remark is made
 
@@ -53,7 +51,7 @@ def fit_table(
     row is thus predicted by two networks that have not seen it, and with these out-of-fold predictions the predictive is calibrated.
     Boosted trees, and in a regression a Gaussian process, stand beside the networks, with the weights that their own out-of-fold
     predictions deserve. So all rows are used for all purposes, and none is predicted by what learned from it. Where the errors have
-    heavy tails, the training of the networks goes on with a Student-t likelihood, and the better ones are kept.
+    heavy tails, the networks are trained again with a Student-t likelihood, and the better ones are kept.
 
     Args:
         table: a DataFrame, a dict of columns, an array [N, F], or the path of a file.
@@ -79,7 +77,7 @@ def fit_table(
         left = None if budget is None else budget - (time.monotonic() - started)
         if left is None or left > 0.5 * (budget or 0.0):
             other = replace(design, tails=True)
-            refitted = _networks(other, data, replace(settings, budget=left, **TAILS), fitted.posterior.params)
+            refitted = _networks(other, data, replace(settings, budget=left))
             if _calibrated_score(refitted.gaussians, data) > _calibrated_score(fitted.gaussians, data):
                 design, fitted = other, refitted
     return _calibrated(data, design, fitted, seed)
@@ -127,9 +125,9 @@ def prepare(table: Any, target: Any, kind: str, ignore: Sequence[str]) -> Prepar
     return Prepared(chosen, tuple(targets), classes, encoder, x, y, standardized, shift, scale, tuple(remarks))
 
 
-def _networks(design: Design, data: Prepared, settings: CrossFit, start: Params | None = None) -> CrossFitted:
+def _networks(design: Design, data: Prepared, settings: CrossFit) -> CrossFitted:
     model = design.model(data.kind)
-    return replace(settings, steps=_steps(model.network, settings, len(data.x))).fit(model, data.x, data.standardized, start)
+    return replace(settings, steps=_steps(model.network, settings, len(data.x))).fit(model, data.x, data.standardized)
 
 
 def _heavy(p: LatentMixture, y: Tensor) -> bool:

@@ -52,9 +52,9 @@ class CrossFit:
         at_least(1, repeats=self.repeats, steps=self.steps)
         positive(learning_rate=self.learning_rate, budget=self.budget)
 
-    def fit(self, model: Model, x: Tensor, y: Tensor, start: Params | None = None) -> CrossFitted:
-        """Train all members, from new weights or from those that a training with the same folds and repeats gave."""
-        return Training(self, model, x, y, start).run()
+    def fit(self, model: Model, x: Tensor, y: Tensor) -> CrossFitted:
+        """Train all members."""
+        return Training(self, model, x, y).run()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def gaussians(p: LatentMixture) -> LatentMixture:
 class Training:
     """The state of one training."""
 
-    def __init__(self, settings: CrossFit, model: Model, x: Tensor, y: Tensor, start: Params | None = None):
+    def __init__(self, settings: CrossFit, model: Model, x: Tensor, y: Tensor):
         self.settings, self.model, self.x, self.y = settings, model, x, y
         self.source = generator("cpu", settings.seed, "table")
         self.folds = torch.stack([deal(y, settings.folds, self.source) for _ in range(settings.repeats)])  # [R, N]
@@ -96,17 +96,13 @@ class Training:
         size = int(self.held.sum(1).max())
         self.rows = self.held.float().topk(size).indices.sort(1).values  # [S, size], some of which are not held out
         self.counted = self.held.gather(1, self.rows)
-        self.params = self.new_weights() if start is None else tree.clone(start)
+        plain = model.parameters(y)
+        starts = [reinitialize(model.network, plain, derive_seed(settings.seed, "member", i)) for i in range(len(self.held))]
+        self.params = tree.stack(starts)
+        if "embedding.frequency" in self.params:
+            paces = torch.tensor([FREQUENCIES[i // settings.folds % len(FREQUENCIES)] for i in range(len(starts))])
+            self.params["embedding.frequency"] *= paces.view(-1, 1, 1)
         self.best, self.score, self.idle, self.done = tree.clone(self.params), torch.full((len(self.held),), -math.inf), 0, 1.0
-
-    def new_weights(self) -> Params:
-        """Of all members; the waves of a number are slow in one repeat and fast in the next."""
-        plain, seed, members = self.model.parameters(self.y), self.settings.seed, range(len(self.held))
-        params = tree.stack([reinitialize(self.model.network, plain, derive_seed(seed, "member", i)) for i in members])
-        if "embedding.frequency" in params:
-            paces = torch.tensor([FREQUENCIES[i // self.settings.folds % len(FREQUENCIES)] for i in members])
-            params["embedding.frequency"] *= paces.view(-1, 1, 1)
-        return params
 
     def run(self) -> CrossFitted:
         """All steps, and the best state of every member."""
