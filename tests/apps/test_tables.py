@@ -339,37 +339,38 @@ def test_thresholds_split_at_the_same_place_in_float32():
 
 def test_no_booster_learns_from_the_rows_that_it_predicts_out_of_fold():
     source = torch.Generator().manual_seed(0)
-    x = torch.randn(200, 3, generator=source)
-    y, fold = (x[:, :2] > 0).float() + 0.3 * torch.randn(200, 2, generator=source), torch.arange(200) % 5
-    found = Trees.fit(x, y, fold)
-    assert found is not None
-    trees, out = found
-    f = trees.outputs(x)  # [S, N, C]
-    assert (f.shape, out.shape) == ((5, 200, 4), (1, 200, 4))
-    for k in range(5):
-        held = fold == k
-        assert torch.equal(out[0, held], f[k, held])
+    x = torch.randn(150, 3, generator=source)
+    y = (x[:, :2] > 0).float() + 0.3 * torch.randn(150, 2, generator=source)
+    folds = torch.stack([torch.arange(150) % 3, torch.arange(150) // 50])
+    fitted = Trees.fit(x, y, folds)
+    assert fitted is not None
+    trees, out = fitted
+    f = trees.outputs(x).unflatten(0, (2, 3))  # [R, 3, N, C]
+    assert (f.shape, out.shape) == ((2, 3, 150, 4), (2, 150, 4))
+    for repeat, k in ((0, 0), (0, 2), (1, 1)):
+        held = folds[repeat] == k
+        assert torch.equal(out[repeat, held], f[repeat, k, held])
         for target in range(2):
-            rounds = int((trees.output == 4 * k + target).sum())
+            rounds = int((trees.output == 4 * (3 * repeat + k) + target).sum())
             assert 0 < rounds < ROUNDS
             alone = HistGradientBoostingRegressor(max_iter=rounds, early_stopping=False).fit(x[~held], y[~held, target])
-            assert np.allclose(f[k, :, target], alone.predict(x), atol=1e-6)
+            assert np.allclose(f[repeat, k, :, target], alone.predict(x), atol=1e-6)
 
 
 def test_the_trees_find_the_noise():
     source = torch.Generator().manual_seed(0)
-    x = torch.rand(1500, 2, generator=source)
+    x = torch.rand(900, 2, generator=source)
     deviation = torch.where(x[:, :1] > 0.5, 1.0, 0.2)
-    found = Trees.fit(x, deviation * torch.randn(1500, 1, generator=source), torch.arange(1500) % 5)
-    assert found is not None
-    widths = (found[1][0, :, 1] / 2).exp()
+    fitted = Trees.fit(x, deviation * torch.randn(900, 1, generator=source), torch.arange(900).unsqueeze(0) % 2)
+    assert fitted is not None
+    widths = (fitted[1][0, :, 1] / 2).exp()
     for true in (0.2, 1.0):
         assert float(widths[deviation.flatten() == true].median()) == pytest.approx(true, rel=0.25)
 
 
 def test_no_trees_without_a_class_in_every_training():
     y = torch.tensor([0] * 30 + [1] * 19 + [2])
-    assert Trees.fit(torch.randn(50, 2), y, torch.arange(50) % 5, classes=3) is None
+    assert Trees.fit(torch.randn(50, 2), y, torch.arange(50).unsqueeze(0) % 5, classes=3) is None
 
 
 def gaussian(mean, variance=1.0):

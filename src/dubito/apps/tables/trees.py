@@ -26,7 +26,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs [..., N, C] and targets 
 
 @dataclass(frozen=True)
 class Trees:
-    """Boosted trees as plain arrays: one booster for each fold, fitted to the rows of the other folds.
+    """Boosted trees as plain arrays: one booster for each fold of each repeat, fitted to the rows of the other folds.
 
     A row starts at the root of every tree and goes left where its input is at most the threshold. The value of the leaf where it ends
     is added to one of the outputs. The nodes of all trees stand in one array; a leaf is its own child.
@@ -42,22 +42,17 @@ class Trees:
     baseline: Tensor  # [S, C] float32: outputs before any tree
 
     @staticmethod
-    def fit(x: Tensor, y: Tensor, fold: Tensor, classes: int = 0, seed: int = 0) -> tuple[Trees, Tensor] | None:
-        """Boosters of folds [N], and their outputs for the rows that they have not seen, [1, N, C]: logits of classes, or means and log
-        variances of the targets [N, T]. None where a fold holds all rows of a class.
+    def fit(x: Tensor, y: Tensor, folds: Tensor, classes: int = 0, seed: int = 0) -> tuple[Trees, Tensor] | None:
+        """Boosters of repeated folds [R, N], and their outputs for the rows that they have not seen, [R, N, C]: logits of classes, or
+        means and log variances of the targets [N, T]. None where a fold holds all rows of a class.
 
         They have as many rounds as predict the held-out rows best. The variances are boosted in the same way, to the squared
         out-of-fold errors; the gamma loss is then that of a Gaussian.
         """
-        if classes:
-            if any(len(y[fold != k].unique()) < classes for k in fold.unique()):
-                return None
-            boosted = [boost(_classifier(seed), x, y, fold, _cross_entropy)]
-        else:
-            means = [boost(_regressor(seed, loss="squared_error"), x, t, fold, _squared_error) for t in y.T]
-            errors = [(t - out[:, 0]).square().clamp_min(LEAST) for t, (_, out) in zip(y.T, means, strict=True)]
-            boosted = means + [boost(_regressor(seed, loss="gamma", **NOISE), x, e, fold, _gamma) for e in errors]
-        return side_by_side([trees for trees, _ in boosted]), torch.cat([out for _, out in boosted], -1).unsqueeze(0)
+        if classes and any(len(y[fold != k].unique()) < classes for fold in folds for k in fold.unique()):
+            return None
+        fitted = [boost_classes(x, y, fold, seed) if classes else boost_numbers(x, y, fold, seed) for fold in folds]
+        return one_after_another([trees for trees, _ in fitted]), torch.stack([out for _, out in fitted])
 
     def outputs(self, x: Tensor) -> Tensor:
         """Of every booster for rows [B, F], [S, B, C]."""
@@ -82,6 +77,19 @@ class Trees:
     def tensors(self) -> dict[str, Tensor]:
         """All of it, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def boost_classes(x: Tensor, y: Tensor, fold: Tensor, seed: int) -> tuple[Trees, Tensor]:
+    """One booster for each fold [N], and the logits of the rows that it holds out, [N, C]."""
+    return boost(_classifier(seed), x, y, fold, _cross_entropy)
+
+
+def boost_numbers(x: Tensor, y: Tensor, fold: Tensor, seed: int) -> tuple[Trees, Tensor]:
+    """Boosters of the mean and the variance of every target for each fold [N], and the outputs for held-out rows, [N, 2 T]."""
+    means = [boost(_regressor(seed, loss="squared_error"), x, t, fold, _squared_error) for t in y.T]
+    errors = [(t - out[:, 0]).square().clamp_min(LEAST) for t, (_, out) in zip(y.T, means, strict=True)]
+    boosted = means + [boost(_regressor(seed, loss="gamma", **NOISE), x, e, fold, _gamma) for e in errors]
+    return side_by_side([trees for trees, _ in boosted]), torch.cat([out for _, out in boosted], -1)
 
 
 def boost(make: Callable[[], Any], x: Tensor, y: Tensor, fold: Tensor, loss: Loss) -> tuple[Trees, Tensor]:
