@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 from dubito.model.likelihoods import Likelihood, likelihood_params
 from dubito.model.priors import Normal, Prior
-from dubito.network.examples import arguments, batch_size, check_types, is_one_example, outputs_last, pick_output, split_batch
+from dubito.network.examples import (
+    Batch,
+    Inputs,
+    Targets,
+    arguments,
+    batch_size,
+    check_types,
+    is_one_example,
+    outputs_last,
+    pick_output,
+    split_batch,
+)
 from dubito.network.inspect import (
     EMBEDDINGS,
     check_embeddings,
@@ -67,7 +78,7 @@ class Model:
     likelihood: Likelihood
     prior: Prior = None  # pyright: ignore[reportAssignmentType]  # replaced before anyone sees it
     only: str = ""
-    split: Callable[[Any], tuple[Any, Any]] = field(default=split_batch, kw_only=True)
+    split: Callable[[Batch], tuple[Inputs, Targets]] = field(default=split_batch, kw_only=True)
     output: Callable[[Any], Tensor] = field(default=pick_output, kw_only=True)
 
     def __post_init__(self):
@@ -100,7 +111,7 @@ class Model:
         """The dtype of the network's parameters, to which NumPy's float64 inputs are converted."""
         return next(self.network.parameters()).dtype
 
-    def parameters(self, y: Any = None) -> Params:
+    def parameters(self, y: Targets = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what likelihood and prior learn at its start."""
         with exclusive(self.network):
             bayesian = self._bayesian()
@@ -144,12 +155,12 @@ class Model:
         meant = {id(p) for name, p in every if p.requires_grad and re.search(self.only, name)}
         return {name for name, p in self.network.named_parameters() if id(p) in meant}
 
-    def forward(self, params: Params, x: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
+    def forward(self, params: Params, x: Inputs, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
         """f with C last, [B, *D, C], and the buffers after the pass. In train mode the buffers given may change in place."""
         with in_mode(self.network, train):
             return self.call(params, x, buffers)
 
-    def call(self, params: Params, x: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+    def call(self, params: Params, x: Inputs, buffers: Buffers) -> tuple[Tensor, Buffers]:
         """`forward` in the mode the network is in."""
         weights = {**buffers, **{name: leaf for name, leaf in params.items() if ":" not in name}}
         args, kwargs = arguments(x)
@@ -167,24 +178,24 @@ class Model:
             )
         return f, {name: weights[name] for name in buffers}
 
-    def log_likelihood(self, params: Params, batch: Any, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
+    def log_likelihood(self, params: Params, batch: Batch, buffers: Buffers, *, train: bool = False) -> tuple[Tensor, Buffers]:
         """log p(y | x, theta) of every example, [B], and the buffers after the pass; dense outputs are summed over positions."""
         x, y = self.split(batch)
         f, buffers = self.forward(params, x, buffers, train=train)
         return self.score(f, y, params), buffers
 
-    def score(self, f: Tensor, y: Any, params: Params) -> Tensor:
+    def score(self, f: Tensor, y: Targets, params: Params) -> Tensor:
         """log p(y | f) of every example, [B]."""
         f = f.float() if f.dtype.itemsize < 4 else f  # a sum of log probabilities needs more than half precision
         score = self.likelihood.objective(f, self.likelihood.target(y, f), likelihood_params(params))  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score
 
-    def check(self, params: Params, batch: Any, buffers: Buffers) -> Inspection:
+    def check(self, params: Params, batch: Batch, buffers: Buffers) -> Inspection:
         """Run the network on a batch, and forwards and backwards on two of its examples; raise an error that says what to change where
         network, likelihood and data do not fit together."""
         x, y = self.split(batch)
 
-        def run(params: Params, x: Any) -> Tensor:
+        def run(params: Params, x: Inputs) -> Tensor:
             """f in the mode the network is in."""
             return self.call(params, x, tree.clone(buffers))[0]
 

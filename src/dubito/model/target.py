@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 from dubito.model.likelihoods import likelihood_params
 from dubito.model.model import Model
 from dubito.model.priors import prior_params
-from dubito.network.examples import batch_size
+from dubito.network.examples import Batch, Inputs, Targets, batch_size
 from dubito.network.weights import in_mode
 from dubito.tensors.checks import at_least, positive
 from dubito.tensors.tree import Buffers, Params
@@ -66,7 +66,7 @@ class Target:
 
         return one(params) if self.members is None else vmap(one)(params)
 
-    def log_joint(self, params: Params, data: Iterable[Any], buffers: Buffers | None = None) -> Tensor:
+    def log_joint(self, params: Params, data: Iterable[Batch], buffers: Buffers | None = None) -> Tensor:
         """(N/B sum log p(y | x, theta) + log p(theta)) / T, without gradients; [] or [S], in float64."""
         buffers = self.model.buffers() if buffers is None else buffers
         total, seen = torch.zeros((), dtype=torch.float64, device=self.model.device), 0
@@ -77,7 +77,7 @@ class Target:
             return (self.n_data / seen * total + self.log_prior(params)) / self.temperature
 
     def gradient(
-        self, params: Params, data: Iterable[Any], buffers: Buffers, *, train: bool = False, factor: float = 1.0
+        self, params: Params, data: Iterable[Batch], buffers: Buffers, *, train: bool = False, factor: float = 1.0
     ) -> Evaluation:
         """Gradient of `factor` times the log joint. The prior's gradient is analytic; autograd sees the likelihood only."""
         live = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
@@ -102,7 +102,7 @@ class Target:
         buffers = {name: leaf.detach() for name, leaf in buffers.items()}
         return Evaluation(gradient, buffers, total / seen)
 
-    def count(self, batch: Any) -> int:
+    def count(self, batch: Batch) -> int:
         """The number of examples in a batch."""
         return batch_size(self.model.split(batch)[1])
 
@@ -123,19 +123,19 @@ class Target:
                     for name, slope in zip(learned, slopes, strict=True):
                         gradient[name].add_(slope, alpha=factor)
 
-    def sum_scores(self, params: Params, index: int, batch: Any, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
+    def sum_scores(self, params: Params, index: int, batch: Batch, buffers: Buffers, *, train: bool) -> tuple[Tensor, Buffers]:
         """Sum of log likelihoods over a batch, [] or [S], and the buffers after it."""
         x, y = self.model.split(batch)
         weights = None if self.weights is None else self.weights[index]
         y = y if self.targets is None else self.targets[index]
 
-        def score(params: Params, x: Any, y: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
+        def score(params: Params, x: Inputs, y: Targets, buffers: Buffers) -> tuple[Tensor, Buffers]:
             """Log likelihoods of the examples, and the buffers after the pass."""
             with nullcontext() if self.around is None else self.around({**buffers, **params}):
                 f, buffers = self.model.call(params, x, buffers)
             return self.model.score(f, y, params), buffers
 
-        def one(params: Params, buffers: Buffers, weights: Tensor | None, y: Any) -> tuple[Tensor, Buffers]:
+        def one(params: Params, buffers: Buffers, weights: Tensor | None, y: Targets) -> tuple[Tensor, Buffers]:
             """The weighted sum for one setting of the weights."""
             scores, after = score(params, x, y, buffers)
             if self.adversary is not None:
@@ -155,7 +155,7 @@ class Target:
             shared = {name: leaf for name, leaf in buffers.items() if name in fixed}
             stacked = {name: leaf for name, leaf in buffers.items() if name not in fixed}
 
-            def member(params: Params, stacked: Buffers, weights: Tensor | None, y: Any) -> tuple[Tensor, Buffers]:
+            def member(params: Params, stacked: Buffers, weights: Tensor | None, y: Targets) -> tuple[Tensor, Buffers]:
                 """The weighted sum of one member, and its buffers without those that all members share."""
                 value, after = one(params, {**shared, **stacked}, weights, y)
                 return value, {name: after[name] for name in stacked}

@@ -25,7 +25,7 @@ Targets = Any  # what a likelihood takes: a tensor, or a dict of them with one e
 LABELS = ("labels", "label", "targets", "target", "y")
 
 
-def split_batch(batch: Any) -> tuple[Any, Any]:
+def split_batch(batch: Batch) -> tuple[Inputs, Targets]:
     """The default reading of a batch as (inputs, targets).
 
     A pair is (x, y). A longer list or tuple is several inputs, then the targets. A dict, as Hugging Face collators make, has its
@@ -106,7 +106,7 @@ def as_arrays(value: Any) -> Any:
         ) from error
 
 
-def read_inputs(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def read_inputs(x: Inputs, dtype: torch.dtype, device: torch.device) -> Inputs:
     """The inputs of a prediction as tensors on a device: arrays, lists of numbers and DataFrames, real ones in a dtype."""
     if isinstance(x, DataLoader | Dataset | Iterator):
         raise TypeError(
@@ -116,7 +116,7 @@ def read_inputs(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
     return tree.move(tree.tensors(as_arrays(x), dtype), device)
 
 
-def check_types(x: Any, dtype: torch.dtype, error: RuntimeError) -> None:
+def check_types(x: Inputs, dtype: torch.dtype, error: RuntimeError) -> None:
     """Raise a clearer error where a network has failed on real inputs of another precision than its weights."""
     others = [leaf.dtype for leaf in tree.leaves(x) if (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != dtype]
     if others and re.search(r"d?type", str(error)):
@@ -127,7 +127,7 @@ def check_types(x: Any, dtype: torch.dtype, error: RuntimeError) -> None:
         ) from error
 
 
-def check_outputs(x: Any, f: Tensor) -> None:
+def check_outputs(x: Inputs, f: Tensor) -> None:
     """Compare inputs with the outputs [S, B, *D, C] of a network: one example without a batch axis is an error, and inputs that are NaN
     where the outputs are too are a warning."""
     leaves = [leaf for leaf in tree.leaves(x) if leaf.ndim]
@@ -151,7 +151,7 @@ def _listed(rows: list[int]) -> str:
     return ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
 
 
-def batch_size(y: Any) -> int:
+def batch_size(y: Targets) -> int:
     """Examples in a batch, from its targets."""
     return next(iter(tree.leaves(y))).shape[0]
 
@@ -165,7 +165,7 @@ def outputs_last(f: Tensor, dim: int) -> Tensor:
     return f if dim == -1 else f.movedim(dim, -1)
 
 
-def is_one_example(x: Any, n: int) -> bool:
+def is_one_example(x: Inputs, n: int) -> bool:
     """Whether inputs are of one example rather than of n: by the first axis of all, or, of sequences with time first, the second."""
     leaves = [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.ndim]
     later = any(leaf.ndim > 1 and leaf.shape[1] == n and (leaf.ndim > 2 or not leaf.is_floating_point()) for leaf in leaves)
