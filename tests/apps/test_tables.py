@@ -373,6 +373,17 @@ def test_no_trees_without_a_class_in_every_training():
     assert Trees.fit(torch.randn(50, 2), y, torch.arange(50).unsqueeze(0) % 5, classes=3) is None
 
 
+def test_a_table_without_trees(monkeypatch, tmp_path):
+    monkeypatch.setattr("dubito.apps.tables.trees.LARGEST", 39)
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    model = fit_table(x, x.flatten().sin())
+    assert model.trees is None
+    assert "trees" not in model.shares
+    model.save(tmp_path / "t.safetensors")
+    assert not any(name.startswith("trees") for name in dubito.tensors.store.read(tmp_path / "t.safetensors")[0])
+    assert torch.equal(TableModel.load(tmp_path / "t.safetensors").predict(x).mean, model.predict(x).mean)
+
+
 def gaussian(mean, variance=1.0):
     f = torch.stack([mean, torch.full_like(mean, math.log(variance))], -1)
     return LatentMixture(HeteroscedasticGaussian(), f.unsqueeze(0))

@@ -187,7 +187,7 @@ def _experts(data: Prepared, fitted: CrossFitted, seed: int) -> dict[str, Expert
     if not data.classes and width <= process.WIDEST and rows <= process.LONGEST:
         made = Process.fit(data.x, data.standardized, seed)
         experts["process"] = Expert(made, made.out_of_fold(data.x, fitted.folds[0]))
-    if width <= trees.WIDEST and rows <= trees.LONGEST:
+    if rows * width <= trees.LARGEST:
         grown = Trees.fit(data.x, data.standardized, fitted.folds, len(data.classes), seed)
         if grown is not None:
             experts["trees"] = Expert(grown[0], LatentMixture(networks.likelihood, grown[1]))

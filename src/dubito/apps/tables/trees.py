@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from dubito.tensors.randomness import derive_seed
 
-WIDEST, LONGEST = 1000, 200_000  # inputs, and rows of a table, beyond which they are not worth their time
+LARGEST = 4_000_000  # inputs times rows of a table beyond which they are not worth their time
 ROUNDS = 100  # of boosting at the most
 OPTIONS: dict[str, Any] = {"early_stopping": False, "max_iter": ROUNDS}  # the number of rounds is chosen afterwards
 NOISE = {"max_leaf_nodes": 8, "learning_rate": 0.05}  # of the trees that predict the variance
 LEAST = 1e-4  # variance of the noise
 PLACES = ("left", "right", "root")  # arrays of places in the nodes
-CELLS = 2**20  # trees times rows that are predicted at a time
+CELLS = 2**17  # trees times rows that are predicted at a time
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs [..., N, C] and targets [N], [..., N]
 
