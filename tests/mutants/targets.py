@@ -111,6 +111,7 @@ ELSEWHERE = {pattern: f"tests/inference/{test}" for pattern, test in ELSEWHERE.i
 LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why nothing can notice them
     r"Categorical\.random_slope: .*device != ": "differs on a GPU only",
     r"HeteroscedasticCategorical\._noisy: logits \+ .* -> logits - ": "the nodes come in pairs, z and -z",
+    r"(Laplace|LogUniform)\.draw: .* \* (random_)?signs": "a sign is 1 or -1",
     r"Categorical\.linked: 1 / classes -> ": "shifts all logits alike, which cancels in the probabilities",
     r"Categorical\.linked: 100 \* ": "a bound for rounding errors",
     r"(Metropolis|ULA)\.move: \w+\.log_likelihood \+ .* -> \w+\.log_likelihood - ": "it is asked only whether both are finite",
