@@ -210,7 +210,7 @@ class Tuned(Chains):
     target_acceptance: float = 0.8
     path_length: float = 1.0
     max_steps: int = 1
-    units: str = "prior"
+    units: Literal["prior", "posterior"] = "prior"
     gibbs: bool = False
     least: ClassVar[int | None] = 10  # steps of the burn-in in which a step size can be found; None: it need not be
     searches: ClassVar[bool] = True  # the first step size is found by doubling and halving

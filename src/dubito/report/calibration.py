@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -85,7 +85,7 @@ def _curves(
     *,
     size: tuple[float, float] = (4.6, 3.3),
     alt: str,
-    legend: str,
+    legend: Literal["lower left", "upper left"],
     behind: Callable[[Axes], object] = id,
     **settings: Any,
 ) -> Picture:

@@ -108,10 +108,10 @@ class Grid:
         """The key of every place, method by method."""
         keys, last, checksum = {}, None, ""
         for seed in self.seeds:
-            if split(seed) is not last:  # image sets have one split for all seeds
-                last = split(seed)
-                checksum = last.checksum
-            keys |= {(i, seed): self._key(spec, seed, last, checksum) for i, spec in enumerate(self.specs)}
+            now = split(seed)
+            if now is not last:  # image sets have one split for all seeds
+                last, checksum = now, now.checksum
+            keys |= {(i, seed): self._key(spec, seed, now, checksum) for i, spec in enumerate(self.specs)}
         return {(i, seed): keys[i, seed] for i in range(len(self.specs)) for seed in self.seeds}
 
     def _key(self, spec: Spec, seed: int, split: Split, checksum: str) -> Key:

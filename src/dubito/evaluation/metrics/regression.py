@@ -92,7 +92,7 @@ def _integrated_crps(p: LatentMixture, y: Tensor) -> Tensor:
 
 def _averaged(values: Tensor, weights: Tensor) -> Tensor:
     """The weighted mean over the draws of values [n, S, ...]."""
-    return torch.tensordot(weights.to(values), values, dims=([0], [1]))
+    return torch.tensordot(weights.to(values), values, dims=([0], [1]))  # pyright: ignore[reportArgumentType]
 
 
 def coverage(p: Predictive, y: Array, *, level: float = 0.9) -> Tensor:

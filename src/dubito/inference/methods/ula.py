@@ -39,7 +39,7 @@ class ULA(Tuned):
     step_size: float | None = None  # in prior standard deviations: the root of the textbook's epsilon; None finds one
     target_acceptance: float = field(default=0.95, kw_only=True)  # of MALA at the step size that is found
     thin: int = field(default=10, kw_only=True)  # transitions in a step, of which the last is kept
-    tune: ClassVar[bool] = True
+    tune: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
     least: ClassVar[int | None] = 1
 
     @property
