@@ -14,10 +14,11 @@ from dubito.evaluation.data.cells import require_name
 from dubito.evaluation.data.csv_table import CsvFile, as_cell, is_table
 from dubito.tensors.checks import require
 
+Table = Any  # what the user gives: see ACCEPTED
 ACCEPTED = "a DataFrame, a dict of columns, an array or tensor [N, F], or the path of a .csv, .tsv or .parquet file"
 
 
-def as_frame(table: Any) -> dict[str, Raw]:
+def as_frame(table: Table) -> dict[str, Raw]:
     """The columns of a table.
 
     >>> as_frame({"city": ["Rome", None], "size": [1, 2]})
@@ -59,7 +60,7 @@ def _array(values: Any) -> Any:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
 
 
-def _from_matrix(table: Any) -> dict[str, Raw]:
+def _from_matrix(table: Table) -> dict[str, Raw]:
     array = np.asarray(_array(table))
     array = array[:, None] if array.ndim == 1 else array
     require(array.ndim == 2, f"a table is {ACCEPTED}; got an array of shape {list(array.shape)}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dubito.apps.tables.calibration import Scales, at_least, mixture
 from dubito.apps.tables.columns import Encoder
-from dubito.apps.tables.frames import as_frame
+from dubito.apps.tables.frames import Table, as_frame
 from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_positions, target_numbers
@@ -99,22 +99,22 @@ class TableModel:
         """Names of the classes, or of the targets."""
         return self.classes or self.targets
 
-    def inputs(self, frame: Any) -> Tensor:
+    def inputs(self, frame: Table) -> Tensor:
         """A table as inputs of the network, [N, F]."""
         return torch.from_numpy(self.encoder.encode(as_frame(frame)).x)
 
-    def notes(self, frame: Any) -> list[str]:
+    def notes(self, frame: Table) -> list[str]:
         """What is odd about each row, "" for nothing: an empty cell or a word that training did not have, a number far outside."""
         return self.encoder.encode(as_frame(frame)).notes
 
-    def predict(self, frame: Any) -> Predictive:
+    def predict(self, frame: Table) -> Predictive:
         """The calibrated predictive of every row, in the units of the target.
 
         A row with a note (see `notes`) is answered too, and is at least as uncertain as 90 % of the rows were in training.
         """
         return self.answer(frame)[0]
 
-    def answer(self, frame: Any) -> tuple[Predictive, list[str]]:
+    def answer(self, frame: Table) -> tuple[Predictive, list[str]]:
         """The predictive of every row, and its note."""
         encoded = self.encoder.encode(as_frame(frame))
         x, odd = torch.from_numpy(encoded.x), torch.from_numpy(encoded.odd)
