@@ -36,6 +36,7 @@ def bald(p: Predictive) -> Tensor:
     tasks it is the sum over the tasks.
 
     >>> import dubito
+    >>> from dubito.posteriors.predictive import LatentMixture
     >>> p = LatentMixture(dubito.Gaussian(scale=1.0), torch.zeros(1, 1, 1), cov=torch.full((1, 1, 1), 3.0))
     >>> bald(p)                                               # ln(4 / 1) / 2
     tensor([0.6931])
@@ -55,6 +56,7 @@ def mean_std(p: Predictive) -> Tensor:
     r"""Mean standard deviation of the class probabilities over draws, :math:`\frac1C \sum_c \sqrt{\mathrm{Var}_s[p_{sc}]}`.
 
     >>> from dubito import Categorical
+    >>> from dubito.posteriors.predictive import LatentMixture
     >>> p = LatentMixture(Categorical(), torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]]).log())  # two draws that disagree
     >>> mean_std(p)
     tensor([0.4000])

@@ -41,6 +41,7 @@ def expected_improvement(p: Predictive, best: float, *, maximize: bool = True) -
     It is about f, so the noise of observations does not enter.
 
     >>> import dubito
+    >>> from dubito.posteriors.predictive import LatentMixture
     >>> p = LatentMixture(dubito.Gaussian(scale=0.1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
     >>> expected_improvement(p, 0.0)                                                  # 1 / sqrt(2 pi)
     tensor([0.3989])

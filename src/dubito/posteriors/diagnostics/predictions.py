@@ -49,6 +49,7 @@ def running_log_score(p: Predictive, y: Tensor, *, chains: int = 1) -> Tensor:
     If it still rises at the end, more draws would improve the predictions.
 
     >>> from dubito import Categorical
+    >>> from dubito.posteriors.predictive import LatentMixture
     >>> p = LatentMixture(Categorical(), torch.tensor([[[0.8, 0.2]], [[0.4, 0.6]]]).log())
     >>> running_log_score(p, torch.tensor([0])).exp()
     tensor([0.8000, 0.6000], dtype=torch.float64)
