@@ -3,8 +3,9 @@
 With our help (`, helped`) a method is fitted five times, each time without another fifth of the rows, by which it stops early if it
 can; the out-of-fold predictions of all rows calibrate the mixture of the five fits by the same maps as ours.
 
-The sets are the nine of UCI (standard splits) and the classification sets that come with scikit-learn (random splits, a fifth to test).
-Every fit is a case of its own: `--sets`, `--methods` and `--splits` choose some, and what the result file has already is kept and not
+The sets are the nine of UCI (standard splits) and the classification sets that come with scikit-learn (random splits, a fifth to
+test); a path of an .npz file with "x", "y" and "classes" (0 for a regression) is a set too. Every fit is a case of its own: `--sets`,
+`--methods`, `--maps` and `--splits` choose some, `--workers` run side by side, and what the result file has already is kept and not
 run again, so the benchmark can be run in parts.
 
     DUBITO_DATA=... OMP_NUM_THREADS=1 BENCH_CLOCK=cpu python benchmarks/tables.py --sets yacht wine --splits 2 --methods ours hist_gb gp
@@ -19,9 +20,12 @@ import argparse
 import importlib.util
 import json
 import math
+import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +48,7 @@ Array = np.ndarray
 Predict = Callable[[Array], LatentMixture]  # standardized inputs to the predictive of standardized targets, or of classes
 CLASSIFICATION = ("breast_cancer", "digits", "iris", "wine_cultivars")
 FOLDS, SHARE, GP_ROWS = 5, 0.2, 2000
+DEAR = {"ours": 5, "tabm": 20, "realmlp": 10, "gp": 10, "ngboost": 3}  # seconds a row, roughly, beside the others
 PACKAGES = {
     "quantile_forest": "quantile_forest",
     "ngboost": "ngboost",
@@ -69,13 +74,18 @@ class Held(NamedTuple):
 
 
 def load(name: str, split: int) -> Problem:
+    if name in FOLDERS:
+        x, y, x_test, y_test = (part.double().numpy() for part in uci(name, split))
+        return Problem(x, y[:, 0], x_test, y_test[:, 0], 0)
     if name in CLASSIFICATION:
         x, y = getattr(sklearn.datasets, f"load_{name.partition('_cultivars')[0]}")(return_X_y=True)
-        order = np.random.default_rng(split).permutation(len(y))
-        test, train = np.split(order, [round(SHARE * len(y))])
-        return Problem(x[train], y[train], x[test], y[test], int(y.max()) + 1)
-    x, y, x_test, y_test = (part.double().numpy() for part in uci(name, split))
-    return Problem(x, y[:, 0], x_test, y_test[:, 0], 0)
+        classes = int(y.max()) + 1
+    else:
+        with np.load(name) as file:
+            x, y, classes = file["x"], file["y"], int(file["classes"])
+    order = np.random.default_rng(split).permutation(len(y))
+    test, train = np.split(order, [round(SHARE * len(y))])
+    return Problem(x[train], y[train], x[test], y[test], classes)
 
 
 # The methods: each is fitted to standardized inputs and targets
@@ -176,10 +186,10 @@ def catboost(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> 
 
 def pytabkit(name: str) -> Callable[..., Predict]:
     def fit(x: Array, y: Array, classes: int, held: Held | None, seed: int) -> Predict:
-        from pytabkit.models import sklearn as models
+        import pytabkit
 
-        kind = getattr(models, f"{name}_{'Classifier' if classes else 'Regressor'}")
-        model = kind(device="cpu", random_state=seed, verbosity=0)
+        kind = getattr(pytabkit, f"{name}_{'Classifier' if classes else 'Regressor'}")
+        model = kind(device="cuda" if torch.cuda.is_available() else "cpu", random_state=seed, verbosity=0, n_threads=1)
         if held is None:
             model.fit(x, y)
         else:
@@ -306,9 +316,11 @@ def debiased(p: Predictive, y: Tensor, bins: int = 15) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", default=[*FOLDERS, *CLASSIFICATION], choices=[*FOLDERS, *CLASSIFICATION])
+    parser.add_argument("--sets", nargs="+", default=[*FOLDERS, *CLASSIFICATION], help="names, or paths of .npz files")
     parser.add_argument("--methods", nargs="+", default=["ours", *METHODS], choices=["ours", *METHODS])
+    parser.add_argument("--maps", nargs="+", default=["plain", "helped"], choices=["plain", "helped"], help="of the peers")
     parser.add_argument("--splits", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1, help="processes; the dearest cases come first")
     parser.add_argument("--again", action="store_true", help="run also what the result file has already")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -318,23 +330,53 @@ def main() -> None:
         if method in PACKAGES and importlib.util.find_spec(PACKAGES[method]) is None:
             print(f"{method} is left out: {PACKAGES[method]} is not installed")
             args.methods.remove(method)
-    for split in range(args.splits):
-        for name in args.sets:
-            for method in args.methods:
-                for help_it in (False,) if method == "ours" else (False, True):
-                    key = f"{name}/{split}/{method}{', helped' if help_it else ''}"
-                    if key in cases and not args.again:
-                        continue
-                    try:
-                        found = case(name, split, method, help_it)
-                    except Exception as error:  # of a peer: told, and tried again by the next call
-                        print(f"{key}: {type(error).__name__}: {error}", flush=True)
-                        continue
-                    if found is not None:
-                        cases[key] = found
-                        print(key, {metric: round(value, 4) for metric, value in found.items()}, flush=True)
-                        save(args, cases, started)
+    keys = [
+        (name, split, method, map_ == "helped")
+        for split in range(args.splits)
+        for name in args.sets
+        for method in args.methods
+        for map_ in (["plain"] if method == "ours" else args.maps)
+    ]
+    keys = [key for key in keys if args.again or title(*key) not in cases]
+    for key, found in results(keys, args.workers):
+        if found is not None:
+            cases[title(*key)] = found
+            print(title(*key), {metric: round(value, 4) for metric, value in found.items()}, flush=True)
+            save(args, cases, started)
     table(cases)
+
+
+Key = tuple[str, int, str, bool]  # set, split, method, helped
+
+
+def title(name: str, split: int, method: str, help_it: bool) -> str:
+    return f"{Path(name).stem}/{split}/{method}{', helped' if help_it else ''}"
+
+
+def attempt(key: Key) -> dict[str, float] | None:
+    warnings.simplefilter("ignore")
+    try:
+        return case(*key)
+    except Exception as error:  # of a peer: told, and tried again by the next call
+        print(f"{title(*key)}: {type(error).__name__}: {error}", flush=True)
+        return None
+
+
+def results(keys: list[Key], workers: int) -> Iterator[tuple[Key, dict[str, float] | None]]:
+    """Every case and its scores, in any order."""
+    if workers == 1:
+        yield from ((key, attempt(key)) for key in keys)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(attempt, key): key for key in sorted(keys, key=work, reverse=True)}
+        for done in as_completed(waiting):
+            yield waiting[done], done.result()
+
+
+def work(key: Key) -> float:
+    """A guess of how long a case takes."""
+    name, split, method, help_it = key
+    return len(load(name, split).y_train) * DEAR.get(method, 1) * (FOLDS if help_it else 1)
 
 
 def save(args: argparse.Namespace, cases: dict[str, Any], started: float) -> None:
@@ -383,7 +425,7 @@ def table(cases: dict[str, Any]) -> None:
     for name, methods in means(cases).items():
         metrics = (
             ["nll", "accuracy", "ece_debiased", "seconds"]
-            if name in CLASSIFICATION
+            if "accuracy" in next(iter(methods.values()))
             else ["nll", "crps", "rmse", "coverage", "seconds"]
         )
         rows = [[method, *(values[metric][0] for metric in metrics)] for method, values in methods.items()]
