@@ -4,9 +4,9 @@ With our help (`, helped`) a method is fitted five times, each time without anot
 can; the out-of-fold predictions of all rows calibrate the mixture of the five fits by the same maps as ours.
 
 The sets are the nine of UCI (standard splits) and the classification sets that come with scikit-learn (random splits, a fifth to
-test); a path of an .npz file with "x", "y" and "classes" (0 for a regression) is a set too. Every fit is a case of its own: `--sets`,
-`--methods`, `--maps` and `--splits` choose some, `--workers` run side by side, and what the result file has already is kept and not
-run again, so the benchmark can be run in parts.
+test); a path of an .npz file with "x", "y" and "classes" (0 for a regression) is a set too (table_sets.py makes some). Every fit is a
+case of its own: `--sets`, `--methods`, `--maps` and `--splits` choose some, `--workers` run side by side, and what the result file has
+already is kept and not run again, so the benchmark can be run in parts.
 
     DUBITO_DATA=... OMP_NUM_THREADS=1 BENCH_CLOCK=cpu python benchmarks/tables.py --sets yacht wine --splits 2 --methods ours hist_gb gp
 
@@ -189,7 +189,8 @@ def pytabkit(name: str) -> Callable[..., Predict]:
         import pytabkit
 
         kind = getattr(pytabkit, f"{name}_{'Classifier' if classes else 'Regressor'}")
-        model = kind(device="cuda" if torch.cuda.is_available() else "cpu", random_state=seed, verbosity=0, n_threads=1)
+        device = "cuda" if name.startswith("TabM") and torch.cuda.is_available() else "cpu"  # RealMLP is as fast on one core
+        model = kind(device=device, random_state=seed, verbosity=0, n_threads=1)
         if held is None:
             model.fit(x, y)
         else:
@@ -320,7 +321,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["ours", *METHODS], choices=["ours", *METHODS])
     parser.add_argument("--maps", nargs="+", default=["plain", "helped"], choices=["plain", "helped"], help="of the peers")
     parser.add_argument("--splits", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1, help="processes; the dearest cases come first")
+    parser.add_argument("--workers", type=int, default=1, help="processes; the cheapest cases come first")
     parser.add_argument("--again", action="store_true", help="run also what the result file has already")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -368,7 +369,7 @@ def results(keys: list[Key], workers: int) -> Iterator[tuple[Key, dict[str, floa
         yield from ((key, attempt(key)) for key in keys)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(attempt, key): key for key in sorted(keys, key=work, reverse=True)}
+        waiting = {pool.submit(attempt, key): key for key in sorted(keys, key=work)}
         for done in as_completed(waiting):
             yield waiting[done], done.result()
 
