@@ -299,13 +299,13 @@ def case(name: str, split: int, method: str, help_it: bool) -> dict[str, float] 
     names = ["nll", "accuracy", "brier", "ece"] if problem.classes else ["nll", "crps", "rmse", "coverage"]
     found = score(p, y_test, names)
     if problem.classes:
-        found["ece_debiased"] = debiased(p, y_test)
+        found["ece_debiased"], found["ece_band"] = debiased(p.mean, y_test), band(p.mean)
     return {**found, "rows": float(len(problem.y_train)), "test_rows": float(len(problem.y_test)), "seconds": seconds}
 
 
-def debiased(p: Predictive, y: Tensor, bins: int = 15) -> float:
+def debiased(probabilities: Tensor, y: Tensor, bins: int = 15) -> float:
     """The root of the squared calibration error of the most probable class, less what chance makes of it (Kumar et al. 2019)."""
-    confidence, guess = p.mean.max(-1)
+    confidence, guess = probabilities.max(-1)
     right, total = (guess == y).double(), 0.0
     for part in confidence.argsort().tensor_split(bins):
         if len(part) > 1:
@@ -313,6 +313,13 @@ def debiased(p: Predictive, y: Tensor, bins: int = 15) -> float:
             noise = share * (1 - share) / (len(part) - 1)
             total += len(part) / len(y) * float((share - confidence[part].double().mean()) ** 2 - noise)
     return math.copysign(abs(total) ** 0.5, total)
+
+
+def band(probabilities: Tensor, draws: int = 200) -> float:
+    """What 95 % of the debiased errors are below if the probabilities are right: of labels that are drawn from them."""
+    source = torch.Generator().manual_seed(0)
+    labels = torch.multinomial(probabilities.double(), draws, replacement=True, generator=source)  # [N, draws]
+    return float(torch.tensor([debiased(probabilities, y) for y in labels.T]).quantile(0.95))
 
 
 def main() -> None:
@@ -385,41 +392,55 @@ def save(args: argparse.Namespace, cases: dict[str, Any], started: float) -> Non
     write(
         "tables",
         settings={"folds": FOLDS, "test share": SHARE, "gp rows": GP_ROWS},
-        figures={"cases": cases, "means": means(cases), "share within one standard error of the best": shares(cases)},
+        figures={
+            "cases": cases,
+            "means": means(cases),
+            "share of sets where no other is better by a standard error": shares(cases),
+        },
         headline={},
         seconds=time.perf_counter() - started,
     )
 
 
-def grouped(cases: dict[str, Any]) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """By set and method."""
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+def splits_of(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """By set, method and split."""
+    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for key, values in cases.items():
-        name, _, method = key.split("/", 2)
-        found.setdefault(name, {}).setdefault(method, []).append(values)
+        name, split, method = key.split("/", 2)
+        found.setdefault(name, {}).setdefault(method, {})[split] = values
     return found
 
 
 def means(cases: dict[str, Any]) -> dict[str, Any]:
     """Mean and standard error over the splits."""
     return {
-        name: {method: {key: mean_and_error([v[key] for v in values]) for key in values[0]} for method, values in methods.items()}
-        for name, methods in grouped(cases).items()
+        name: {
+            method: {key: mean_and_error([v[key] for v in splits.values()]) for key in next(iter(splits.values()))}
+            for method, splits in methods.items()
+        }
+        for name, methods in splits_of(cases).items()
     }
 
 
 def shares(cases: dict[str, Any], metrics: Sequence[str] = ("nll", "crps")) -> dict[str, Any]:
-    """On which share of the sets each method is best, or within one standard error of the best."""
+    """On which share of the sets no other method is better by more than one standard error, over the splits that both have."""
     found: dict[str, dict[str, list[bool]]] = {}
-    for methods in means(cases).values():
+    for methods in splits_of(cases).values():
         for metric in metrics:
-            known = {method: values[metric] for method, values in methods.items() if metric in values}
-            if known:
-                best, error = min(known.values())
-                for method, (value, own) in known.items():
-                    near = value <= best + max(0.0 if math.isnan(e) else e for e in (error, own))
-                    found.setdefault(method, {}).setdefault(metric, []).append(near)
+            known = {name: splits for name, splits in methods.items() if metric in next(iter(splits.values()))}
+            for method, own in known.items():
+                lost = [behind(own, other, metric) for name, other in known.items() if name != method]
+                found.setdefault(method, {}).setdefault(metric, []).append(not any(lost))
     return {method: {metric: sum(near) / len(near) for metric, near in each.items()} for method, each in found.items()}
+
+
+def behind(own: dict[str, Any], other: dict[str, Any], metric: str) -> bool:
+    """Whether a method is worse than another by more than the standard error of their paired difference; of one split: at all."""
+    differences = [own[split][metric] - other[split][metric] for split in own.keys() & other.keys()]
+    if not differences:
+        return False
+    mean, error = mean_and_error(differences)
+    return mean > (0.0 if math.isnan(error) else error)
 
 
 def table(cases: dict[str, Any]) -> None:

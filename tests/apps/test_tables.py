@@ -594,6 +594,17 @@ def test_budget_ends_the_training_aloud(monkeypatch):
     assert any("the budget ended the training" in remark for remark in model.remarks)
 
 
+def test_budget_bounds_the_other_experts_too(monkeypatch):
+    monkeypatch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 10**6)
+    monkeypatch.setattr("dubito.apps.tables.fit.TRAINING", 1.0)  # so that no time is left after the networks
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    model = fit_table(x, x.flatten(), budget=0.3)
+    assert list(model.shares) == ["networks"]
+    assert any("the budget allowed only networks" in remark for remark in model.remarks)
+    with pytest.raises(TimeoutError):
+        Trees.fit(x, x, torch.arange(40).unsqueeze(0) % 5, end=0.0)
+
+
 @pytest.mark.parametrize(
     ("table", "target", "options", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +34,7 @@ LEAST = 300  # steps
 HEAVY = 2.0  # kurtosis, in units of a Gaussian's, from which errors have heavy tails
 FAINT = 0.05  # weight below which a Gaussian process or trees are left out
 SMALL = 100  # rows below which a remark is made
+TRAINING = 0.6  # of a budget, for the networks
 
 
 def fit_table(
@@ -58,7 +60,8 @@ def fit_table(
         target: the column to predict (several for a regression), or an array of values.
         kind: of the target; "auto": text and a few whole numbers are classes.
         ignore: columns that are no inputs.
-        budget: seconds after which the training of the networks ends; None trains as long as the size of the table suggests.
+        budget: seconds that the fit may take: networks train for three fifths of them at the most, and the Gaussian process and the
+            trees are left out where the rest does not suffice. None takes as long as the size of the table suggests.
         seed: of everything random.
         show: a progress bar; None: on a terminal.
 
@@ -70,17 +73,19 @@ def fit_table(
     one_of(("auto", "regression", "classification"), kind=kind)
     started = time.monotonic()
     data = prepare(table, target, kind, ignore)
-    settings = CrossFit(budget=budget, seed=seed, show=show)
+    end = math.inf if budget is None else started + budget
+    training = None if budget is None else TRAINING * budget
+    settings = CrossFit(budget=training, seed=seed, show=show)
     design = Design(data.encoder.n_numbers, data.encoder.width, data.outputs, embed=data.encoder.n_numbers <= WIDE)
     fitted = _networks(design, data, settings)
     if data.kind == "regression" and _heavy(fitted.gaussians, data.standardized):
-        left = None if budget is None else budget - (time.monotonic() - started)
-        if left is None or left > 0.5 * (budget or 0.0):
+        left = None if training is None else training - (time.monotonic() - started)
+        if left is None or left > 0.5 * (training or 0.0):
             other = replace(design, tails=True)
             refitted = _networks(other, data, replace(settings, budget=left))
             if _calibrated_score(refitted.gaussians, data) > _calibrated_score(fitted.gaussians, data):
                 design, fitted = other, refitted
-    return _calibrated(data, design, fitted, seed)
+    return _calibrated(data, design, fitted, seed, end)
 
 
 class Prepared(NamedTuple):
@@ -142,13 +147,15 @@ def _calibrated_score(p: LatentMixture, data: Prepared) -> float:
     return float(log_density(Scales.fit(p, data.standardized)(p), data.standardized).mean())
 
 
-def _calibrated(data: Prepared, design: Design, fitted: CrossFitted, seed: int) -> TableModel:
+def _calibrated(data: Prepared, design: Design, fitted: CrossFitted, seed: int, end: float) -> TableModel:
     """The model: networks, other experts beside them where these help, and the map that the out-of-fold predictions give."""
     y, remarks = data.standardized, data.remarks
     if fitted.done < 1:
         done = f"the budget ended the training after {fitted.done:.0%} of its steps"
         remarks = (*remarks, f"{done}: a larger one may give better predictions")
-    experts = _experts(data, fitted, seed)
+    experts = _experts(data, fitted, seed, end)
+    if time.monotonic() > end:
+        remarks = (*remarks, f"the budget allowed only {' and '.join(experts)}: a larger one may give better predictions")
     shares = _shares({name: expert.out_of_fold for name, expert in experts.items()}, y)
     before = mixture([experts[name].out_of_fold for name in shares], list(shares.values()))
     fix = _map(before, y)
@@ -179,18 +186,19 @@ class Expert(NamedTuple):
     out_of_fold: LatentMixture
 
 
-def _experts(data: Prepared, fitted: CrossFitted, seed: int) -> dict[str, Expert]:
-    """The networks, and those that are worth a try beside them."""
+def _experts(data: Prepared, fitted: CrossFitted, seed: int, end: float) -> dict[str, Expert]:
+    """The networks, and those that are worth a try beside them and are ready in time."""
     networks = fitted.predictive if data.classes else fitted.gaussians
     experts = {"networks": Expert(fitted.posterior, networks)}
     rows, width = data.x.shape
-    if not data.classes and width <= process.WIDEST and rows <= process.LONGEST:
+    if not data.classes and width <= process.WIDEST and rows <= process.LONGEST and time.monotonic() < end:
         made = Process.fit(data.x, data.standardized, seed)
         experts["process"] = Expert(made, made.out_of_fold(data.x, fitted.folds[0]))
     if rows * width <= trees.LARGEST:
-        grown = Trees.fit(data.x, data.standardized, fitted.folds, len(data.classes), seed)
-        if grown is not None:
-            experts["trees"] = Expert(grown[0], LatentMixture(networks.likelihood, grown[1]))
+        with suppress(TimeoutError):
+            grown = Trees.fit(data.x, data.standardized, fitted.folds, len(data.classes), seed, end)
+            if grown is not None:
+                experts["trees"] = Expert(grown[0], LatentMixture(networks.likelihood, grown[1]))
     return experts
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -42,16 +44,18 @@ class Trees:
     baseline: Tensor  # [S, C] float32: outputs before any tree
 
     @staticmethod
-    def fit(x: Tensor, y: Tensor, folds: Tensor, classes: int = 0, seed: int = 0) -> tuple[Trees, Tensor] | None:
+    def fit(
+        x: Tensor, y: Tensor, folds: Tensor, classes: int = 0, seed: int = 0, end: float = math.inf
+    ) -> tuple[Trees, Tensor] | None:
         """Boosters of repeated folds [R, N], and their outputs for the rows that they have not seen, [R, N, C]: logits of classes, or
         means and log variances of the targets [N, T]. None where a fold holds all rows of a class.
 
         They have as many rounds as predict the held-out rows best. The variances are boosted in the same way, to the squared
-        out-of-fold errors; the gamma loss is then that of a Gaussian.
+        out-of-fold errors; the gamma loss is then that of a Gaussian. A TimeoutError says that `time.monotonic()` reached the end.
         """
         if classes and any(len(y[fold != k].unique()) < classes for fold in folds for k in fold.unique()):
             return None
-        fitted = [boost_classes(x, y, fold, seed) if classes else boost_numbers(x, y, fold, seed) for fold in folds]
+        fitted = [boost_classes(x, y, fold, seed, end) if classes else boost_numbers(x, y, fold, seed, end) for fold in folds]
         return one_after_another([trees for trees, _ in fitted]), torch.stack([out for _, out in fitted])
 
     def outputs(self, x: Tensor) -> Tensor:
@@ -79,23 +83,25 @@ class Trees:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def boost_classes(x: Tensor, y: Tensor, fold: Tensor, seed: int) -> tuple[Trees, Tensor]:
+def boost_classes(x: Tensor, y: Tensor, fold: Tensor, seed: int, end: float) -> tuple[Trees, Tensor]:
     """One booster for each fold [N], and the logits of the rows that it holds out, [N, C]."""
-    return boost(_classifier(seed), x, y, fold, _cross_entropy)
+    return boost(_classifier(seed), x, y, fold, _cross_entropy, end)
 
 
-def boost_numbers(x: Tensor, y: Tensor, fold: Tensor, seed: int) -> tuple[Trees, Tensor]:
+def boost_numbers(x: Tensor, y: Tensor, fold: Tensor, seed: int, end: float) -> tuple[Trees, Tensor]:
     """Boosters of the mean and the variance of every target for each fold [N], and the outputs for held-out rows, [N, 2 T]."""
-    means = [boost(_regressor(seed, loss="squared_error"), x, t, fold, _squared_error) for t in y.T]
+    means = [boost(_regressor(seed, loss="squared_error"), x, t, fold, _squared_error, end) for t in y.T]
     errors = [(t - out[:, 0]).square().clamp_min(LEAST) for t, (_, out) in zip(y.T, means, strict=True)]
-    boosted = means + [boost(_regressor(seed, loss="gamma", **NOISE), x, e, fold, _gamma) for e in errors]
+    boosted = means + [boost(_regressor(seed, loss="gamma", **NOISE), x, e, fold, _gamma, end) for e in errors]
     return side_by_side([trees for trees, _ in boosted]), torch.cat([out for _, out in boosted], -1)
 
 
-def boost(make: Callable[[], Any], x: Tensor, y: Tensor, fold: Tensor, loss: Loss) -> tuple[Trees, Tensor]:
+def boost(make: Callable[[], Any], x: Tensor, y: Tensor, fold: Tensor, loss: Loss, end: float) -> tuple[Trees, Tensor]:
     """One booster for each fold, cut after the round that is best for the held-out rows, and the outputs for these, [N, C]."""
     boosters, losses = [], torch.zeros(ROUNDS + 1, dtype=torch.float64)
     for k in range(int(fold.max()) + 1):
+        if time.monotonic() > end:
+            raise TimeoutError
         held = fold == k
         booster = from_scikit_learn(make().fit(x[~held].numpy(), y[~held].numpy()))
         steps = booster.leaves(x[held]).double().unflatten(1, (ROUNDS, -1)).cumsum(1).movedim(1, 0)  # [ROUNDS, n, C']

@@ -42,7 +42,7 @@ class TableOptions:
     ignore: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="COLUMN", help_behavior_hint="(repeatable)")] = ()
     """A column to leave out."""
     budget: Annotated[str | None, arg(metavar="TIME", help_behavior_hint="(default: by the size of the table)")] = None
-    """Time after which the training ends, such as 30s or 5m."""
+    """Time that the fit may take, such as 30s or 5m."""
     seed: int = 0
     """Seed of everything random; the same seed gives the same result, unless --budget ends the training."""
 
