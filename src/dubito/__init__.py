@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from dubito.model.likelihoods import MultiTask as MultiTask
     from dubito.model.likelihoods import NaturalGaussian as NaturalGaussian
     from dubito.model.likelihoods import NegativeBinomial as NegativeBinomial
+    from dubito.model.likelihoods import NextToken as NextToken
     from dubito.model.likelihoods import Ordinal as Ordinal
     from dubito.model.likelihoods import Poisson as Poisson
     from dubito.model.likelihoods import StudentT as StudentT
@@ -101,7 +102,9 @@ _NAMES = {
     **dict.fromkeys(("Bernoulli", "Categorical", "Gaussian", "MultiTask"), "model.likelihoods"),
     **dict.fromkeys(("HeteroscedasticCategorical", "HeteroscedasticGaussian", "HeteroscedasticStudentT"), "model.likelihoods"),
     **dict.fromkeys(("CensoredGaussian", "CensoredLogNormal", "CensoredWeibull", "GaussianMixture"), "model.likelihoods"),
-    **dict.fromkeys(("BetaNLL", "NaturalGaussian", "NegativeBinomial", "Ordinal", "Poisson", "StudentT"), "model.likelihoods"),
+    **dict.fromkeys(
+        ("BetaNLL", "NaturalGaussian", "NegativeBinomial", "NextToken", "Ordinal", "Poisson", "StudentT"), "model.likelihoods"
+    ),
 }
 __all__ = sorted((*_MODULES, *_NAMES))  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -209,6 +209,11 @@ def nll() -> None:
     agree(metrics.nll(q, torch.from_numpy(z)), -np.log(mixed(stats.norm.pdf(z, f, NOISE).prod(-1))).mean())
 
 
+def perplexity() -> None:
+    p, probs, y = classified()
+    agree(metrics.perplexity(p, torch.from_numpy(y)), np.exp(sklearn.metrics.log_loss(y, mixed(probs))), 1e-5)
+
+
 def crps(f: np.ndarray, y: np.ndarray) -> float:
     """The integral of (F(t) - 1[t > y])^2."""
     t = np.linspace(-12, 12, 24_001)
@@ -373,6 +378,7 @@ FUNCTIONS: dict[str, Oracle] = {
     "pit": pit,
     "wilson": wilson,
     "brier_decomposition": decomposition,
+    "perplexity": perplexity,
     "reliability": reliability,
     "threshold": threshold,
     "quantile_calibration": METRICS["quantile_error"],

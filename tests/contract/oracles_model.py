@@ -27,6 +27,7 @@ from dubito import (
     MultiTask,
     NaturalGaussian,
     NegativeBinomial,
+    NextToken,
     Ordinal,
     Poisson,
     StudentT,
@@ -285,6 +286,20 @@ def natural() -> None:
     close(again.log_prob(f, exact, {}) + math.log(3.0), both[0].log_prob(f, y, {}))
 
 
+def next_tokens() -> None:
+    """Positions are compared with the token that follows them, and what is left out says nothing."""
+    f, y = outputs(2, 5, 3), torch.tensor([[0, 2, 1, 1, 0], [2, 2, 0, -100, 1]])
+    for scale in (1.0, 1.5):
+        shifted, plain = NextToken(scale=scale), Categorical(scale=scale)
+        found = shifted.log_prob(f, shifted.target(y, f), {})
+        close(found[:, :-1], plain.log_prob(f[:, :-1], y[:, 1:], {}))
+        require(
+            not bool(found[:, -1].any()) and not bool(found[1, 2]), "nothing follows the end, and ignored tokens do not count"
+        )
+        close(shifted.slope(f, shifted.target(y, f), {})[:, -1], torch.zeros(2, 3, dtype=DOUBLE))
+        close(shifted.fisher(f, {}), plain.fisher(f, {}))
+
+
 def weighted_gradients() -> None:
     """The value is the log likelihood, and its gradient is multiplied by e^(beta s); where a target is missing it is 0."""
     f, y = outputs(5, 4).requires_grad_(), outputs(5, 2, seed=1)
@@ -375,6 +390,7 @@ LIKELIHOODS: dict[str, Oracle] = {
     "CensoredWeibull": several((CensoredWeibull(0.4), 1), (CensoredWeibull(), 1)),
     "GaussianMixture": both(several((GaussianMixture(1), 3), (GaussianMixture(2), 6), (GaussianMixture(3), 9)), mixtures),
     "Categorical": several((Categorical(), 3), (Categorical(scale=1.5), 3), (Categorical(scale=None), 2)),
+    "NextToken": next_tokens,
     "Bernoulli": several((Bernoulli(), 1), (Bernoulli(scale=1.5), 2), (Bernoulli(scale=None), 2)),
     "HeteroscedasticCategorical": several((HeteroscedasticCategorical(), 6), (HeteroscedasticCategorical(samples=256), 4)),
     "MultiTask": tasks,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dubito.model.likelihoods import NextToken
 from dubito.model.model import Inspection, Model
 from dubito.network.inspect import close
 from dubito.tensors import randomness, tree
@@ -128,6 +129,8 @@ class TargetCheck:
 
 def refuse_copied_labels(model: Model, batch: Any) -> None:
     """Raise where the labels of a language model are its own inputs, which a network learns to copy."""
+    if isinstance(model.likelihood, NextToken):
+        return
     x, y = model.split(batch)[0], _targets(model, batch)
     ids = x.get("input_ids") if isinstance(x, dict) else None
     config = getattr(model.network, "config", None)
@@ -136,6 +139,6 @@ def refuse_copied_labels(model: Model, batch: Any) -> None:
     keep = y != getattr(model.likelihood, "ignore_index", -100)
     if bool((ids == y)[keep].all()) and not getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            "the labels are the input_ids themselves, and a likelihood compares position with position, so the network would learn to "
-            "copy: shift them, labels[:, :-1] = input_ids[:, 1:] and labels[:, -1] = -100"
+            f"the labels are the input_ids themselves, and {type(model.likelihood).__name__} compares position with position, so the "
+            "network would learn to copy: use the likelihood dubito.NextToken(), which compares each position with the next token"
         )

@@ -60,6 +60,24 @@ class Functions:
     def __len__(self) -> int:
         return tree.count(self.stacked) if self.stacked else 1 if self.seeds is None else len(self.seeds)
 
+    @property
+    def shares(self) -> Tensor:
+        """Their weights in the mixture, [S]."""
+        return torch.full((len(self),), 1 / len(self)) if self.weights is None else self.weights.detach().cpu()
+
+    def split(self, size: int) -> list[Functions]:
+        """The same functions, at most `size` at a time."""
+        cuts = [slice(i, i + size) for i in range(0, len(self), size)]
+        return [
+            replace(
+                self,
+                stacked=tree.select(self.stacked, cut),
+                seeds=None if self.seeds is None else self.seeds[cut],
+                weights=self.shares[cut] / self.shares[cut].sum(),
+            )
+            for cut in cuts
+        ]
+
     def single(self) -> Functions:
         """The first of them, for which nothing has to be batched. Its dropout mask is one for all inputs, whatever the posterior
         predicts with: otherwise every input would have a function of its own."""
@@ -159,6 +177,18 @@ class Mixed:
 
     parts: tuple[Functions | Mixed, ...]
     weights: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def shares(self) -> Tensor:
+        """The weights of all functions in the mixture, [S]."""
+        return torch.cat([part.shares * weight for part, weight in zip(self.parts, self.weights, strict=True)])
+
+    def split(self, size: int) -> list[Functions]:
+        """The same functions, at most `size` at a time."""
+        return [piece for part in self.parts for piece in part.split(size)]
 
     def __call__(self, x: Tensor) -> LatentMixture:
         """The predictive at x, with a graph back to x."""

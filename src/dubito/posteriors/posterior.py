@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from dubito.model import Model
 from dubito.network.examples import LABELS, Batch, Inputs, is_array, split_batch
 from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
+from dubito.posteriors.generate import Generation, Way, write
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, one_of
@@ -142,6 +143,36 @@ class Posterior(ABC):
         drawn = self._functions(None, 1, seed)
         assert isinstance(drawn, Functions)
         return drawn.single()
+
+    def generate(
+        self,
+        x: Inputs,
+        n: int,
+        way: Way = "tokens",
+        *,
+        how: str | None = None,
+        draws: int | None = None,
+        greedy: bool = False,
+        stop: int | None = None,
+        doubt: float | None = None,
+        memory: float = 1.0,
+        seed: int = 0,
+    ) -> Generation:
+        """Write up to n tokens after each prompt, with a language model that gives logits [B, T, C] for tokens [B, T].
+
+        The prompts x are tokens of one length, or a dict with `input_ids`. Functions of the posterior predict the next token together,
+        in one of two ways (Malinin & Gales 2021). "tokens" averages their probabilities anew at every token. "sequences" averages the
+        probabilities of whole texts: functions that found the tokens so far improbable count less, as Bayes' rule has it.
+
+        Tokens are drawn at random, or with `greedy` the most probable ones are taken. A text ends with the token `stop`, or before a
+        token whose epistemic uncertainty is above `doubt`, in nats. Doubt about tokens is not doubt about meaning, because one thing
+        can be said in many ways. `how`, `draws` and `memory` are those of `predict`; `seed` decides the functions and the tokens.
+        """
+        at_least(1, n=n)
+        one_of(("tokens", "sequences"), way=way)
+        x = tree.move({key: x[key] for key in x} if hasattr(x, "keys") else x, self.model.device)  # pyright: ignore
+        functions, source = self.functions(how, draws=draws, seed=seed), generator("cpu", seed, "tokens")
+        return write(functions, x, n, way, source=source, greedy=greedy, stop=stop, doubt=doubt, memory=memory)
 
     def settings(self, draws: int = 10) -> list[Setting]:
         """Weights that stand for the posterior, with shares that sum to 1: those at its center, or at most about `draws` of them.

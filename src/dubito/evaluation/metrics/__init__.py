@@ -25,6 +25,7 @@ from dubito.evaluation.metrics.calibration import classwise_ece as classwise_ece
 from dubito.evaluation.metrics.calibration import ece as ece
 from dubito.evaluation.metrics.calibration import mce as mce
 from dubito.evaluation.metrics.calibration import nll as nll
+from dubito.evaluation.metrics.calibration import perplexity as perplexity
 from dubito.evaluation.metrics.calibration import reliability as reliability
 from dubito.evaluation.metrics.calibration import wilson as wilson
 from dubito.evaluation.metrics.decisions import Threshold as Threshold

@@ -312,6 +312,19 @@ def nll(p: Predictive, y: Array) -> Tensor:
     return -precise(p.log_prob(tensor(y).to(target.device))).sum() / count
 
 
+def perplexity(p: Predictive, y: Array) -> Tensor:
+    r"""The exponential of `nll`: among how many equally likely tokens a language model hesitates on average.
+
+    >>> import torch
+    >>> from dubito import NextToken
+    >>> from dubito.posteriors.predictive import LatentMixture
+    >>> p = LatentMixture(NextToken(), torch.zeros(1, 2, 3, 8))
+    >>> perplexity(p, torch.zeros(2, 3, dtype=torch.long))
+    tensor(8.)
+    """
+    return nll(p, y).exp()
+
+
 def brier(p: Predictive, y: Array) -> Tensor:
     r"""Brier score, :math:`\frac{1}{n} \sum_i \sum_c (\bar p_{ic} - y_{ic})^2` with y one-hot: from 0 to 2.
 

@@ -33,6 +33,7 @@ from dubito.model.likelihoods.likelihood import nodes as nodes
 from dubito.model.likelihoods.likelihood import quadrature as quadrature
 from dubito.model.likelihoods.mixture import GaussianMixture as GaussianMixture
 from dubito.model.likelihoods.multi_task import MultiTask as MultiTask
+from dubito.model.likelihoods.next_token import NextToken as NextToken
 from dubito.model.likelihoods.ordinal import Ordinal as Ordinal
 from dubito.model.likelihoods.student_t import HeteroscedasticStudentT as HeteroscedasticStudentT
 from dubito.model.likelihoods.student_t import StudentT as StudentT

@@ -22,7 +22,7 @@ from dubito.posteriors.predictive.predictive import (
     within_support,
 )
 from dubito.tensors import tree
-from dubito.tensors.checks import between, one_of
+from dubito.tensors.checks import between, one_of, require
 from dubito.tensors.randomness import fork_rng, fresh_generator, generator
 from dubito.tensors.tree import Params
 
@@ -277,6 +277,18 @@ class LatentMixture(Predictive):
         log_weights = closed.component_weights.log().reshape(-1, *[1] * (score.ndim - 1))
         score = (score + log_weights).logsumexp(0)  # [B, *D]
         return score.flatten(1).sum(1) if score.ndim > 1 else score
+
+    def joint_log_prob(self, y: Tensor) -> Tensor:
+        """log p(y | x, D) of all positions of every input together (pixels, tokens), [B].
+
+        `log_prob` averages over draws at each position and adds the logs. Here the probabilities of all positions are multiplied within
+        each draw, and averaged afterwards, because one function gives all positions.
+        """
+        require(self.certain, "a joint probability needs draws of functions: use predict(..., how='sampled')")
+        y = self.likelihood.target(tree.tensors(y), self.means[0])
+        score = self.likelihood.log_prob(self.means, y, self.aligned_params).double()  # [S, B, *D]
+        log_weights = self.component_weights.double().log().unsqueeze(1)
+        return (score.reshape(*score.shape[:2], -1).sum(-1) + log_weights).logsumexp(0)
 
     def _class_scores(self, y: Tensor) -> Tensor:
         """Log scores [B] of classes, by nodes that follow the spread."""
