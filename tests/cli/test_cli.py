@@ -444,6 +444,7 @@ def test_resume_continues_bit_for_bit(cli, ok, refused, tables, tmp_path, monkey
     assert "not finished; continue it" in refused("predict", tmp_path / "cut", tables / "iris.csv")
     assert "continue the run in it with --resume" in refused(*command("cut"))
     assert "different: training.seed (was 0, is 1)" in refused(*command("cut", "--resume", "--seed", 1))
+    assert "different: prior_scale (was None, is 1.0)" in refused(*command("cut", "--resume", "--prior-scale", 1))
     changed = refused(*command("cut", "--resume", "--no-record"))
     assert "different: method (was ...record=True), is ...record=False))" in changed
     ok(*command("cut", "--resume"))

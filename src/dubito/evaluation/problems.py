@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,8 @@ DIGITS = Training(
     sghmc_rate=None,
 )
 # The training of images and of tables has the defaults that networks of this size are usually given; they were chosen on no test data.
-IMAGES = DIGITS._replace(epochs=20, learning_rate=1e-3, batch_size=128, prior_scale=1.0, walk=0.05)
-TABLES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=1.0, dropout=0.05, walk=3e-3, clip=1.0)
+IMAGES = DIGITS._replace(epochs=20, learning_rate=1e-3, batch_size=128, prior_scale=None, walk=0.05)
+TABLES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=None, dropout=0.05, walk=3e-3, clip=1.0)
 UCI_STEPS = 3000  # of a fit on a UCI set, whatever its size
 IMAGE_SETS: dict[str, Callable[..., Examples]] = {
     "mnist": data.mnist,
@@ -52,6 +52,21 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "si
 Build = Callable[[tuple[int, ...], int], nn.Module]  # (shape of an input, outputs) -> a network, from the global generator
 
 
+class Rows(NamedTuple):
+    """Which rows of a user's table are in which part of a split."""
+
+    train: Tensor  # numbers of rows
+    test: Tensor
+    unfamiliar: Mapping[str, Tensor]  # those of other files, which stand below, by name
+
+
+class Columns(NamedTuple):
+    """A user's table as it is in the file, with the rows of unfamiliar files below."""
+
+    cells: Mapping[str, Any]  # a column of text or numbers by its name
+    targets: tuple[str, ...]
+
+
 class Split(NamedTuple):
     """The training and test rows of one seed. A regression is trained on standardized targets and judged in their own units."""
 
@@ -62,6 +77,7 @@ class Split(NamedTuple):
     shift: Tensor | None  # y = shift + scale * standardized, of a regression
     scale: Tensor | None
     unfamiliar: Mapping[str, Tensor]  # inputs of other kinds, by name
+    rows: Rows | None = None  # of a user's table
 
     @property
     def checksum(self) -> str:
@@ -85,6 +101,7 @@ class Problem:
     splits: int | None = field(default=None, kw_only=True)  # how many published splits there are; a seed is the number of one
     people: Tensor | None = field(default=None, kw_only=True, repr=False)  # [N] entropy of people's answers to the test inputs
     hidden: tuple[int, ...] | None = field(default=None, kw_only=True)  # of the default network, where that is a perceptron
+    columns: Callable[[], Columns] | None = field(default=None, kw_only=True, repr=False)  # of a user's table
 
     @property
     def stackable(self) -> bool:
@@ -100,13 +117,17 @@ class Problem:
         def split(seed: int) -> Split:
             """The split of a seed, with fewer rows."""
             whole = self.split(seed)
-            learn, rows = some(len(whole.x_train), train, seed), some(len(whole.x_test), test)
+            learn, judge = some(len(whole.x_train), train, seed), some(len(whole.x_test), test)
+            far = {name: some(len(x), test) for name, x in whole.unfamiliar.items()}
+            rows = whole.rows
             return whole._replace(
                 x_train=whole.x_train[learn],
                 y_train=whole.y_train[learn],
-                x_test=whole.x_test[rows],
-                y_test=whole.y_test[rows],
-                unfamiliar={name: x[some(len(x), test)] for name, x in whole.unfamiliar.items()},
+                x_test=whole.x_test[judge],
+                y_test=whole.y_test[judge],
+                unfamiliar={name: x[far[name]] for name, x in whole.unfamiliar.items()},
+                rows=rows
+                and Rows(rows.train[learn], rows.test[judge], {name: x[far[name]] for name, x in rows.unfamiliar.items()}),
             )
 
         return replace(self, split=split, people=None if self.people is None else self.people[some(len(self.people), test)])
@@ -244,8 +265,11 @@ def of_table(
     held_out: float = 0.2,
     unfamiliar: Mapping[str, Tensor] | None = None,
     batch_size: int = 32,
+    columns: Callable[[], Columns] | None = None,
 ) -> Problem:
     """A user's own table, with the training of `dubito fit`. Which rows are held out for testing differs with the seed.
+
+    `columns` reads the table as it is in the file, for `dubito.fit_table`, which encodes it in its own way.
 
     >>> table = data.Table(torch.randn(10, 2), torch.arange(10) % 2, ("a", "b"), ("y",), ("no", "yes"))
     >>> of_table("mine.csv", table).split(0).x_test.shape
@@ -262,8 +286,11 @@ def of_table(
         """The split of a seed; the inputs are standardized where x is a table."""
         order = torch.randperm(len(y), generator=randomness.generator("cpu", seed, "held out"))
         train, test = order[held:].sort().values, order[:held].sort().values
-        return standardized(data.Split(x[train], y[train], x[test], y[test]), unfamiliar, classes=classes, inputs=x.ndim == 2)
+        made = standardized(data.Split(x[train], y[train], x[test], y[test]), unfamiliar, classes=classes, inputs=x.ndim == 2)
+        return made._replace(rows=Rows(train, test, dict(zip(unfamiliar or (), below, strict=True))))
 
+    sizes = [len(far) for far in (unfamiliar or {}).values()]
+    below = torch.arange(len(y), len(y) + sum(sizes)).split(sizes)
     large = x.ndim == 4 and x.shape[1] in (1, 3) and min(x.shape[2:]) >= 16
     build, hidden = (lenet, None) if large else (perceptron((64, 64)), (64, 64))
     training = IMAGES if large else table_training(len(y) - held, batch_size=batch_size)
@@ -272,7 +299,7 @@ def of_table(
         table.targets if len(table.targets) == width else tuple(f"{table.targets[0]}{i}" for i in range(width))
     )
     kind = "classification" if classes else "regression"
-    return Problem(name, kind, split, training, build, outputs, source=f"{name}, {len(y)} rows", hidden=hidden)
+    return Problem(name, kind, split, training, build, outputs, source=f"{name}, {len(y)} rows", hidden=hidden, columns=columns)
 
 
 def perceptron(hidden: tuple[int, ...], *, activation: str = "relu", dropout: float = 0.0, head: str = "output") -> Build:

@@ -42,6 +42,7 @@ from dubito.inference.methods import (
     Variational,
 )
 from dubito.inference.registry import METHODS
+from dubito.model import Model
 from dubito.model.likelihoods import Gaussian, Likelihood
 from dubito.model.priors import Normal
 from dubito.network.inspect import layers_of
@@ -64,7 +65,7 @@ class Training(NamedTuple):
     epochs: int
     learning_rate: float
     batch_size: int
-    prior_scale: float | None  # standard deviation of the Normal prior; None: learned by the methods that can, else 1
+    prior_scale: float | None  # standard deviation of the Normal prior on all weights; None: the default prior of `Model`
     dropout: float
     walk: float  # SWAG: constant learning rate while weights are collected
     clip: float | None = None
@@ -80,10 +81,19 @@ class Training(NamedTuple):
         """The settings of gradient descent, as keyword arguments of MAP and its relatives."""
         return {"epochs": self.epochs, "learning_rate": self.learning_rate, "clip": self.clip}
 
-    @property
-    def prior(self) -> Normal:
-        """The prior over the weights."""
-        return Normal() if self.prior_scale is None else Normal(scale=self.prior_scale)
+    def model(self, network: nn.Module, likelihood: Likelihood) -> Model:
+        """The model with the prior of the problem."""
+        return with_prior(network, likelihood, self.prior_scale)
+
+
+def with_prior(network: nn.Module, likelihood: Likelihood, prior_scale: float | None) -> Model:
+    """A model whose weights have N(0, prior_scale^2), or where that is None the default prior of `Model`.
+
+    >>> from dubito import Categorical
+    >>> with_prior(nn.Linear(4, 2), Categorical(), None).prior, with_prior(nn.Linear(4, 2), Categorical(), 0.5).prior
+    (Normal.fan_in(scale=3, bias=1, learned=True), Normal(scale=0.5))
+    """
+    return Model(network, likelihood) if prior_scale is None else Model(network, likelihood, Normal(scale=prior_scale))
 
 
 def table_training(rows: int, *, batch_size: int = 32, prior_scale: float | None = None) -> Training:
@@ -221,7 +231,7 @@ class Configuration(NamedTuple):
 
     method: Method
     start: Method | None  # trains the network first
-    learns_prior: bool  # the prior is `Normal()`, whose scale is learned, and not the problem's
+    learns_prior: bool  # the prior is the default of `Model`, whose scale is learned, and not the problem's
 
 
 def configure(name: str, training: Training) -> Configuration:

@@ -29,6 +29,7 @@ from dubito.evaluation.problems import Problem, perceptron, resized
 from dubito.likelihoods import PREFIX
 from dubito.methods import IVON, MAP, Ensemble, Laplace, MCDropout
 from dubito.posteriors import Point
+from dubito.priors import Normal
 from dubito.report import Column, Report, Section, Table
 
 
@@ -466,7 +467,7 @@ def test_a_stack_makes_what_fit_makes(splits, clip):
     model = made.model(splits, (2,))
     parts = [splits.split(seed) for seed in range(2)]
     method = replace(made.method, clip=clip)
-    tasks = [Task(split.x_train, split.y_train, seed) for seed, split in enumerate(parts)]
+    tasks = [Task(split.x_train, split.y_train, seed, prior=model.prior) for seed, split in enumerate(parts)]
     # one batch is all of the data, so that the order of the rows does not matter
     start = train(model, tasks, method, epochs=0, batch_size=1000, tell=lambda share: None)
     found = train(model, tasks, method, epochs=6, batch_size=1000, tell=lambda share: None)
@@ -483,7 +484,7 @@ def test_a_stack_of_dropout_has_the_noise_and_the_prior_of_the_paper(splits):
     n, decay = len(split.x_train), 1e-3
     method = replace(made.method, epochs=5, rate=0.0, length_scale=0.5, weight_decay=decay)
     precision = dropout_precision(length_scale=0.5, keep=1.0, n_data=n, weight_decay=decay)
-    task = Task(split.x_train, split.y_train, 0, precision=precision, prior=2.0, biases=2.0)
+    task = Task(split.x_train, split.y_train, 0, precision=precision, prior=Normal(scale=2.0))
     start = train(model, [task], method, epochs=0, batch_size=1000, tell=lambda share: None)
     found = train(model, [task], method, epochs=5, batch_size=1000, tell=lambda share: None)
     own = {name: leaf[0] for name, leaf in start.items()}
@@ -554,5 +555,5 @@ def test_rows_that_leave_the_posterior_or_are_tuned_say_so(digits, splits):
     assert parse_spec("map", splits).title == "MAP [tuned]"
     caption = departures_caption([parse_spec("laplace,damping=10", digits), parse_spec("map", splits)])
     assert "Laplace (damping=10): generalized (damping = 10)" in caption
-    assert "MAP and ensembles with a temperature fitted there" in caption
+    assert "Tuned on held-out training rows: MAP." in caption
     assert departures_caption([parse_spec("map", digits)]) == ""

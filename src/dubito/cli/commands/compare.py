@@ -46,7 +46,8 @@ class CompareOptions:
     data: Annotated[str, arg(metavar="NAME|FILE")] = "digits"
     """digits (bundled); mnist, fashion-mnist, cifar10, uci:yacht and the like (in the folder DUBITO_DATA); or your own file."""
     methods: Annotated[tuple[str, ...], arg(metavar="METHOD ...")] = METHODS
-    """Registered names, with options after commas: mc_dropout,rate=0.2,epochs=30. ensemble:laplace is an ensemble of laplace."""
+    """Registered names, with options after commas: mc_dropout,rate=0.2,epochs=30. ensemble:laplace is an ensemble of laplace.
+    map+temperature adds a temperature (or a factor of the noise) tuned on held-out training rows. table is `dubito fit TABLE`."""
     seeds: int = 3
     """Number of seeds; for data with published splits, number of splits."""
     unfamiliar: Annotated[tuple[str, ...], arg(metavar="NAME|FILE ...", help_behavior_hint="")] = ()
@@ -102,7 +103,7 @@ class TrainingOptions:
     batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Examples per training step."""
     prior_scale: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
-    """Standard deviation of the Normal prior over the weights."""
+    """Standard deviation of a Normal prior, the same for all weights; by default it is scaled by the inputs of a layer."""
     train: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Largest number of training examples; they are drawn by the seed."""
     test: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -214,7 +215,9 @@ def make_problem(options: CompareOptions, own: TableOptions, training: TrainingO
 
 
 def _own_table(options: CompareOptions, own: TableOptions, training: TrainingOptions) -> Problem:
-    from dubito.evaluation.problems import of_table
+    from dubito.apps.tables.frames import as_frame
+    from dubito.cli.compare.recipe import joined
+    from dubito.evaluation.problems import Columns, of_table
 
     path = Path(options.data)
     with redirect_stdout(None) if training.quiet else nullcontext():
@@ -224,7 +227,14 @@ def _own_table(options: CompareOptions, own: TableOptions, training: TrainingOpt
         for name in options.unfamiliar
     }
     _check_shapes(unfamiliar, tuple(read.x.shape[1:]))
-    return of_table(path.name, read, held_out=own.held_out, unfamiliar=unfamiliar, batch_size=training.batch_size or 32)
+
+    @lru_cache(maxsize=1)
+    def columns() -> Columns:
+        """The table as it is in the file, and below it the unfamiliar ones."""
+        return Columns(joined([as_frame(name) for name in (options.data, *options.unfamiliar)]), own.target)
+
+    more = {"batch_size": training.batch_size or 32, "columns": columns}
+    return of_table(path.name, read, held_out=own.held_out, unfamiliar=unfamiliar, **more)
 
 
 def _named_problem(options: CompareOptions) -> Problem:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ def make_recipe(options: FitOptions, table: Table, y: Tensor, kind: Kind, rows: 
         y=Scaling.of(y[rows.train]) if kind == "regression" else None,
         network=options.network,
         prior_scale=options.run.prior_scale,
+        default_prior=prior_of_run(options),
         method=repr(method) if start is None else f"{method!r} after {start!r}",
         training={
             "rows": len(rows.train),
@@ -97,6 +99,12 @@ def make_recipe(options: FitOptions, table: Table, y: Tensor, kind: Kind, rows: 
             "seed": options.run.seed,
         },
     )
+
+
+def prior_of_run(options: FitOptions) -> Literal["normal", "fan_in"]:
+    """The prior where no scale is given. A run that version 0.1 began goes on with the one that it had then."""
+    began = options.data.out / CHECKPOINT / NAME
+    return Recipe.read(began).default_prior if options.run.resume and began.exists() else "fan_in"
 
 
 def announce(name: str, model: Model, recipe: Recipe, options: FitOptions, rows: Rows) -> None:

@@ -31,9 +31,9 @@ class RunOptions:
     """Prior, batches, early stopping and checkpoints."""
 
     prior_scale: Annotated[
-        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 1, or learned by methods that can)")
+        float | None, arg(metavar="FLOAT", help_behavior_hint="(default: scaled by the inputs of a layer)")
     ] = None
-    """Standard deviation of the Normal prior over the weights; a smaller one gives smoother functions."""
+    """Standard deviation of a Normal prior, the same for all weights; a smaller one gives smoother functions."""
     batch_size: int = 32
     """Rows per training step."""
     patience: Annotated[int | None, arg(metavar="EPOCHS", help_behavior_hint="(default: run to the end)")] = None

@@ -21,6 +21,7 @@ from torch import Tensor
 import dubito
 from dubito.cli.commands.errors import UsageError
 from dubito.cli.commands.network import Network
+from dubito.inference.presets import with_prior
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical, Gaussian
 from dubito.model.priors import Normal
@@ -74,11 +75,14 @@ class Recipe:
     x: Scaling
     y: Scaling | None  # regression
     network: Network
-    prior_scale: float | None
+    prior_scale: float | None  # of N(0, prior_scale^2) on all weights
     method: str
     training: dict[str, Any]
     metrics: dict[str, float | None] = field(default_factory=dict)  # on the held-out rows
     fill: dict[str, float] = field(default_factory=dict)  # replacement of missing numbers, by column
+    default_prior: Literal["normal", "fan_in"] = (
+        "normal"  # without a scale: N(0, 1), as in version 0.1, or the default of `Model`
+    )
 
     def model(self, network: str | None) -> Model:
         """The model with new weights. `network` is the factory that the user allows to be imported."""
@@ -90,7 +94,8 @@ class Recipe:
         spec = self.network if network is None else Network(network=network)
         regression = self.kind == "regression"
         likelihood = Gaussian(outputs=len(self.outputs)) if regression else Categorical()
-        return Model(spec.build(self.shape, len(self.outputs)), likelihood, Normal(scale=self.prior_scale))
+        made = with_prior(spec.build(self.shape, len(self.outputs)), likelihood, self.prior_scale)
+        return made if self.prior_scale or self.default_prior == "fan_in" else replace(made, prior=Normal())
 
     def write(self, path: Path) -> None:
         """Write the recipe as JSON with a checksum."""

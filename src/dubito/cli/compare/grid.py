@@ -13,16 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from dubito.cli.compare.recipe import TableRecipe, cells_checksum, columns_of
 from dubito.cli.compare.result import Key, Result, versions
 from dubito.cli.compare.scoring import SEVERITIES, check_names, evaluate
 from dubito.cli.compare.spec import Spec
-from dubito.cli.compare.stacked import Chosen, fit_splits, is_stackable
+from dubito.cli.compare.stacked import Chosen, fit_splits, inner_split, is_stackable
 from dubito.cli.process import one_thread
 from dubito.evaluation.problems import Problem, Split
 from dubito.inference.fit import Event, Method, fit
 from dubito.inference.methods import MAP
 from dubito.inference.progress import Progress
 from dubito.model import Model
+from dubito.model.priors import Normal
 from dubito.posteriors import Posterior
 from dubito.tensors import randomness, store
 from dubito.tensors.checks import require
@@ -116,7 +118,8 @@ class Grid:
 
     def _key(self, spec: Spec, seed: int, split: Split, checksum: str) -> Key:
         with randomness.fork_rng(0):
-            network = spec.model(self.problem, tuple(split.x_train.shape[1:])).network
+            model = spec.model(self.problem, tuple(split.x_train.shape[1:]))
+        network, given = model.network, Normal(scale=self.problem.training.prior_scale)
         shapes = {name: list(p.shape) for name, p in network.named_parameters()}
         settings = {
             "problem": self.problem.name,
@@ -130,7 +133,9 @@ class Grid:
             "corruptions": list(self.corruptions),
             "severities": list(self.severities) if self.corruptions else [],
         }
-        optional = {
+        optional = {  # what results of version 0.1 did not have
+            "prior": "" if model.prior == given else repr(model.prior),
+            "columns": cells_checksum(columns_of(self.problem, split)[0]) if isinstance(spec.method, TableRecipe) else "",
             "people": self.problem.people is not None,
             "detectors": list(self.detectors),
             "confidence": list(self.confidence),
@@ -180,8 +185,9 @@ class Grid:
         if fitted is None:
             return Result(key, error=error, versions=versions())
         names = ("corruptions", "severities", "detectors", "confidence")
-        options: Any = {name: getattr(self, name) for name in names}
-        found, error = _attempt(lambda: evaluate(fitted.posterior, self.problem, split, seed=key.seed, **options))
+        options: Any = {"fix": fitted.fix, **{name: getattr(self, name) for name in names}}
+        judged = fitted.split or split
+        found, error = _attempt(lambda: evaluate(fitted.posterior, self.problem, judged, seed=key.seed, **options))
         if found is None:
             return Result(key, seconds=fitted.seconds, error=error, versions=versions())
         more = {"choice": fitted.choice, "shift": found.shift, "arrays": found.arrays, "versions": versions()}
@@ -197,6 +203,16 @@ class Fits:
 
     def __call__(self, spec: Spec, split: Split, tell: Callable[[float], object] = float) -> Chosen:
         """The posterior of a method, and the seconds that it took, with the training that it starts from."""
+        if isinstance(spec.method, TableRecipe):
+            begin = time.monotonic()
+            predict, judged = spec.method.fit(self.problem, split, seed=self.seed)
+            return Chosen(predict, {}, time.monotonic() - begin, split=judged)
+        if spec.recalibrated:
+            plain, held = replace(spec, recalibrated=False), inner_split(split, self.seed)
+            first = Fits(self.problem, self.seed, device=self.device)(plain, held, lambda share: tell(0.5 * share))
+            made = self(plain, split, lambda share: tell(0.5 + 0.5 * share))
+            made = made._replace(seconds=first.seconds + made.seconds)
+            return made.recalibrated(first.posterior, held, seed=self.seed)
         with randomness.fork_rng(randomness.derive_seed(self.seed, "network")):
             model = spec.model(self.problem, tuple(split.x_train.shape[1:]))
         small = sum(p.numel() for p in model.network.parameters()) <= SMALL
@@ -205,7 +221,7 @@ class Fits:
             if spec.start is not None:
                 name = repr((spec.start, model.likelihood))
                 if name not in self.trained:
-                    plain = replace(model, prior=self.problem.training.prior)
+                    plain = self.problem.training.model(model.network, model.likelihood)
                     self.trained[name] = self._fit(plain, spec.start, split, None, tell)
                 start, before = self.trained[name]
                 model = replace(start.model, prior=model.prior)

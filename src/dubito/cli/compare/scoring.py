@@ -6,7 +6,7 @@ A detector or confidence score that does not suit a posterior (ConfidNet an ense
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from dubito.apps.network import score_loader
 from dubito.apps.ood import DETECTORS
 from dubito.evaluation import measures, metrics
 from dubito.evaluation.judge import rank, score, separation
-from dubito.evaluation.judge.stream import predict_in_batches, predictor
+from dubito.evaluation.judge.stream import Predictor, predict_in_batches, predictor
 from dubito.evaluation.problems import Problem, Split
 from dubito.evaluation.shift import corrupt
 from dubito.posteriors import Posterior
@@ -46,22 +46,24 @@ class Evaluation:
 
 
 def evaluate(
-    posterior: Posterior,
+    posterior: Posterior | Predictor,
     problem: Problem,
     split: Split,
     *,
     seed: int,
+    fix: Callable[[Predictive], Predictive] | None = None,
     corruptions: Sequence[str] = (),
     severities: Sequence[int] = SEVERITIES,
     detectors: Sequence[str] = (),
     confidence: Sequence[str] = (),
 ) -> Evaluation:
-    """All scores that suit the problem. Nothing is chosen on the test data."""
+    """All scores that suit the problem, of predictions that `fix` recalibrates. Nothing is chosen on the test data."""
     classes, predict_rows = problem.kind == "classification", predictor(posterior, seed=seed)
 
     def predict(x: Tensor) -> Predictive:
         """The predictive of all inputs, in the original units of the targets, on the CPU."""
         p = predict_in_batches(predict_rows, x, ROWS)
+        p = p if fix is None else fix(p)
         return p if split.shift is None or split.scale is None else p.rescaled(split.shift, split.scale)
 
     p = predict(split.x_test)
@@ -107,23 +109,25 @@ def check_names(detectors: Sequence[str], confidence: Sequence[str], *, classes:
     require(not wrong, f"detector {', '.join(wrong)} needs a classification: choose from {others}")
 
 
-def detect_unfamiliar(name: str, posterior: Posterior, split: Split) -> dict[str, float]:
+def detect_unfamiliar(name: str, posterior: Posterior | Predictor, split: Split) -> dict[str, float]:
     """How well a detector, fitted on the training rows, separates each set of unfamiliar inputs from the test inputs."""
-    try:
-        detector = DETECTORS[name]().fit(posterior, (split.x_train, split.y_train))
-        familiar = score_loader(detector, split.x_test)
-        figures = {kind: separation(familiar, score_loader(detector, x)) for kind, x in split.unfamiliar.items()}
-    except ValueError:
-        figures = {kind: {"auroc": math.nan, "fpr95": math.nan} for kind in split.unfamiliar}
+    figures = {kind: {"auroc": math.nan, "fpr95": math.nan} for kind in split.unfamiliar}
+    if isinstance(posterior, Posterior):
+        with suppress(ValueError):
+            detector = DETECTORS[name]().fit(posterior, (split.x_train, split.y_train))
+            familiar = score_loader(detector, split.x_test)
+            figures = {kind: separation(familiar, score_loader(detector, x)) for kind, x in split.unfamiliar.items()}
     return {f"{kind} {figure} {name}": value for kind, found in figures.items() for figure, value in found.items()}
 
 
-def rank_errors(name: str, posterior: Posterior, p: Predictive, split: Split, wrong: Tensor, *, seed: int) -> dict[str, float]:
+def rank_errors(
+    name: str, posterior: Posterior | Predictor, p: Predictive, split: Split, wrong: Tensor, *, seed: int
+) -> dict[str, float]:
     """How well a confidence score finds the errors. ConfidNet is trained on the training rows."""
     figures = dict.fromkeys(DECISIONS, math.nan)
     if name != "confidnet":
         figures = rank(SCORES[name](p), wrong, DECISIONS)
-    else:
+    elif isinstance(posterior, Posterior):
         with suppress(ValueError):
             learned = ConfidNet().fit(posterior, (split.x_train, split.y_train), seed=seed, progress=False)
             figures = rank(score_loader(learned, split.x_test), wrong, DECISIONS)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dubito.cli.compare.recipe import TableRecipe, columns_of
 from dubito.evaluation.problems import Problem
 from dubito.inference.method import Method, inexact_settings
 from dubito.inference.methods import MAP, Ensemble, MCDropout
-from dubito.inference.presets import Training, configure, dropout_places, label, preset
+from dubito.inference.presets import Training, configure, dropout_places, label, preset, with_prior
 from dubito.inference.registry import METHODS
 from dubito.model import Model
 from dubito.model.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
-from dubito.model.priors import Normal
 from dubito.posteriors.families import FAMILIES, Family
 from dubito.posteriors.posterior import departure_label
 from dubito.tensors import randomness
@@ -23,6 +23,7 @@ from dubito.tensors.checks import require, suggestion
 
 Noise = Literal["shared", "heteroscedastic"]
 LATER = ("keep=None", "perturb=None", "anchored=False", "hold_out=None")  # fields of Ensemble since version 0.1
+TABLE, TEMPERATURE = "table", "temperature"  # the recipe of `dubito fit TABLE`, and what may follow a method, as map+temperature
 START = "start."  # prefix of the options of the training that comes before a method
 
 
@@ -32,16 +33,22 @@ class Spec:
 
     label: str
     text: str  # as the user wrote it
-    method: Method
+    method: Method | TableRecipe
     start: Method | None = field(default=None, kw_only=True)  # trains the network first
     learns_prior: bool = field(default=False, kw_only=True)
     noise: Noise = field(default="shared", kw_only=True)  # of a regression: one level for all inputs, or an output of the network
     grid: tuple[Mapping[str, float], ...] = field(default=(), kw_only=True)
+    recalibrated: bool = field(default=False, kw_only=True)  # by a temperature, or a scale of the noise, chosen on the same fifth
+
+    @property
+    def tuned(self) -> bool:
+        """Whether something is chosen on held-out training rows."""
+        return len(self.grid) > 1 or self.recalibrated or isinstance(self.method, TableRecipe)
 
     @property
     def title(self) -> str:
         """The label in tables, which says whether the row is tempered, generalized or tuned."""
-        words = [self.departure.partition(" ")[0], "tuned" if len(self.grid) > 1 else ""]
+        words = [self.departure.partition(" ")[0], "tuned" if self.tuned else ""]
         return self.label + "".join(f" [{word}]" for word in words if word)
 
     @property
@@ -59,7 +66,7 @@ class Spec:
         """The model with weights drawn from the global generator."""
         width = 2 if problem.kind == "regression" and self.noise == "heteroscedastic" else 1
         network = problem.build(shape, width * len(problem.outputs))
-        return Model(network, self.likelihood(problem), Normal() if self.learns_prior else problem.training.prior)
+        return with_prior(network, self.likelihood(problem), None if self.learns_prior else problem.training.prior_scale)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -70,10 +77,11 @@ class Spec:
             "learns_prior": self.learns_prior,
             "noise": self.noise,
             "grid": [dict(point) for point in self.grid],
+            **({"recalibrated": True} if self.recalibrated else {}),
         }
 
 
-def _stated(method: Method) -> str:
+def _stated(method: Method | TableRecipe) -> str:
     """The method with all its settings, less the defaults of fields that came later: results of earlier versions still count."""
     text = repr(method)
     for default in LATER:
@@ -82,7 +90,7 @@ def _stated(method: Method) -> str:
 
 
 def parse_spec(text: str, problem: Problem) -> Spec:
-    """Parse `name`, `name,option=value,...` or `ensemble:name,...`.
+    """Parse `name`, `name,option=value,...`, `ensemble:name,...`, `name+temperature,...` or `table`.
 
     Options are fields of the method, of the method that it wraps and, with the prefix `start.`, of the training before it.
 
@@ -92,9 +100,16 @@ def parse_spec(text: str, problem: Problem) -> Spec:
     ('MC dropout (rate=0.3, epochs=5)', 0.3, 5)
     """
     name, *words = [word.strip() for word in text.split(",")]
-    name = name.replace("-", "_")
-    innermost = _check_name(name)
+    name, plus, ending = name.replace("-", "_").partition("+")
     options = dict(_option(text, word) for word in words)
+    require(ending == TEMPERATURE or not plus, f"{text}: only +{TEMPERATURE} can follow a method; got +{ending}")
+    title = f" ({', '.join(words)})" if words else ""
+    if name == TABLE:
+        require(not plus, f"{text}: the recipe for tables is calibrated already")
+        recipe, _ = _with_options(text, TableRecipe(), None, options)
+        columns_of(problem, problem.split(0))  # which refuses what is no table
+        return Spec("Table recipe" + title, text, recipe)
+    innermost = _check_name(name)
     noise = _noise(text, options.pop("noise", None), problem)
     training = training_of(problem)
     if innermost == "mc_dropout" and problem.stackable:
@@ -104,8 +119,9 @@ def parse_spec(text: str, problem: Problem) -> Spec:
     if noise == "heteroscedastic":
         method = unclipped(method)
     method, start = _with_options(text, method, start, options)
-    title = label(name, method) + (f" ({', '.join(words)})" if words else "")
-    spec = Spec(title, text, method, start=start, learns_prior=learns_prior, noise=noise or "shared", grid=grid)
+    fix = (" + temperature" if problem.kind == "classification" else " + noise scale") if plus else ""
+    more = {"start": start, "learns_prior": learns_prior, "noise": noise or "shared", "grid": grid, "recalibrated": bool(plus)}
+    spec = Spec(label(name, method) + fix + title, text, method, **more)
     if not isinstance(spec.likelihood(problem), preset(innermost).likelihoods or Likelihood):
         raise ValueError(
             f"{innermost} does not support {problem.kind} with {type(spec.likelihood(problem)).__name__}: leave it out"
@@ -132,7 +148,7 @@ def _check_name(name: str) -> str:
     chain = name.split(":")
     for part in chain:
         if part not in METHODS:
-            raise ValueError(f"no method is called {part!r}; {suggestion(part, METHODS)}")
+            raise ValueError(f"no method is called {part!r}; {suggestion(part, (*METHODS, TABLE))}")
     if len(set(chain)) < len(chain) or any(part != "ensemble" for part in chain[:-1]):
         raise ValueError(f"{name}: only ensemble wraps other methods, as in ensemble:laplace")
     return chain[-1]
@@ -152,7 +168,7 @@ def _option(text: str, word: str) -> tuple[str, str]:
     return key.strip().replace("-", "_"), value.strip()
 
 
-def _with_options(text: str, method: Method, start: Method | None, options: Mapping[str, str]) -> tuple[Method, Method | None]:
+def _with_options(text: str, method: Any, start: Method | None, options: Mapping[str, str]) -> tuple[Any, Method | None]:
     """The method, what it wraps, and the training before it, with the options set."""
     inner = method.method if isinstance(method, Ensemble) else None
     holders = {name: holder for name, holder in (("", method), ("inner", inner), ("start", start)) if holder is not None}

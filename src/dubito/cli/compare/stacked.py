@@ -12,24 +12,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from dubito.cli.compare.spec import LENGTH_SCALE, Noise, Spec
+from dubito.evaluation.judge.stream import Predictor, predict_in_batches, predictor
 from dubito.evaluation.problems import Problem, Split
+from dubito.evaluation.recalibrate import Temperature, Variance
 from dubito.inference.descent import Descent, advance, clip, share
 from dubito.inference.methods import MAP, Ensemble, MCDropout
 from dubito.model import Model
 from dubito.model.likelihoods import PREFIX as LIKELIHOOD
 from dubito.model.likelihoods import likelihood_params
+from dubito.model.priors import Normal
 from dubito.network.reinitialize import reinitialize
 from dubito.network.weights import in_mode
 from dubito.posteriors import Point, Posterior, Samples, Stochastic
 from dubito.posteriors.predict.dropout import PREFIX as RATE
 from dubito.posteriors.predict.dropout import Dropout, Masks
+from dubito.posteriors.predictive import Predictive
 from dubito.tensors import randomness, tree
 from dubito.tensors.tree import Params
 
@@ -37,6 +41,7 @@ NOISE = LIKELIHOOD + "log_scale"
 LARGEST = 128  # networks in one stack: more do not fit into the cache, and are no faster
 FOLDS = 5  # one of this many rows of a training rows is held out to choose a point of the grid
 CHOOSING = 200  # draws of dropout when points of a grid are compared
+ROWS = 1024  # inputs predicted at a time
 WEIGHT = 0.8  # share of the time that choosing takes, roughly
 
 Tell = Callable[[float], object]  # is called with the share of the work that is done
@@ -50,16 +55,31 @@ class Task(NamedTuple):
     seed: int
     rate: float = 0.0  # of dropout
     precision: float | None = None  # of the noise, fixed; None learns it
-    prior: float = 1.0  # scale of the prior over the weights
-    biases: float = 1.0  # and over the biases
+    prior: Normal = Normal()
 
 
 class Chosen(NamedTuple):
     """A fitted split, the point of the grid that was chosen for it, and its share of the seconds that all splits took."""
 
-    posterior: Posterior
+    posterior: Any  # or, of the recipe for tables, a function from numbers of rows to a predictive
     choice: Mapping[str, float]
     seconds: float
+    fix: Callable[[Predictive], Predictive] | None = None  # recalibrates the predictions
+    split: Split | None = None  # on which to judge it, if not on the problem's own
+
+    def recalibrated(self, other: Posterior | Predictor, held: Split, *, seed: int) -> Chosen:
+        """The same with the temperature, or the scale of the noise, that the test rows of `held` give to an `other` fit, to the
+        training rows of `held`. As it is where these have none: without an error, ever smaller ones look better."""
+        p = predict_in_batches(predictor(other, seed=seed), held.x_test, ROWS)
+        try:
+            if p.likelihood.discrete:
+                tempered = Temperature().fit(p, held.y_test)
+                return self._replace(fix=tempered, choice={**self.choice, "temperature": tempered.temperature})
+            stretched = Variance().fit(p, held.y_test)
+        except ValueError:
+            return self
+        names = ["scale"] if len(stretched.factor) == 1 else [f"scale {k}" for k in range(len(stretched.factor))]
+        return self._replace(fix=stretched, choice={**self.choice, **dict(zip(names, stretched.factor.tolist(), strict=True))})
 
 
 class Wanted(NamedTuple):
@@ -113,10 +133,16 @@ def fit_splits(
         chosen = _choose(stack, points, splits, tell=lambda done: tell(weight * done))
     members = 1 if stack.ensemble is None else stack.ensemble.size
     final = [Wanted(seed, chosen[seed], splits[seed]) for seed in seeds]
+    held = {seed: inner_split(splits[seed], seed) for seed in seeds} if spec.recalibrated else {}
+    final += [Wanted(seed, chosen[seed], split) for seed, split in held.items()]
     posteriors = stack.fit(final, members=members, tell=lambda done: tell(weight + (1 - weight) * done))
     seconds = (time.monotonic() - begin) / len(seeds)
-    fitted = zip(seeds, posteriors, strict=True)
-    return {seed: Chosen(posterior, chosen[seed], seconds) for seed, posterior in fitted if _is_finite(posterior)}
+    fitted = zip(seeds, posteriors[: len(seeds)], strict=True)
+    made = {seed: Chosen(posterior, chosen[seed], seconds) for seed, posterior in fitted if _is_finite(posterior)}
+    for seed, other in zip(held, posteriors[len(seeds) :], strict=True):
+        if seed in made and _is_finite(other):
+            made[seed] = made[seed].recalibrated(other, held[seed], seed=seed)
+    return made
 
 
 def _choose(
@@ -202,8 +228,9 @@ class Stack:
         noise, method = self.noise(point), self.method
         if self.ensemble is not None and noise == "heteroscedastic":
             method = replace(method, clip=None)  # where the predicted noise is small, gradients must be large
-        scale = self.problem.training.prior_scale or 1.0
-        task = Task(split.x_train, split.y_train, seed, prior=scale, biases=scale)
+        prior = self.models[noise].prior.normal
+        assert prior is not None
+        task = Task(split.x_train, split.y_train, seed, prior=prior)
         if self.dropout is not None:
             method = replace(self.dropout, rate=point.get("rate", self.dropout.rate))
             task = _dropout_task(task, method, point, split)
@@ -232,7 +259,8 @@ def _dropout_task(task: Task, method: MCDropout, point: Mapping[str, float], spl
     if precision is None:
         return task
     length = method.length_scale or LENGTH_SCALE
-    return task._replace(prior=1 / (length * math.sqrt(keep)), biases=1 / length)  # as in `MCDropout` with a length scale
+    # as in `MCDropout` with a length scale
+    return task._replace(prior=Normal(scale={"bias$": 1 / length, "": 1 / (length * math.sqrt(keep))}))
 
 
 def _model(spec: Spec, problem: Problem, split: Split) -> Model:
@@ -305,7 +333,7 @@ def _decay(params: Params, tasks: Sequence[Task], n: int) -> Params:
     decay = {}
     for name, leaf in params.items():
         if ":" not in name:
-            scales = [t.biases if name.endswith("bias") else t.prior for t in tasks]
+            scales = [t.prior.scale_of(name) for t in tasks]
             shape = (-1, *[1] * (leaf.ndim - 1))
             decay[name] = torch.tensor([scale**-2 / n for scale in scales], device=leaf.device).reshape(shape)
     return decay

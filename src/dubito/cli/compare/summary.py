@@ -231,13 +231,13 @@ def table_caption(results: Sequence[Result], seeds: int, *, splits: bool) -> str
 def departures_caption(specs: Sequence[Spec]) -> str:
     """What the labels tempered, generalized and tuned mean, for the rows that have one."""
     changed = [f"{spec.label}: {spec.departure}" for spec in specs if spec.departure]
-    tuned = [spec.label for spec in specs if len(spec.grid) > 1]
+    tuned = [spec.label for spec in specs if spec.tuned]
     texts = []
     if changed:
         texts.append(f"Not the posterior of Bayes' rule: {'; '.join(changed)}.")
     if tuned:
         texts.append(
-            f"Tuned on a held-out fifth of the training rows: {', '.join(tuned)}. Compare tuned rows only with rows tuned on the same "
-            "data, such as MAP and ensembles with a temperature fitted there (`dubito.recalibrate`)."
+            f"Tuned on held-out training rows: {', '.join(tuned)}. Compare tuned rows only with other tuned rows, such as "
+            "`map+temperature` and `ensemble+temperature`."
         )
     return " ".join(texts)

@@ -64,7 +64,7 @@ def run(*, seed: int = 0, effort: float = 1.0, say: Callable[[str], object] = st
     fits(parse_spec("map,epochs=1", given), split)  # torch loads parts of itself at the first step; no method should pay for that
     for name in suiting(METHODS, Categorical):
         spec = parse_spec(name, given)
-        posterior, _, seconds = fits(spec, split)
+        posterior, _, seconds, *_ = fits(spec, split)
         evaluation = evaluate(posterior, given, split, seed=seed)
         results.append(
             Result(

@@ -112,7 +112,7 @@ GARMENTS = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt
 HEAD = (
     r"hidden([2-9]\d*)?$|output$"  # layers with dropout in our networks: late ones, so that many draws cost little more than one
 )
-SENTENCES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=1.0, dropout=0.5, walk=3e-3)
+SENTENCES = Training(epochs=100, learning_rate=1e-2, batch_size=64, prior_scale=None, dropout=0.5, walk=3e-3)
 
 
 @dataclass(frozen=True)
