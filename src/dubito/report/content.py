@@ -42,6 +42,7 @@ class Table:
     alike: frozenset[tuple[int, int]] = field(
         default=frozenset(), kw_only=True
     )  # (row, column): as good as the best, up to chance
+    unmarked: frozenset[tuple[int, int]] = field(default=frozenset(), kw_only=True)  # (row, column): never the best of the column
     sortable: bool = field(default=False, kw_only=True)  # by a click on a header, with a box that filters the rows
 
     def __post_init__(self):
@@ -63,15 +64,16 @@ class Table:
 
     @property
     def best(self) -> set[tuple[int, int]]:
-        """(row, column) of the best value of each column, and of all values that round to the same number."""
+        """(row, column) of the best value of each column, and of all values that round to the same number, but of no `unmarked` one."""
         marked = set()
         for j, column in enumerate(self.columns):
             numbers = {i: float(row[j]) for i, row in enumerate(self.rows) if isinstance(row[j], int | float)}  # pyright: ignore
             shown = {i: round(number, column.digits) for i, number in numbers.items() if math.isfinite(number)}
-            if column.better is None or len(shown) < 2:
+            allowed = {i: number for i, number in shown.items() if (i, j) not in self.unmarked}
+            if column.better is None or len(shown) < 2 or not allowed:
                 continue
-            top = max(shown.values()) if column.better == "higher" else min(shown.values())
-            marked |= {(i, j) for i, number in shown.items() if number == top}
+            top = max(allowed.values()) if column.better == "higher" else min(allowed.values())
+            marked |= {(i, j) for i, number in allowed.items() if number == top}
         return marked
 
 

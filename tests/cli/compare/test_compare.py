@@ -330,18 +330,56 @@ def test_the_table_has_means_errors_the_best_and_what_is_like_it():
     assert table("t", cells[::3], main, seeds=1).errors == ()
 
 
-def test_narrow_intervals_that_do_not_cover_are_not_the_best():
-    widths = {"narrow": (0.1, 0.2), "honest": (0.9, 1.0)}
-    made = [
-        Result(Key(label, seed, {}), {"nll": 1.0 + seed, "coverage": share, "width": width, "sharpness": width / 3}, 1.0)
-        for label, (share, width) in widths.items()
-        for seed in range(3)
+def intervals(label: str, coverage: float, width: float, *, targets: int, seeds: int = 3) -> list[Result]:
+    """The results of a method with such intervals; later seeds are a little wider."""
+    made = {"nll": 1.0, "ece": 0.1, "quantile_error": 0.1 - coverage / 10, "coverage": coverage}
+    return [
+        Result(
+            Key(label, seed, {}),
+            {**made, "width": width + 0.01 * seed, "sharpness": width / 3 + 0.01 * seed},
+            1.0,
+            arrays={"y": torch.zeros(targets, 1)},
+        )
+        for seed in range(seeds)
     ]
+
+
+@pytest.mark.parametrize(
+    ("coverage", "targets", "fair"),
+    [
+        (0.2, 1000, False),
+        (0.86, 1000, False),  # 3 % too few
+        (0.88, 1000, True),
+        (0.86, 30, True),  # two standard errors of 90 targets are 6 %
+        (0.83, 30, False),
+        (0.94, 1000, False),  # too many is no calibration either
+        (math.nan, 1000, False),
+    ],
+)
+def test_narrow_intervals_are_the_best_only_if_they_cover(coverage, targets, fair):
+    made = [*intervals("narrow", coverage, 0.1, targets=targets), *intervals("honest", 0.9, 1.0, targets=targets)]
     main, more = scores(made, "regression")
     columns = [score.key for score in (*main, *more)]
     shown = table("t", made, (*main, *more), seeds=3)
-    assert {"width", "sharpness"} <= set(columns)
-    assert not {columns[j - 1] for _, j in (*shown.best, *shown.alike)} & {"coverage", "width", "sharpness"}
+    bold = {(columns[j - 1], i) for i, j in shown.best}
+    marked = bold | {(columns[j - 1], i) for i, j in shown.alike}
+    for width in ("width", "sharpness"):
+        assert {i for name, i in marked if name == width} == ({0} if fair else {1})
+        assert {i for name, i in bold if name == width} == ({0} if fair else {1})
+    assert not {name for name, _ in marked} & {"coverage", "quantile_error", "ece"}
+    html = Report("t", (Section("s", tables=(shown,)),)).html()
+    assert html.count('class="best"') == len(shown.best)
+    file = io.StringIO()
+    Report("t", (Section("s", tables=(shown,)),)).print(Console(file=file, width=400))
+    assert file.getvalue().split("Mean")[0].count("*") == len(shown.best)
+
+
+def test_where_no_interval_covers_none_is_the_best():
+    made = [*intervals("narrow", 0.2, 0.1, targets=1000), *intervals("wide", 1.0, 9.0, targets=1000)]
+    main, _ = scores(made, "regression")
+    place = 1 + [score.key for score in main].index("width")
+    shown = table("t", made, main, seeds=3)
+    assert place not in {j for _, j in (*shown.best, *shown.alike)}
 
 
 def test_means_leave_out_what_is_not_known():

@@ -31,6 +31,15 @@ NAMES = {
     "aupr_error": "AUPR",
     "aurc": "AURC",
 }
+NOMINAL, SLACK = 0.9, 0.03  # level of the intervals, and how far off a coverage may be whatever the number of targets
+CALIBRATION = (
+    "ece",
+    "ece_mass",
+    "classwise_ece",
+    "mce",
+    "quantile_error",
+)  # a predictive that ignores its inputs is best in these
+WIDTHS = ("width", "sharpness")  # and a wrong one that is sure of itself in these
 MAIN = {
     "classification": ("accuracy", "nll", "brier", "ece", "errors auroc", "errors aurc"),
     "regression": ("rmse", "nll", "crps", "coverage", "width", "quantile_error"),
@@ -56,6 +65,12 @@ class Mean(NamedTuple):
             return Mean(math.nan, math.nan, 0)
         error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
         return Mean(statistics.fmean(known), error, len(known))
+
+
+MARKS = (
+    "Errors of calibration are not marked, since a method that ignores the inputs has the least; widths only of methods whose coverage "
+    "is right."
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,8 @@ def describe(key: str) -> Score:
         return Score(key, "seconds", "lower", meaning="time to fit, including the training of the network it starts from")
     if key in metrics.METRICS:
         metric = metrics.METRICS[key]
-        return Score(key, NAMES.get(key, key.replace("_", " ")), metric.better, meaning=metric.meaning)
+        better = "lower" if key in WIDTHS else metric.better
+        return Score(key, NAMES.get(key, key.replace("_", " ")), better, meaning=metric.meaning)
     # a file of unfamiliar inputs may have any name, such as "errors", so those come last
     readers = (_of_errors, _of_people, _of_shift, _of_separation, _of_missed)
     return next((score for reader in readers if (score := reader(key)) is not None), Score(key, key.replace("_", " "), None))
@@ -177,7 +193,8 @@ def _of_missed(key: str) -> Score | None:
 
 def table(title: str, results: Sequence[Result], wanted: Sequence[Score], *, seeds: int, caption: str = "") -> Table:
     """A row for every method. Bold is the best mean; `alike` are the values that do not differ significantly from it, which includes
-    methods that share fewer than two seeds with the best."""
+    methods that share fewer than two seeds with the best. Errors of calibration have neither, and narrow intervals only if they
+    cover."""
     rows = by_method(results)
     by_seed = {label: {score.key: values(own, score.key) for score in wanted} for label, own in rows.items()}
     means = {label: {key: Mean.of(list(by.values())) for key, by in own.items()} for label, own in by_seed.items()}
@@ -187,13 +204,41 @@ def table(title: str, results: Sequence[Result], wanted: Sequence[Score], *, see
         columns.append(Column(score.name, digits=digits, better=score.better, meaning=score.meaning))
     shown = tuple((label, *(means[label][score.key].value for score in wanted)) for label in rows)
     errors = tuple((None, *(means[label][score.key].error for score in wanted)) for label in rows)
-    made = Table(title, tuple(columns), shown, caption=caption, errors=errors if seeds > 1 else (), sortable=True)
+    unmarked = {
+        (i, j)
+        for j, score in enumerate(wanted, 1)
+        for i, own in enumerate(rows.values())
+        if score.key in CALIBRATION or (score.key in WIDTHS and not covers(own))
+    }
+    made = Table(
+        title,
+        tuple(columns),
+        shown,
+        caption=caption,
+        errors=errors if seeds > 1 else (),
+        unmarked=frozenset(unmarked),
+        sortable=True,
+    )
     alike = set()
     for j, score in enumerate(wanted, 1):
         best = [i for i, k in made.best if k == j]
         if best and seeds > 1 and score.key != SECONDS:
-            alike |= {(i, j) for i in _alike([by[score.key] for by in by_seed.values()], score) if i not in best}
+            fair = [{} if (i, j) in unmarked else by[score.key] for i, by in enumerate(by_seed.values())]
+            alike |= {(i, j) for i in _alike(fair, score) if i not in best}
     return replace(made, alike=frozenset(alike))
+
+
+def covers(results: Sequence[Result]) -> bool:
+    """Whether the 90 % intervals of a method hold 90 % of the targets, up to 3 % or two binomial standard errors.
+
+    >>> from dubito.cli.compare.result import Key
+    >>> [covers([Result(Key("a", 0, {}), {"coverage": share})]) for share in (0.86, 0.88, 0.92, 0.94)]
+    [False, True, True, False]
+    """
+    share = Mean.of(list(values(results, "coverage").values())).value
+    targets = sum(len(result.arrays["y"]) for result in results if "y" in result.arrays)
+    noise = math.sqrt(NOMINAL * (1 - NOMINAL) / targets) if targets else 0.0
+    return abs(share - NOMINAL) <= max(SLACK, 2 * noise)
 
 
 def _alike(by_row: Sequence[Mapping[int, float]], score: Score) -> list[int]:
@@ -217,14 +262,16 @@ def table_caption(results: Sequence[Result], seeds: int, *, splits: bool) -> str
     """How to read the table."""
     noun = "split" if splits else "seed"
     if seeds < 2:
-        return f"One {noun}, so there are no standard errors, and small differences are chance. Bold: the best of a column."
+        return (
+            f"One {noun}, so there are no standard errors, and small differences are chance. Bold: the best of a column. {MARKS}"
+        )
     done = {label: sum(result.error is None for result in own) for label, own in by_method(results).items()}
     few = [f"{label} ({n} of {seeds})" for label, n in done.items() if n < seeds and len(set(done.values())) > 1]
     fewer = f" Means over fewer {noun}s cannot be compared with the others: {', '.join(few)}." if few else ""
     return (
-        f"Mean ± standard error over {seeds} {noun}s. Bold: the best mean of a column. Pale (~ in print): not significantly different "
-        f"from the best; the {100 * LEVEL:.0f} % interval of the paired difference includes 0. Of many comparisons, one in twenty is "
-        f"wrong by chance.{fewer}"
+        f"Mean ± standard error over {seeds} {noun}s. Bold: the best mean of a column. {MARKS} Pale (~ in print): not significantly "
+        f"different from the best; the {100 * LEVEL:.0f} % interval of the paired difference includes 0. Of many comparisons, one in "
+        f"twenty is wrong by chance.{fewer}"
     )
 
 
