@@ -9,6 +9,7 @@ The number depends on the position alone, not on the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -90,8 +91,29 @@ def _principal(cov: Tensor, slope: Tensor, *, dense: bool) -> tuple[Tensor, Tens
     inner = contrasts @ (cov if dense else torch.diag_embed(cov)) @ contrasts.mT
     roots = contrasts.mT @ symmetric_root(inner)
     variance = (inner.diagonal(dim1=-2, dim2=-1).mean(-1) * slope**2).amax(0)
+    return roots, _node_counts(variance, cov.shape[-1])
+
+
+def _node_counts(variance: Tensor, width: int) -> Tensor:
+    """How many nodes positions need, from the mean variance of what is integrated there."""
     counts = 2.0 ** (512 * variance.nan_to_num(0.0).clamp(1e-6, 1e6)).log2().ceil()
-    return roots, counts.clamp(FEWEST, min(MOST, 2 ** (cov.shape[-1] + 6))).long()
+    return counts.clamp(FEWEST, min(MOST, 2 ** (width + 6))).long()
+
+
+def joint_scores(p: LatentMixture, y: Tensor) -> Tensor:
+    """Log scores [B, *D] of targets that depend on several outputs at a position, such as correlated labels or tasks, each with the
+    nodes that its spread asks for."""
+    means, shape = p.means.flatten(1, -2), p.means.shape[1:-1]  # [S, n, C]
+    cov, root = (None if t is None else t.flatten(1, p.means.ndim - 2) for t in (p.cov, p.root))
+    y, scores = y.flatten(0, len(shape) - 1), p.means.new_empty(shape.numel(), dtype=torch.float64)
+    counts = _node_counts(p.variances.mean(-1).amax(0).flatten(), 2 * means.shape[-1])
+    for count in counts.unique().tolist():
+        step = max(1, 2**4 * CACHE // (len(means) * count * means.shape[-1]))
+        for rows in (counts == count).nonzero().squeeze(1).split(step):
+            here = (None if t is None else t[:, rows] for t in (cov, root))
+            some = replace(p, means=means[:, rows], **dict(zip(("cov", "root"), here, strict=True)), quadrature=count)
+            scores[rows] = some.position_scores(y[rows]).double()
+    return scores.to(torch.promote_types(p.means.dtype, torch.float32)).reshape(shape)
 
 
 def symmetric_root(cov: Tensor) -> Tensor:

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
-from dubito.posteriors.predictive.classes import ClassTerms, class_terms, follows_spread, symmetric_root
+from dubito.posteriors.predictive.classes import (
+    ClassTerms,
+    class_terms,
+    follows_spread,
+    joint_scores,
+    symmetric_root,
+)
 from dubito.posteriors.predictive.predictive import (
     Predictive,
     Units,
@@ -161,7 +167,7 @@ class LatentMixture(Predictive):
         if self.certain or self.link == "mc" or width == 1 or not self.likelihood.separate:
             return self.points
         unit, weights = quadrature(self.quadrature or NODES, self.means[..., :1])
-        spread = self._variances.clamp_min(0).sqrt().unsqueeze(1) * unit.reshape(1, -1, *[1] * (self.means.ndim - 1))
+        spread = self.variances.clamp_min(0).sqrt().unsqueeze(1) * unit.reshape(1, -1, *[1] * (self.means.ndim - 1))
         return self._finer(self.means.unsqueeze(1) + spread, None, weights)
 
     @cached_property
@@ -194,6 +200,8 @@ class LatentMixture(Predictive):
             return self.linked_points.mean
         if self._class_terms is not None:
             return self._class_terms.probs.clamp(0, 1).reshape(self.means.shape[1:])
+        if isinstance(self.likelihood, MultiTask) and not self.certain:  # each task with the nodes that it asks for
+            return torch.cat([self.task(name).mean for name in self.likelihood.tasks], -1)
         mean = average(self.probs, self.draw_weights)
         return mean.clamp(0, 1) if self.likelihood.discrete else mean  # a mean of probabilities may round to more than 1
 
@@ -222,7 +230,7 @@ class LatentMixture(Predictive):
         """Total = aleatoric + epistemic."""
         if isinstance(self.likelihood, MultiTask) and not self.certain:
             return self.likelihood.beside([self.task(name).uncertainty for name in self.likelihood.tasks], self.means.ndim - 1)
-        noise = None if self.certain else self.likelihood.noise_variance(self.means, self._variances, self.aligned_params)
+        noise = None if self.certain else self.likelihood.noise_variance(self.means, self.variances, self.aligned_params)
         if noise is not None:  # exactly: the mean of the noise, and the variance of the outputs that are means
             aleatoric, epistemic = average(noise, self.component_weights), self.f_var[..., : noise.shape[-1]]
             return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
@@ -241,11 +249,11 @@ class LatentMixture(Predictive):
     def f_var(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Variance of the network's output over the posterior."""
         between = average((self.means - self.f_mean) ** 2, self.component_weights)
-        return between if self.certain else between + average(self._variances, self.component_weights)
+        return between if self.certain else between + average(self.variances, self.component_weights)
 
     @property
-    def _variances(self) -> Tensor:
-        """The diagonals of the covariances, [S, B, *D, C]."""
+    def variances(self) -> Tensor:
+        """The variances of the outputs in each component, the diagonals of the covariances, [S, B, *D, C]."""
         if self.root is not None:
             return self.root.square().sum(-1)
         assert self.cov is not None
@@ -257,8 +265,28 @@ class LatentMixture(Predictive):
             return self.linked_points.log_prob(y)
         y = self.likelihood.target(tree.tensors(y), self.means[0])
         if follows_spread(self):
-            return self._class_scores(y)
-        alone = self.likelihood.separate and self.cov is not None and self.cov.ndim == self.means.ndim
+            score = self._class_scores(y)
+        elif self._joint:
+            score = joint_scores(self, y)
+        else:
+            score = self.position_scores(y)
+        return score.flatten(1).sum(1) if score.ndim > 1 else score
+
+    @property
+    def _joint(self) -> bool:
+        """Whether a log score of labels or tasks is an integral over several outputs, with as many nodes as their spread asks for."""
+        free = not self.certain and self.quadrature is None and self.link == "nodes" and self.means.shape[-1] > 1
+        several = self.likelihood.discrete or isinstance(self.likelihood, MultiTask)
+        return free and several and not self._labels_alone and self._exact is None
+
+    @property
+    def _labels_alone(self) -> bool:
+        """Whether labels are independent within each component."""
+        return self.likelihood.separate and self.cov is not None and self.cov.ndim == self.means.ndim
+
+    def position_scores(self, y: Tensor) -> Tensor:
+        """log p(y | x, D) at every position, [B, *D], for targets in the layout of the likelihood's `target`."""
+        alone = self._labels_alone
         closed = self if alone else self._resolved
         if alone:
             score = self._label_scores(y)
@@ -275,8 +303,7 @@ class LatentMixture(Predictive):
             score = closed._exact.log_prob(y if seen is None else torch.where(seen.unsqueeze(-1), y, 0.0))
             score = score if seen is None else torch.where(seen, score, 0.0)
         log_weights = closed.component_weights.log().reshape(-1, *[1] * (score.ndim - 1))
-        score = (score + log_weights).logsumexp(0)  # [B, *D]
-        return score.flatten(1).sum(1) if score.ndim > 1 else score
+        return (score + log_weights).logsumexp(0)  # [B, *D]
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """log p(y | x, D) of all positions of every input together (pixels, tokens), [B].
@@ -291,12 +318,12 @@ class LatentMixture(Predictive):
         return (score.reshape(*score.shape[:2], -1).sum(-1) + log_weights).logsumexp(0)
 
     def _class_scores(self, y: Tensor) -> Tensor:
-        """Log scores [B] of classes, by nodes that follow the spread."""
+        """Log scores [B, *D] of classes, by nodes that follow the spread."""
         seen = self.likelihood.observed(y)
         keep = torch.ones_like(y, dtype=torch.bool) if seen is None else seen
         scores = torch.zeros(y.shape, dtype=torch.promote_types(self.means.dtype, torch.float32), device=y.device)
         scores[keep] = class_terms(self, keep, y[keep]).log_probs
-        return scores.flatten(1).sum(1) if scores.ndim > 1 else scores
+        return scores
 
     def _label_scores(self, y: Tensor) -> Tensor:
         """Log scores [S, B, *D] of labels that are independent within each component: products of one-dimensional integrals."""
