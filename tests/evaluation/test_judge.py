@@ -368,8 +368,8 @@ def test_predictions_that_are_nan_are_told_at_once():
         Judge().update(p, y)
     found = fed(p, y, metrics=["nll", "ece", "mce", "brier"])
     assert all(map(math.isnan, found.values.values()))
-    with pytest.raises(TypeError, match="y is a list"):
-        judge(lambda x: p, (torch.zeros(5, 2), [0, 1, 2, 0, 1]))
+    with pytest.raises(TypeError, match="y is a str"):
+        judge(lambda x: p, (torch.zeros(5, 2), "01201"))
 
 
 def test_a_truth_whose_probability_is_no_float_any_more():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dubito
+from dubito.network.examples import as_arrays
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3
@@ -74,11 +75,48 @@ def test_data_as_people_hold_them_give_the_same_fit(data):
         assert torch.allclose(leaf, wanted[name], atol=1e-6)
 
 
+class NAType:
+    """As much of pandas.NA as is read."""
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        X.numpy().astype(object),
+        X.numpy().astype(">f8"),
+        X.numpy()[::-1, ::-1][::-1, ::-1],
+        X.numpy().astype(np.longdouble),
+        np.ma.masked_array(X.numpy(), np.zeros(X.shape, bool)),
+    ],
+    ids=["objects", "other byte order", "negative strides", "long double", "nothing masked"],
+)
+def test_arrays_of_every_kind_give_the_same_fit(x):
+    wanted = fit((X, Y)).params
+    for name, leaf in fit((x, Y)).params.items():
+        assert torch.allclose(leaf, wanted[name], atol=1e-6)
+
+
+def test_frames_of_several_types_are_numbers_and_what_is_missing_is_nan():
+    x = np.array([[1.5, True, 2], [None, False, NAType()]], dtype=object)
+    assert np.array_equal(as_arrays(Frame(x)), [[1.5, 1.0, 2.0], [np.nan, 0.0, np.nan]], equal_nan=True)
+    assert as_arrays(Frame(np.array([1, np.int64(2)], dtype=object))).dtype == np.int64
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         (Frame(X), "give a tuple, such as"),
-        ((Frame(np.array([["a"], ["b"]])), Frame([0, 1])), "text or objects"),
+        ((Frame(np.array([["a"], ["b"]])), Frame([0, 1])), "holds text, dates or objects"),
+        (([["a", "b"], ["c", "d"]], [0, 1]), "holds text, dates or objects"),
+        ((list(X.numpy()), Y), r"read as several inputs, and np.stack\(x\)"),
+        ((list(X), list(Y)), r"read as several inputs, and np.stack\(x\)"),
+        ((X.to_sparse(), Y), "to_dense"),
+        ((X[:, 0], Y), r"does not take inputs of shape \[12\] .* x\[:, None\]"),
+        (X, r"Data are a tuple \(x, y\)"),
+        ("table.csv", "dubito.fit_table reads a file"),
+        ((X, [1.0, np.nan, *Y[2:].tolist()]), "1 class targets are missing"),
+        ((X, np.ma.masked_array(Y.numpy(), Y.numpy() == 2)), "4 class targets are missing"),
+        ((np.ma.masked_array(X.numpy(), X.numpy() > 1), Y), "the inputs hold NaN"),
         (([[1.0, 2.0], [3.0]], [0, 1]), "different lengths"),
     ],
 )
@@ -104,6 +142,72 @@ def test_labels_out_of_range_in_a_later_batch_are_told(form):
     data = (X, y) if form == "arrays" else DataLoader(TensorDataset(X, y), batch_size=4)
     with pytest.raises(ValueError, match="from . to 7, but the network has 3 classes"):
         fit(data, batch_size=4)
+
+
+def test_held_out_labels_out_of_range_and_complex_targets_are_told():
+    with pytest.raises(ValueError, match="from 3 to 5, but the network has 3 classes"):
+        fit((X, Y), validation=(X, Y + 3))
+    with pytest.raises(ValueError, match="the targets are complex"):
+        fit((X, X + 1j), dubito.Model(nn.Linear(3, 3), dubito.Gaussian()))
+    with pytest.raises(ValueError, match="n_data must be at least 1; got 0"):
+        fit((X, Y), n_data=0)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (None, "predict takes the inputs of some examples, .*; got None"),
+        ("x.csv", "predict takes the inputs of some examples"),
+        ((X, Y), "leave the targets out"),
+        ({"q": X}, "a dict has them by name"),
+        (X.long(), "the inputs are int64, which the network does not take"),
+        (X[:, :2], r"does not take inputs of shape \[12, 2\]"),
+    ],
+    ids=["none", "text", "pair", "dict", "integers", "width"],
+)
+def test_inputs_that_a_network_does_not_take_are_told_at_prediction(x, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        fit((X, Y)).predict(x)
+
+
+@pytest.mark.parametrize("method", [dubito.MAP(epochs=1), dubito.Ensemble(dubito.MAP(epochs=1), 2), dubito.Laplace(check=False)])
+def test_one_example_with_as_many_numbers_as_outputs_is_told(method):
+    posterior = dubito.fit(dubito.Model(nn.Linear(3, 3), dubito.Gaussian()), method, (X, X), progress=False)
+    with pytest.raises(ValueError, match="one example without its batch axis, 3 numbers"):
+        posterior.predict(X[0])
+
+
+def test_a_network_of_numbers_takes_a_vector():
+    class Line(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slope = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.slope * x
+
+    posterior = fit((X[:, 0], X[:, 1]), dubito.Model(Line(), dubito.Gaussian()))
+    assert posterior.predict(X[:5, 0]).mean.shape == (5, 1)
+
+
+@pytest.mark.parametrize("draws", [0, -1, 2.5])
+@pytest.mark.parametrize("method", [dubito.Ensemble(dubito.MAP(epochs=1), 2), dubito.Laplace(check=False)])
+def test_a_number_of_draws_is_whole_and_positive(method, draws):
+    posterior = dubito.fit(model(), method, (X, Y), progress=False)
+    with pytest.raises(ValueError, match=f"draws must be .*; got {draws}"):
+        posterior.predict(X, draws=draws)
+
+
+def test_targets_of_a_prediction_as_people_hold_them():
+    posterior = fit((X, Y))
+    p = posterior.predict(X)
+    for y in (Y.tolist(), Frame(Y), Y.numpy()):
+        assert torch.equal(p.log_prob(y), p.log_prob(Y))
+    with pytest.raises(ValueError, match="from 3 to 5, but the network has 3 classes"):
+        p.log_prob(Y + 3)
+    scores = dubito.judge(posterior, (X, Y), metrics=["nll"])["nll"]
+    for data in ((Frame(X), Frame(Y)), (X.tolist(), Y.tolist()), {"input": X, "labels": Y}, HuggingFace()):
+        assert dubito.judge(posterior, data, metrics=["nll"])["nll"] == pytest.approx(scores, rel=1e-5)
 
 
 def test_a_network_is_a_start():

@@ -684,7 +684,7 @@ def test_bad_input_fails_early_and_in_words():
         ((x, y[:10]), ValueError, "same, positive number of rows"),
         ((x, torch.full_like(y, torch.nan)), ValueError, "NaN"),
         ((x, y.expand(-1, 2)), ValueError, "do not fit Gaussian"),
-        ((torch.zeros(64, 5), y), RuntimeError, "shapes cannot be multiplied"),
+        ((torch.zeros(64, 5), y), ValueError, "shapes cannot be multiplied"),
         ([], ValueError, "no data"),
         (3, TypeError, "a DataLoader"),
         ([x], ValueError, "a batch is"),

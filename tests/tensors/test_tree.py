@@ -65,5 +65,5 @@ def test_move_reaches_into_everything_and_respects_what_knows_better():
 
 @pytest.mark.parametrize("array", [np.array(["cat", "dog"]), np.array([1.0, None])])
 def test_arrays_of_names_and_objects_are_told_of(array):
-    with pytest.raises(TypeError, match=r"holds text or objects, not numbers: .* np.unique\(names, return_inverse=True\)"):
+    with pytest.raises(TypeError, match=r"holds text, dates or objects, not numbers: .* np.unique\(names, return_inverse=True\)"):
         tree.tensors((np.zeros(2), array))

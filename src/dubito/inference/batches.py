@@ -31,9 +31,14 @@ class Arrays:
     def of(data: tuple[Inputs, Targets], dtype: torch.dtype, size: int, *, shuffle: bool, device: Any = None) -> Arrays:
         """Inputs and targets, checked, as tensors on a device; NumPy's floats in a dtype."""
         x, y = tree.tensors(data, dtype)
-        counts = {leaf.shape[0] for leaf in tree.leaves((x, y))}
+        for leaf in tree.leaves((x, y)):
+            require(
+                leaf.layout is torch.strided, f"a tensor of layout {leaf.layout} cannot be cut into batches: pass x.to_dense()"
+            )
+        counts = {len(leaf) if leaf.ndim else 0 for leaf in tree.leaves((x, y))}
         one = len(counts) == 1 and counts != {0}
-        require(one, f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}")
+        lists = "; a list of arrays is read as several inputs, and np.stack(x) makes it one" if isinstance(x, list) else ""
+        require(one, f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}{lists}")
         return Arrays(tree.move(x, device), tree.move(y, device), size, shuffle)
 
     def __len__(self) -> int:
@@ -122,25 +127,26 @@ def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 
     `n_data` is the number of examples that the posterior is conditioned on, where it cannot be counted; `size` that of a batch where
     the data are cut into batches here.
     """
-    data = _columns(model, data)
+    data = as_columns(data, default=model.split is split_batch)
     if is_pair(data) and (is_array(data[1]) or isinstance(data[1], dict)):
         source = Arrays.of(data, model.dtype, size, shuffle=shuffle, device=model.device)
         return Batches(source, n_data or batch_size(source.y), len(source), model.device, n_data is None)
-    if isinstance(data, Dataset) or _of_hugging_face(data):
+    if isinstance(data, Dataset) or is_hugging_face(data):
         rows: Any = data
-        data = _loader(rows.with_format("torch") if _of_hugging_face(rows) else rows, size, shuffle)
+        data = _loader(rows.with_format("torch") if is_hugging_face(rows) else rows, size, shuffle)
     _check_iterable(data)
     count = _count(model, data) if n_data is None else n_data
     require(count, "there is no data: the loader gives no example (with drop_last, not even one full batch)")
     return Batches(data, count, _length(model, data, count), model.device, n_data is None)
 
 
-def _columns(model: Model, data: Data) -> Data:
-    """DataFrames, lists of numbers and dicts of columns as a tuple (x, y) of arrays; other data as they are."""
+def as_columns(data: Data, *, default: bool) -> Data:
+    """DataFrames, lists of numbers and, where batches are read in the default way, dicts of columns, as a tuple (x, y) of arrays; other
+    data as they are."""
     if hasattr(data, "to_numpy"):
         raise TypeError(f"the data are one {type(data).__name__}: give a tuple, such as (frame[inputs], frame[target])")
     if isinstance(data, Mapping):
-        if model.split is not split_batch:
+        if not default:
             raise TypeError(
                 "a dict as data is read by the default split: give Model(split=...) a DataLoader or a list of batches"
             )
@@ -148,7 +154,7 @@ def _columns(model: Model, data: Data) -> Data:
     return tuple(as_arrays(part) for part in data) if is_pair(data) else data
 
 
-def _of_hugging_face(data: Data) -> bool:
+def is_hugging_face(data: Data) -> bool:
     """Whether the data are a `datasets.Dataset`, by what it offers."""
     return all(hasattr(data, name) for name in ("with_format", "column_names", "__len__", "__getitem__"))
 
@@ -167,6 +173,8 @@ def _check_iterable(data: Data) -> None:
         raise TypeError(f"data must be a tuple (x, y), a Dataset, a DataLoader or a list of batches; got a {type(data).__name__}")
     if is_pair(data) and is_array(data[0]):
         raise TypeError(f"data as a tuple must be (x, y), with y a tensor or an array; y is a {type(data[1]).__name__}")
+    if isinstance(data, str):
+        raise TypeError(f"data {data!r} are text: give a tuple (x, y); dubito.fit_table reads a file by its name")
     if isinstance(data, Iterator):
         raise TypeError("data is an iterator that can be gone through only once: give a list of batches or a DataLoader")
 

@@ -118,7 +118,10 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
             raise ValueError("there is no data: the loader gave no batch")
         begin = make_start(model, options.start, model.split(first)[1], many=traits.many_starts)
         output = _inspect(model, method, begin, first, rows=source.arrays is not None)
-        source.check_targets(TargetCheck.of(model, output, first))
+        check = TargetCheck.of(model, output, first)
+        source.check_targets(check)
+        if held_out is not None:
+            held_out.check_targets(check)
         groups = math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1
         method = with_budget(method, groups)
         steps = method.steps(groups)

@@ -152,5 +152,5 @@ def _check_finite(info: Info, step: int) -> None:
     if isinstance(value, Tensor) and not torch.isfinite(value).all():
         raise FloatingPointError(
             f"the log likelihood is not finite after step {step}: the steps are probably too large (lower learning_rate, "
-            "or set clip or preconditioner where the method has them), or the data contain NaN"
+            "or set clip or preconditioner where the method has them), or the inputs hold NaN or infinity (see torch.isfinite)"
         )

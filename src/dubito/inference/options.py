@@ -12,7 +12,7 @@ import torch
 from dubito.inference.method import Event
 from dubito.inference.start import Weights
 from dubito.network.examples import Data
-from dubito.tensors.checks import at_least, require
+from dubito.tensors.checks import counts, require
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,8 @@ class FitOptions:
 
     def __post_init__(self):
         for name in ("batch_size", "accumulate"):
-            value = getattr(self, name)
-            require(hasattr(value, "__index__"), f"{name} must be a whole number; got {value!r}")
-            at_least(1, **{name: value})
+            require(getattr(self, name) is not None, f"{name} must be a whole number; got None")
+        counts(batch_size=self.batch_size, accumulate=self.accumulate, n_data=self.n_data)
         require(
             self.patience is None or self.validation is not None,
             f"patience={self.patience} needs validation data: give validation=...",

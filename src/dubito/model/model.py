@@ -19,7 +19,7 @@ from dubito.network.examples import (
     Targets,
     arguments,
     batch_size,
-    check_types,
+    explain,
     is_one_example,
     outputs_last,
     pick_output,
@@ -167,8 +167,8 @@ class Model:
         with with_weights(self.network, weights):
             try:
                 out = self.output(self.network(*args, **kwargs))
-            except RuntimeError as error:
-                check_types(x, self.dtype, error)
+            except (RuntimeError, TypeError) as error:
+                explain(x, self.dtype, error)
                 raise
         f = outputs_last(out, self.likelihood.dim)
         if out.ndim == 1 and len(out) > 1 and is_one_example(x, len(out)):

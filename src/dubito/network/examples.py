@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,10 @@ def split_batch(batch: Batch) -> tuple[Inputs, Targets]:
         raise ValueError(f"a batch with the keys {list(batch)} has none of {LABELS}: give Model(split=...) that returns (x, y)")
     if isinstance(batch, list | tuple) and len(batch) >= 2:
         return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
-    raise ValueError(f"a batch is (inputs, targets) or a dict with labels; got a {type(batch).__name__}: give Model(split=...)")
+    raise ValueError(
+        f"a batch is (inputs, targets) or a dict with labels; got a {type(batch).__name__}. Data are a tuple (x, y), or a list or "
+        "loader of such batches; for batches of another kind give Model(split=...)"
+    )
 
 
 def arguments(x: Inputs) -> tuple[tuple, dict[str, Any]]:
@@ -88,7 +92,9 @@ def as_arrays(value: Any) -> Any:
     (2, 2)
     """
     if hasattr(value, "to_numpy"):
-        return np.array(value.to_numpy())  # a copy: the frame's own memory may be read-only
+        value = np.array(value.to_numpy())  # a copy: the frame's own memory may be read-only
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _plain(value)
     if isinstance(value, Mapping):
         return {key: as_arrays(value[key]) for key in value}
     if type(value) is tuple:
@@ -96,7 +102,9 @@ def as_arrays(value: Any) -> Any:
     first = value
     while isinstance(first, list) and first:
         first = first[0]
-    if not isinstance(value, list) or not isinstance(first, int | float | np.generic):
+    if isinstance(value, list) and value and all(isinstance(item, Tensor) and not item.ndim for item in value):
+        return torch.stack(value)
+    if not isinstance(value, list) or not isinstance(first, str | int | float | np.generic):
         return value
     try:
         return np.array(value)
@@ -106,6 +114,16 @@ def as_arrays(value: Any) -> Any:
         ) from error
 
 
+def _plain(array: np.ndarray) -> np.ndarray:
+    """An array of objects as numbers, if it holds nothing else, as that of a DataFrame whose columns have several types; what is
+    missing (None, pandas.NA) is NaN."""
+    cells = [np.nan if cell is None or type(cell).__name__ == "NAType" else cell for cell in array.flat]
+    if not all(isinstance(cell, int | float | np.number | np.bool_ | Decimal) for cell in cells):
+        return array
+    whole = all(isinstance(cell, int | np.integer | np.bool_) for cell in cells)
+    return np.array(cells, np.int64 if whole else np.float64).reshape(array.shape)
+
+
 def read_inputs(x: Inputs, dtype: torch.dtype, device: torch.device) -> Inputs:
     """The inputs of a prediction as tensors on a device: arrays, lists of numbers and DataFrames, real ones in a dtype."""
     if isinstance(x, DataLoader | Dataset | Iterator):
@@ -113,11 +131,20 @@ def read_inputs(x: Inputs, dtype: torch.dtype, device: torch.device) -> Inputs:
             f"predict takes the inputs of some examples; got a {type(x).__name__}. Use posterior.predict_loader(loader), or "
             "posterior.predict_batches(loader), which go through a DataLoader or a list of batches"
         )
+    if x is None or isinstance(x, str):
+        raise TypeError(f"predict takes the inputs of some examples, such as a tensor, an array or a DataFrame; got {x!r}")
     return tree.move(tree.tensors(as_arrays(x), dtype), device)
 
 
-def check_types(x: Inputs, dtype: torch.dtype, error: RuntimeError) -> None:
-    """Raise a clearer error where a network has failed on real inputs of another precision than its weights."""
+def explain(x: Inputs, dtype: torch.dtype, error: RuntimeError | TypeError) -> None:
+    """Raise a clearer error where a network has failed on inputs of another kind or shape, or of another dtype than its weights."""
+    if isinstance(error, TypeError):
+        if "argument" in str(error):
+            raise TypeError(
+                f"the network does not take these inputs ({error}): a tuple or list is several inputs and a dict has them by name; "
+                "leave the targets out, and make one tensor of a list of examples, torch.stack(x)"
+            ) from error
+        return
     others = [leaf.dtype for leaf in tree.leaves(x) if (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != dtype]
     if others and re.search(r"d?type", str(error)):
         given, wanted = (str(kind).removeprefix("torch.") for kind in (others[0], dtype))
@@ -125,6 +152,23 @@ def check_types(x: Inputs, dtype: torch.dtype, error: RuntimeError) -> None:
             f"the inputs are {given} and the network's weights {wanted}, which the network does not take ({error}): pass "
             f"x.to(torch.{wanted}), or make the network network.to(torch.{given})"
         ) from error
+    whole = [leaf.dtype for leaf in tree.leaves(x) if not leaf.is_floating_point()]
+    if whole and "type" in str(error):  # else they may well be words or classes, which networks look up
+        raise TypeError(
+            f"the inputs are {str(whole[0]).removeprefix('torch.')}, which the network does not take ({error}): pass floating-point "
+            "inputs, x.float(), or x.float() / 255 for images"
+        ) from error
+    if re.search(r"cannot be multiplied|must match the size|xpected .* channels|normalized_shape", str(error)):
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in tree.leaves(x))
+        raise ValueError(
+            f"the network does not take inputs of shape {shapes} ({error}): their first axis must be the examples, the others what the "
+            "network expects of each. A single column x of shape [N] becomes [N, 1] by x[:, None]"
+        ) from error
+
+
+def are_vectors(x: Inputs) -> bool:
+    """Whether all inputs are vectors of real numbers."""
+    return all(leaf.ndim == 1 and leaf.is_floating_point() for leaf in tree.leaves(x))
 
 
 def check_outputs(x: Inputs, f: Tensor) -> None:

@@ -43,17 +43,8 @@ def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
     an error."""
     x = tree.apply_leaves(torch.clone, x)
     versions = [leaf._version for leaf in tree.leaves(x)]
-    try:
-        with torch.no_grad(), in_mode(network, False):
-            f = run(params, x)
-    except RuntimeError as error:
-        integers = [leaf.dtype for leaf in tree.leaves(x) if not leaf.is_floating_point()]
-        if "type" not in str(error) or not integers:  # integers may well be words or classes, which networks look up
-            raise
-        raise TypeError(
-            f"the inputs are {str(integers[0]).removeprefix('torch.')}, which the network does not take ({error}): pass floating-point "
-            "inputs, x.float(), or x.float() / 255 for images"
-        ) from error
+    with torch.no_grad(), in_mode(network, False):
+        f = run(params, x)
     if versions != [leaf._version for leaf in tree.leaves(x)]:
         raise ValueError(
             "the network changes its input in place, so a second pass over the same batch would see another input: write "

@@ -94,7 +94,7 @@ class Conjugate(Posterior):
     ) -> LatentMixture | StudentT:
         """In one pass, exactly ("conjugate"): a Student-t, or a Gaussian for known noise. "sampled" averages `draws` of the weights,
         "point" is the network at their mean."""
-        self._only(how, "conjugate", "sampled", "point")
+        self._only(how, "conjugate", "sampled", "point", draws=draws)
         if how == "point":
             return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)
         if how == "sampled":

@@ -49,7 +49,7 @@ class Drawn(Posterior):
         self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """The average over `draws` of the weights."""
-        self._only(how, "sampled")
+        self._only(how, "sampled", draws=draws)
         shared, stacked = self._drawn(draws, seed)
         return sampled(self.model, x, shared=shared, stacked=stacked, memory=memory)
 

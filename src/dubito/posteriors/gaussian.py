@@ -145,7 +145,7 @@ class Gaussian(Posterior):
         network at the mean of the weights alone.
         """
         how = self.how if how is None else how
-        self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point")
+        self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point", draws=draws)
         one_of(LINKS, link=link)
         if how in ONE_PASS:
             p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top)

@@ -18,7 +18,7 @@ from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.generate import Generation, Way, write
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
-from dubito.tensors.checks import at_least, one_of
+from dubito.tensors.checks import at_least, counts, one_of
 from dubito.tensors.randomness import borrowed_generators, fork_rng, generator, global_state, set_global_state
 from dubito.tensors.tree import Buffers, Params
 
@@ -232,7 +232,8 @@ class Posterior(ABC):
         batches = self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed)
         return [(p.to("cpu"), tree.move(y, "cpu")) for p, y in batches]
 
-    def _only(self, how: str | None, *known: str) -> None:
+    def _only(self, how: str | None, *known: str, draws: int | None = None) -> None:
+        counts(draws=draws)
         if how is not None and how not in known:
             raise ValueError(f"a {type(self).__name__} posterior predicts how={' or '.join(map(repr, known))}; got {how!r}")
 

@@ -48,7 +48,7 @@ class Point(Posterior):
         self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """The predictive of the network at this setting."""
-        self._only(how, "sampled", "point")
+        self._only(how, "sampled", "point", draws=draws)
         return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)
 
 
@@ -121,7 +121,7 @@ class Samples(Posterior):
         self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
     ) -> LatentMixture:
         """All draws by default; `draws` takes that many, evenly spaced."""
-        self._only(how, "sampled")
+        self._only(how, "sampled", draws=draws)
         return sampled(self.model, x, shared=self.buffers, stacked=self._stacked(draws), weights=self.weights, memory=memory)
 
     def summary(self, x: Inputs = None) -> Summary:

@@ -77,7 +77,7 @@ class Stochastic(Posterior):
     ) -> LatentMixture:
         """The predictive at x, by draws of masks, in one pass, or (`how="point"`) of the network with dropout off, as it is
         used without Bayes; `link`, `x_var`, `rank` and `top` are as in `Gaussian.predict`."""
-        self._only(how, "sampled", "streamlined", "adjoint", "point")
+        self._only(how, "sampled", "streamlined", "adjoint", "point", draws=draws)
         one_of(LINKS, link=link)
         if how is not None and how in ONE_PASS:
             p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top)

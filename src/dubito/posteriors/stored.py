@@ -200,7 +200,7 @@ class Stored(Posterior):
         self, inputs: list[Inputs], how: str | None, draws: int | None, memory: float, device: torch.device | None = None
     ) -> list[LatentMixture]:
         """The predictive of every input, group after group of draws."""
-        self._only(how, "sampled")
+        self._only(how, "sampled", draws=draws)
         count = len(self) if draws is None else min(draws, len(self))
         which = torch.linspace(0, len(self) - 1, count).round().long() if count < len(self) else torch.arange(count)
         done: list[LatentMixture | None] = [None] * len(inputs)

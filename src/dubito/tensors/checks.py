@@ -47,6 +47,19 @@ def at_least(minimum: float, **arguments: Number | None) -> None:
         require(value is None or _all(value >= minimum), f"{name} must be at least {minimum}; got {value}")
 
 
+def counts(**arguments: object) -> None:
+    """Every value must be a whole number, 1 or more.
+
+    >>> counts(draws=2.5)
+    Traceback (most recent call last):
+        ...
+    ValueError: draws must be a whole number; got 2.5
+    """
+    for name, value in arguments.items():
+        require(value is None or hasattr(value, "__index__"), f"{name} must be a whole number; got {value!r}")
+        at_least(1, **{name: value})  # pyright: ignore[reportArgumentType]
+
+
 def between(low: float, high: float, *, include: str = "", **arguments: Number | None) -> None:
     """Every number must lie between `low` and `high`; `include` is "low", "high" or "both" for bounds that are allowed themselves.
 

@@ -146,16 +146,25 @@ def apply_leaves(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def tensors(value: Any, dtype: torch.dtype | None = None) -> Any:
     """NumPy arrays anywhere inside nested dicts, lists and tuples as tensors, real ones in a dtype (NumPy is float64 by default)."""
     if isinstance(value, np.ndarray):
-        if value.dtype.kind in "USO":
-            raise TypeError(
-                f"an array of {value.dtype} holds text or objects, not numbers: of class names give their positions, as "
-                "classes, y = np.unique(names, return_inverse=True), and of numbers x.astype(np.float32)"
-            )
-        tensor = torch.from_numpy(value)
+        tensor = _from_array(value)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     if type(value) is dict:
         return {key: tensors(item, dtype) for key, item in value.items()}
     return type(value)(tensors(item, dtype) for item in value) if type(value) in (list, tuple) else value
+
+
+def _from_array(array: np.ndarray) -> Tensor:
+    """An array as a tensor, in the memory of the array where torch can read that; what a mask hides is NaN."""
+    if array.dtype.kind not in "fiubc":
+        raise TypeError(
+            f"an array of {array.dtype} holds text, dates or objects, not numbers: of class names give their positions, as "
+            "classes, y = np.unique(names, return_inverse=True), of numbers x.astype(np.float32), and of dates their days"
+        )
+    if isinstance(array, np.ma.MaskedArray):
+        array = np.ma.filled(array.astype(np.float64), np.nan) if np.ma.is_masked(array) else array.data
+    plain = np.dtype(np.float64) if array.dtype.itemsize > 8 and array.dtype.kind == "f" else array.dtype.newbyteorder("=")
+    readable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return torch.from_numpy(array.astype(plain, copy=not readable))
 
 
 def leaves(value: Any) -> Iterable[Tensor]:

@@ -20,7 +20,7 @@ from dubito.evaluation.judge.scorers import ClassScorer, NumberScorer
 from dubito.evaluation.measures import MEASURES
 from dubito.evaluation.metrics import DECISIONS, METRICS
 from dubito.evaluation.metrics.reading import Array, targets, tensor
-from dubito.inference.batches import Arrays
+from dubito.inference.batches import Arrays, as_columns, is_hugging_face
 from dubito.inference.progress import Progress
 from dubito.model import Model
 from dubito.network.examples import is_array, is_pair, split_batch
@@ -77,7 +77,8 @@ def for_each_batch(
     `data` is a tuple (x, y), a Dataset (both in batches of `size`), a DataLoader or any iterable of batches. Global generators are
     put back at the end.
     """
-    loader = _batches(data, input_dtype(model), size)
+    columns = as_columns(data, default=model is None or model.split is split_batch)
+    loader = _batches(columns, input_dtype(model), size)
     total = _length(loader)
     bar = Progress(title, total, show=progress if total else False)
     with bar, borrowed_generators(loader), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
@@ -92,8 +93,9 @@ def _batches(data: Any, dtype: torch.dtype, size: int) -> Iterable[Any]:
         if not is_array(data[1]) and not isinstance(data[1], dict):
             raise TypeError(f"in data (x, y), y must be a tensor, an array or a dict of these; y is a {type(data[1]).__name__}")
         return Arrays.of(data, dtype, size, shuffle=False)
-    if isinstance(data, Dataset):
-        return DataLoader(data, batch_size=size)
+    if isinstance(data, Dataset) or is_hugging_face(data):
+        rows: Any = data
+        return DataLoader(rows.with_format("torch") if is_hugging_face(rows) else rows, batch_size=size)
     if not isinstance(data, Iterable) or isinstance(data, Tensor):
         raise TypeError(f"data must be a tuple (x, y), a Dataset, a DataLoader or batches; got a {type(data).__name__}")
     return data

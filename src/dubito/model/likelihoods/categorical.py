@@ -26,6 +26,7 @@ from dubito.model.likelihoods.likelihood import (
     nodes,
     positive,
 )
+from dubito.tensors.checks import require
 from dubito.tensors.tree import Params
 
 
@@ -82,6 +83,8 @@ class Classes(Likelihood):
         if y.ndim == f.ndim and y.shape[-1] == 1 and f.ndim == 2:
             y = y.squeeze(-1)
         if y.is_floating_point():
+            gone = int(y.isnan().sum())
+            require(not gone, f"{gone} class targets are missing (NaN): leave those rows out, or number them {self.ignore_index}")
             raise ValueError("class targets are integer indices; got floating point: use y.long(), or a regression likelihood")
         if y.shape != f.shape[:-1]:
             raise ValueError(

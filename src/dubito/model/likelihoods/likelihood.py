@@ -221,6 +221,9 @@ class Likelihood(ABC):
 
     def check(self, f: Tensor, y: Tensor) -> None:
         """Raise for targets that cannot be right: wrong values, or a wrong shape."""
+        require(
+            not y.is_complex(), "the targets are complex: give real and imaginary parts as two targets, torch.view_as_real(y)"
+        )
         if not torch.isfinite(self.target(y, f)).all():
             raise ValueError("the targets hold NaN or infinite values: remove those rows, or fill them in")
 

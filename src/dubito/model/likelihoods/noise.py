@@ -42,7 +42,7 @@ class Scaled(DiagonalFisher):
             return {}
         spread = torch.ones(self.outputs)
         channels = y.shape[self.dim] if y is not None and y.ndim > 1 else 1
-        if y is not None and y.numel() > self.outputs and self.outputs in (1, channels):
+        if y is not None and y.numel() > self.outputs and self.outputs in (1, channels) and not y.is_complex():
             rows = y.movedim(self.dim, -1).reshape(-1, self.outputs) if self.outputs > 1 else y.reshape(-1, 1)
             found = rows.float().std(0).cpu()
             # targets that are all alike in the first batch say nothing of the noise, and a start at 0 would never be left

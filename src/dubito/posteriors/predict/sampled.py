@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
-from dubito.network.examples import Inputs, check_outputs, read_inputs
+from dubito.network.examples import Inputs, are_vectors, check_outputs, read_inputs
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import in_mode
 from dubito.posteriors.predict.dropout import Dropout, Folding, Masks
@@ -109,10 +109,27 @@ def read_examples(model: Model, x: Inputs, params: Params, buffers: Buffers) -> 
     """Inputs as tensors on the model's device. A vector may be one example without its batch axis, which a pass through the network
     tells."""
     x = read_inputs(x, model.dtype, model.device)
-    if all(leaf.ndim == 1 and leaf.is_floating_point() for leaf in tree.leaves(x)):
+    if are_vectors(x):
         with torch.no_grad():
-            check_outputs(x, model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0))
+            f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
+        check_outputs(x, f)
+        _refuse_one_example(model, x, f, {**buffers, **params})
     return x
+
+
+def _refuse_one_example(model: Model, x: Inputs, f: Tensor, weights: Params) -> None:
+    """Raise for a vector that is one example without its batch axis, of as many numbers as the network gives: a network of examples
+    that are numbers takes the first one alone."""
+    if not are_vectors(x) or f.shape[1] < 2 or f.shape[2:] != (1,):
+        return
+    params = {name: leaf for name, leaf in weights.items() if ":" not in name}
+    try:
+        with torch.no_grad():
+            model.forward({}, tree.apply_leaves(lambda leaf: leaf[:1], x), params)
+    except (RuntimeError, ValueError):
+        raise ValueError(
+            f"the inputs are one example without its batch axis, {f.shape[1]} numbers: for a single example add that axis, x[None]"
+        ) from None
 
 
 def sampled(
@@ -163,6 +180,7 @@ def sampled(
     learned = likelihood_params({**shared, **stacked})
     f = tree.full_precision(f)  # probabilities and variances need more than half precision
     check_outputs(x, f)
+    _refuse_one_example(model, x, f, {**shared, **tree.select(stacked, 0)})
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 
 

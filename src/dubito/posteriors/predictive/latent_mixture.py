@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
+from dubito.network.examples import as_arrays
 from dubito.posteriors.predictive.classes import (
     ClassTerms,
     class_terms,
@@ -263,7 +264,10 @@ class LatentMixture(Predictive):
         """log p(y | x, D) for every input, [B]."""
         if self.linked_points is not None:
             return self.linked_points.log_prob(y)
-        y = self.likelihood.target(tree.tensors(y), self.means[0])
+        y = tree.tensors(as_arrays(y))
+        if self.likelihood.indexed:
+            self.likelihood.check(self.means[0], y)
+        y = self.likelihood.target(y, self.means[0])
         if follows_spread(self):
             score = self._class_scores(y)
         elif self._joint:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dubito.model.likelihoods import Likelihood, Uncertainty
 from dubito.model.likelihoods.special import log_beta, student_t_tail
+from dubito.network.examples import as_arrays
 from dubito.posteriors.predictive.predictive import Predictive, Units, as_units
 from dubito.tensors import tree
 from dubito.tensors.checks import between
@@ -73,7 +74,7 @@ class StudentT(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y | x, D) for every input, [B]."""
-        y, dof = self.likelihood.target(tree.tensors(y), self.mean), 2 * self.shape.double()
+        y, dof = self.likelihood.target(tree.tensors(as_arrays(y)), self.mean), 2 * self.shape.double()
         squares, logs = ((y - self.mean) / self.scale) ** 2, self.scale.log()
         width = 1
         if len(self.shape) < y.shape[-1]:  # one noise for all outputs: what one output shows of it counts for the others
