@@ -77,7 +77,7 @@ def test_dense_outputs_have_features_at_every_position():
 
 def test_a_hook_is_removed_also_when_the_network_fails():
     network, _ = build("mlp")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="does not take inputs of shape"):
         point(network).features(torch.zeros(2, 3), "7")
     assert not any(any(one) for one in hooks(network))
 

@@ -258,3 +258,30 @@ def test_a_wrapper_that_averages_gradients_is_refused(tmp_path):
             fit((X, Y), dubito.Model(network, dubito.Categorical()))
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Cut(nn.Module):
+    """A network of two layers, of which one has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.free, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.cut(x).detach() + self.free(x)
+
+
+def test_weights_without_a_gradient_are_told():
+    with pytest.warns(UserWarning, match=r"depend on \['cut.weight', 'cut.bias'.*no gradient there") as caught:
+        fit((X, Y), dubito.Model(Cut(), dubito.Categorical()))
+    assert caught[0].filename == __file__
+    fit((X, Y), dubito.Model(Cut(), dubito.Categorical(), only="free|unused"))  # nothing is said of weights that are not used
+
+
+def test_a_network_without_values_and_one_without_classes_are_told():
+    with torch.device("meta"):
+        network = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="meta device"):
+        fit((X, Y), dubito.Model(network, dubito.Categorical()))
+    with pytest.raises(ValueError, match=r"one output for yes or no goes with Bernoulli\(\)"):
+        fit((X, Y), dubito.Model(nn.Linear(3, 1), dubito.Categorical()))

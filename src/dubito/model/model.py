@@ -125,6 +125,10 @@ class Model:
                 f"the parameters {imaginary} are complex, but priors and posteriors are over real numbers: keep real and imaginary "
                 "parts as one real parameter [..., 2] and use torch.view_as_complex in forward, or leave them out by only=..."
             )
+        if any(leaf.is_meta for leaf in weights.values()):
+            raise ValueError(
+                "the network is on the meta device, where weights have no values: network.to_empty(device='cpu'), then load them"
+            )
         kind = next(self.network.parameters())
         found = {**self.likelihood.parameters(y), **self.prior.parameters(tree.apply(torch.detach, weights))}
         # noise levels and prior scales are learned in the precision of the weights, but never in half precision

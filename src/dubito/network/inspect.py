@@ -67,15 +67,22 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
     if any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for m in network.modules()):
         return None
     live = {name: leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}
-    uses, repeated, output = DirectUses(network, params), set[str](), None
+    uses, repeated, output, blocked = DirectUses(network, params), set[str](), None, list[str]()
     with warnings.catch_warnings(), fork_rng(), torch.enable_grad(), in_mode(network, True), _torch_layers_in_eval_mode(network):
         warnings.simplefilter("ignore")
         try:
+            two = tree.apply_leaves(lambda leaf: leaf[:2].flip(0) if leaf.ndim else leaf, x)
             with uses:
-                f = run(live, tree.apply_leaves(lambda leaf: leaf[:2].flip(0) if leaf.ndim else leaf, x))
-            with _recording_calls(network, repeated):
-                torch.autograd.grad(f.float().sum(), [leaf for leaf in live.values() if leaf.requires_grad], allow_unused=True)
-            output = f.detach()
+                f = run(live, two)
+            output, reached = f.detach(), {name: leaf for name, leaf in live.items() if leaf.requires_grad}
+            if f.requires_grad:
+                with _recording_calls(network, repeated):
+                    slopes = torch.autograd.grad(f.float().sum(), list(reached.values()), allow_unused=True)
+                reached = {name: leaf for (name, leaf), slope in zip(reached.items(), slopes, strict=True) if slope is None}
+            if reached:  # not used, or used without a gradient
+                moved = {name: leaf.detach() + 1 for name, leaf in reached.items()}
+                same = close(run({**live, **moved}, two).detach(), output) or not close(run(live, two).detach(), output)
+                blocked = [] if same else list(reached)
         except Exception as error:  # it may not take so few; the whole batch it has taken
             repeated |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()
     if uses.names_used:
@@ -88,6 +95,13 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
             f"the network computes {', '.join(sorted(repeated))} again in the backward pass (activation checkpointing), when its "
             "original weights are back in place: turn that off, as network.gradient_checkpointing_disable(), and use smaller "
             "batches, or fit(accumulate=...), to save memory"
+        )
+    if blocked:
+        warnings.warn(
+            f"The outputs depend on {blocked[:5]} but have no gradient there (detach, no_grad, item() or a comparison in forward), "
+            "so methods that follow gradients learn nothing of these weights. Leave them out by only=..., or remove what cuts the "
+            "gradient.",
+            stacklevel=6,  # the call of fit
         )
     return output
 

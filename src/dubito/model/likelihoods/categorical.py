@@ -101,6 +101,7 @@ class Classes(Likelihood):
             raise ValueError(
                 f"the targets go from {int(seen.min())} to {int(seen.max())}, but the network has {classes} classes (0 to "
                 f"{classes - 1}); an index to be skipped is given as ignore_index"
+                + ("; one output for yes or no goes with Bernoulli()" if classes == 1 else "")
             )
 
     def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
