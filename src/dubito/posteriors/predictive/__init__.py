@@ -2,7 +2,8 @@
 
 Inside, the network's output f is [S, B, *D, C]: S draws or mixture components, B inputs, *D positions (pixels, time), C last.
 A predictive answers in terms of the target y, with the observation noise always included. Read `predictive` for the definitions (mean,
-log score, total = aleatoric + epistemic), then `latent_mixture`, the general kind, `student_t`, that of conjugate regression, and `combine`.
+log score, total = aleatoric + epistemic), then `latent_mixture`, the general kind, `student_t`, that of conjugate regression, and
+`combine`.
 """
 
 from dubito.posteriors.predictive.combine import concatenate as concatenate
