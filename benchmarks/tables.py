@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -397,7 +398,7 @@ def save(args: argparse.Namespace, cases: dict[str, Any], started: float) -> Non
             "means": means(cases),
             "share of sets where no other is better by a standard error": shares(cases),
         },
-        headline={},
+        headline=headline(cases),
         seconds=time.perf_counter() - started,
     )
 
@@ -441,6 +442,65 @@ def behind(own: dict[str, Any], other: dict[str, Any], metric: str) -> bool:
         return False
     mean, error = mean_and_error(differences)
     return mean > (0.0 if math.isnan(error) else error)
+
+
+def headline(cases: dict[str, Any]) -> dict[str, list[str]]:
+    """How `fit_table` does, beside its goals."""
+    sets = {name: methods for name, methods in splits_of(cases).items() if "ours" in methods}
+    if not sets:
+        return {}
+    found: dict[str, list[str]] = {}
+    for metric, near in shares(cases)["ours"].items():
+        found[f"{metric}: sets on which no other method is better by a standard error"] = [f"{near:.0%}", ">= 80 %"]
+    for peer in ("realmlp, helped", "tabm, helped", "catboost, helped"):
+        pairs = [(methods["ours"], methods[peer]) for methods in sets.values() if peer in methods]
+        ratios = [ratio(own, other, itemgetter("crps")) for own, other in pairs if "crps" in next(iter(own.values()))]
+        logs = [math.log(r) for r in ratios if r is not None]
+        if logs:
+            found[f"crps over that of {peer}, geometric mean of {len(logs)} sets"] = [
+                f"{math.exp(sum(logs) / len(logs)):.3f}",
+                "<= 1.02",
+            ]
+    off = [name for name, methods in sets.items() if not covers(methods["ours"])]
+    found["sets on which 90 % intervals cover neither 87 to 93 % nor 90 % up to two binomial standard errors"] = [
+        listed(off),
+        "none",
+    ]
+    above = [
+        name for name, methods in sets.items() if average(methods["ours"], "ece_debiased") > average(methods["ours"], "ece_band")
+    ]
+    found["sets on which the debiased calibration error is outside its band"] = [listed(above), "none"]
+    errors = {name: ratio(methods["ours"], methods.get("hist_gb", {}), error) for name, methods in sets.items()}
+    worse = [f"{name} ({value:.2f})" for name, value in errors.items() if value is not None and value > 1.05]
+    found["sets on which the error is more than 5 % above that of plain HistGradientBoosting"] = [listed(worse), "none"]
+    return found
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def average(splits: dict[str, dict[str, float]], metric: str) -> float:
+    """The mean over splits, nan where there is no such score."""
+    return mean_and_error([values.get(metric, math.nan) for values in splits.values()])[0]
+
+
+def covers(splits: dict[str, dict[str, float]]) -> bool:
+    rows = sum(values["test_rows"] for values in splits.values())
+    off = abs(average(splits, "coverage") - 0.9)
+    return not off > max(0.03, 2 * math.sqrt(0.9 * 0.1 / rows))  # classes have no intervals
+
+
+def ratio(own: dict[str, Any], other: dict[str, Any], score: Callable[[dict[str, float]], float]) -> float | None:
+    """Of the means of two methods over the splits that both have; None where there are none."""
+    both = own.keys() & other.keys()
+    below = sum(score(other[split]) for split in both)
+    return sum(score(own[split]) for split in both) / below if below else None
+
+
+def error(values: dict[str, float]) -> float:
+    """The root mean squared error, or the share of wrong classes."""
+    return values["rmse"] if "rmse" in values else 1 - values["accuracy"]
 
 
 def table(cases: dict[str, Any]) -> None:

@@ -67,6 +67,12 @@ PREDICT = {
     ],
     "dubito.posteriors.predictive.LatentMixture.f_var": ["form/Samples", "form/Mixture", "form/Gaussian"],
     "dubito.posteriors.predictive.LatentMixture.log_prob": ["form/Samples", "form/Mixture", "likelihood/Gaussian", "link/nodes"],
+    "dubito.posteriors.predictive.LatentMixture.position_scores": [
+        "form/Samples",
+        "form/Mixture",
+        "likelihood/Gaussian",
+        "link/nodes",
+    ],
     "dubito.posteriors.Gaussian.log_prob": ["form/Gaussian"],
     "dubito.posteriors.predict.dropout.Masks.__init__": ["form/Stochastic"],
     "dubito.Categorical.linked": ["link/probit", "link/pairwise", "link/bridge"],
@@ -108,9 +114,6 @@ ELSEWHERE: dict[str, str] = {
     r"NUTS\._branch: block > 1": "methods/test_nuts.py::test_a_point_of_a_branch_is_drawn_by_its_weight",
 }
 ELSEWHERE = {pattern: f"tests/inference/{test}" for pattern, test in ELSEWHERE.items()}
-ELSEWHERE[r"LatentMixture\.log_prob: self\.cov\.ndim"] = (
-    "tests/posteriors/test_predictive.py::test_labels_are_integrals_of_one_dimension"
-)
 LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why nothing can notice them
     r"Categorical\.random_slope: .*device != ": "differs on a GPU only",
     r"HeteroscedasticCategorical\._noisy: logits \+ .* -> logits - ": "the nodes come in pairs, z and -z",

@@ -74,7 +74,7 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
             two = tree.apply_leaves(lambda leaf: leaf[:2].flip(0) if leaf.ndim else leaf, x)
             with uses:
                 f = run(live, two)
-            output, reached = f.detach(), {name: leaf for name, leaf in live.items() if leaf.requires_grad}
+            output, reached = f.detach(), {n: leaf for n, leaf in live.items() if leaf.requires_grad and ":" not in n}
             if f.requires_grad:
                 with _recording_calls(network, repeated):
                     slopes = torch.autograd.grad(f.float().sum(), list(reached.values()), allow_unused=True)

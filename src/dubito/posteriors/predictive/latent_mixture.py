@@ -280,7 +280,7 @@ class LatentMixture(Predictive):
     def _joint(self) -> bool:
         """Whether a log score of labels or tasks is an integral over several outputs, with as many nodes as their spread asks for."""
         free = not self.certain and self.quadrature is None and self.link == "nodes" and self.means.shape[-1] > 1
-        several = self.likelihood.discrete or isinstance(self.likelihood, MultiTask)
+        several = (self.likelihood.discrete and not self.likelihood.indexed) or isinstance(self.likelihood, MultiTask)
         return free and several and not self._labels_alone and self._exact is None
 
     @property
