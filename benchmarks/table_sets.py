@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-MOST, WORDS = 5000, 12  # rows of a table, and words of a column
+MOST, WORDS = 1500, 12  # rows of a table, and words of a column
 REGRESSIONS = {  # package, item, target, columns that are left out
     "computers": ("Ecdat", "Computers", "price", []),
     "sacramento": ("modeldata", "Sacramento", "price", []),

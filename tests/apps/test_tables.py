@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import is_classifier
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
 import dubito
 from dubito.apps.tables import TableModel, fit_table
-from dubito.apps.tables.calibration import Scales, at_least, temperature
+from dubito.apps.tables.calibration import Scales, at_least, mixture, stretch, temperature
 from dubito.apps.tables.cells import date_format, missing, numbers, seconds, words
 from dubito.apps.tables.columns import BUCKETS, LEVELS, Encoder, describe
 from dubito.apps.tables.fit import _heavy, _shares
+from dubito.apps.tables.forest import TREES, Forest
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
@@ -25,6 +26,7 @@ from dubito.apps.tables.trees import ROUNDS, Trees, below, from_scikit_learn
 from dubito.evaluation.judge import score
 from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian
 from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors.randomness import derive_seed
 
 
 @pytest.fixture(autouse=True)
@@ -341,47 +343,81 @@ def test_no_booster_learns_from_the_rows_that_it_predicts_out_of_fold():
     source = torch.Generator().manual_seed(0)
     x = torch.randn(150, 3, generator=source)
     y = (x[:, :2] > 0).float() + 0.3 * torch.randn(150, 2, generator=source)
-    folds = torch.stack([torch.arange(150) % 3, torch.arange(150) // 50])
-    fitted = Trees.fit(x, y, folds)
-    assert fitted is not None
-    trees, out = fitted
-    f = trees.outputs(x).unflatten(0, (2, 3))  # [R, 3, N, C]
-    assert (f.shape, out.shape) == ((2, 3, 150, 4), (2, 150, 4))
-    for repeat, k in ((0, 0), (0, 2), (1, 1)):
-        held = folds[repeat] == k
-        assert torch.equal(out[repeat, held], f[repeat, k, held])
+    fold = torch.arange(150) % 3
+    trees, p = Trees.fit(x, y, fold)
+    f, out = trees.outputs(x), p.means[0]  # [3, N, C] and [N, C]
+    assert (f.shape, out.shape) == ((3, 150, 4), (150, 4))
+    for k in range(3):
+        held = fold == k
+        assert torch.equal(out[held], f[k, held])
         for target in range(2):
-            rounds = int((trees.output == 4 * (3 * repeat + k) + target).sum())
+            rounds = int((trees.output == 4 * k + target).sum())
             assert 0 < rounds < ROUNDS
             alone = HistGradientBoostingRegressor(max_iter=rounds, early_stopping=False).fit(x[~held], y[~held, target])
-            assert np.allclose(f[repeat, k, :, target], alone.predict(x), atol=1e-6)
+            assert np.allclose(f[k, :, target], alone.predict(x), atol=1e-6)
 
 
 def test_the_trees_find_the_noise():
     source = torch.Generator().manual_seed(0)
     x = torch.rand(900, 2, generator=source)
     deviation = torch.where(x[:, :1] > 0.5, 1.0, 0.2)
-    fitted = Trees.fit(x, deviation * torch.randn(900, 1, generator=source), torch.arange(900).unsqueeze(0) % 2)
-    assert fitted is not None
-    widths = (fitted[1][0, :, 1] / 2).exp()
+    _, p = Trees.fit(x, deviation * torch.randn(900, 1, generator=source), torch.arange(900) % 2)
+    widths = (p.means[0, :, 1] / 2).exp()
     for true in (0.2, 1.0):
         assert float(widths[deviation.flatten() == true].median()) == pytest.approx(true, rel=0.25)
 
 
 def test_no_trees_without_a_class_in_every_training():
     y = torch.tensor([0] * 30 + [1] * 19 + [2])
-    assert Trees.fit(torch.randn(50, 2), y, torch.arange(50).unsqueeze(0) % 5, classes=3) is None
+    model = fit_table(torch.randn(50, 2), y, kind="classification")
+    assert not model.experts
 
 
 def test_a_table_without_trees(monkeypatch, tmp_path):
     monkeypatch.setattr("dubito.apps.tables.trees.LARGEST", 39)
     x = torch.linspace(-1, 1, 40).unsqueeze(1)
     model = fit_table(x, x.flatten().sin())
-    assert model.trees is None
-    assert "trees" not in model.shares
+    assert not model.shares.keys() & {"trees", "forest"}
     model.save(tmp_path / "t.safetensors")
-    assert not any(name.startswith("trees") for name in dubito.tensors.store.read(tmp_path / "t.safetensors")[0])
+    assert not any(name.startswith(("trees", "forest")) for name in dubito.tensors.store.read(tmp_path / "t.safetensors")[0])
     assert torch.equal(TableModel.load(tmp_path / "t.safetensors").predict(x).mean, model.predict(x).mean)
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+def test_the_forest_is_that_of_scikit_learn(classes):
+    source = np.random.default_rng(0)
+    x = torch.from_numpy(source.normal(size=(200, 3)).astype(np.float32))
+    y = x[:, :1] + 0.1 * torch.from_numpy(source.normal(size=(200, 1)).astype(np.float32))
+    y = torch.bucketize(y[:, 0], torch.tensor([-0.5, 0.5])) if classes else y
+    fold = torch.arange(200) % 2
+    forest, p = Forest.fit(x, y, fold, classes)
+    held = fold == 1
+    values = torch.nn.functional.one_hot(y, classes).float() if classes else y
+    theirs = ExtraTreesRegressor(TREES, random_state=derive_seed(0, "forest", 1) % 2**32).fit(x[~held], values[~held].squeeze(1))
+    if classes:
+        shares = torch.from_numpy(theirs.predict(x[held])).float()
+        expected = (shares + 0.5 / TREES) / (1 + 0.5 / TREES * classes)
+        assert torch.allclose(p.mean[held], expected, atol=1e-5)
+        assert torch.allclose(forest.predict(x, Categorical()).mean.sum(-1), torch.ones(200), atol=1e-5)
+    else:
+        assert np.allclose(
+            p.mean[held, 0], theirs.predict(x[held]), atol=0.03
+        )  # twenty quantiles stand for the values of the trees
+        assert torch.equal(
+            forest.predict(x, p.likelihood).mean[:3], Forest.of(forest.tensors()).predict(x, p.likelihood).mean[:3]
+        )
+
+
+def test_the_spread_of_a_forest_is_noise():
+    source = torch.Generator().manual_seed(0)
+    x = torch.rand(600, 5, generator=source)
+    _, p = Forest.fit(x, torch.randn(600, 1, generator=source), torch.arange(600) % 10)
+    split = p.uncertainty
+    assert torch.allclose(split.aleatoric, split.total, rtol=1e-4)
+    assert float(split.total.mean()) == pytest.approx(1, rel=0.3)
+    apart = mixture([p, p.rescaled(5.0, 1.0)], [0.5, 0.5]).uncertainty  # two functions that disagree by 5
+    assert torch.allclose(apart.epistemic, torch.full((600, 1), 6.25), rtol=0.02)
+    assert torch.allclose(stretch(p, 2.0).uncertainty.aleatoric, 4 * split.aleatoric, rtol=1e-3)
 
 
 def gaussian(mean, variance=1.0):
@@ -549,12 +585,13 @@ def test_the_posterior_before_the_map(regression):
     fresh = people(5, seed=4)
     x = regression.inputs(fresh)
     before, after = regression.before(x), regression.predict(fresh)
-    assert set(regression.shares) == {"networks", "process", "trees"}
+    assert {"networks", "process"} < set(regression.shares)
     assert sum(regression.shares.values()) == pytest.approx(1)
-    means = {"networks": regression.posterior.predict(x).mean, "process": regression.process.predict(x).mean}
-    means["trees"] = regression.trees.outputs(x).mean(0)
+    likelihood = HeteroscedasticGaussian()
+    means = {name: one.predict(x, likelihood).mean for name, one in regression.experts.items()}
+    means["networks"] = regression.posterior.predict(x).mean
     mixed = sum(share * means[name][:, 0] for name, share in regression.shares.items())
-    assert torch.allclose(mixed, before.mean[:, 0], atol=1e-5)
+    assert torch.allclose(mixed, before.mean[:, 0], atol=1e-3)
     assert torch.allclose(regression.shift + regression.scale * before.mean[:, :1].double(), after.mean, rtol=1e-4)
     shares = [p.uncertainty.epistemic / p.uncertainty.total for p in (before, after)]
     assert torch.allclose(shares[0].double(), shares[1], atol=1e-4)
@@ -563,8 +600,9 @@ def test_the_posterior_before_the_map(regression):
 def test_classes_are_a_mixture_of_probabilities(classification):
     x = classification.inputs(people(5, seed=4))
     before = classification.before(x)
-    assert classification.shares.keys() == {"networks", "trees"}
-    parts = {"networks": classification.posterior.predict(x).mean, "trees": classification.trees.outputs(x).softmax(-1).mean(0)}
+    assert classification.shares.keys() == {"networks", "trees", "forest"}
+    parts = {name: one.predict(x, Categorical()).mean for name, one in classification.experts.items()}
+    parts["networks"] = classification.posterior.predict(x).mean
     assert torch.allclose(sum(share * parts[name] for name, share in classification.shares.items()), before.mean, atol=1e-5)
     assert (before.uncertainty.epistemic > 0).all()
 

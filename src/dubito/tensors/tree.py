@@ -63,6 +63,15 @@ def size(tree: Params) -> int:
     return sum(leaf.numel() for leaf in tree.values())
 
 
+def under(leaves: Params, prefix: str) -> Params:
+    """The leaves whose names begin with a prefix, without it.
+
+    >>> under({"a.x": torch.ones(()), "b.x": torch.zeros(())}, "a.")
+    {'x': tensor(1.)}
+    """
+    return {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
+
+
 def stack(trees: Sequence[Params]) -> Params:
     """S trees as one stacked tree.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dubito.apps.tables.training import best_weights
 from dubito.evaluation.recalibrate import RecalibratedClasses, Tempered
-from dubito.model.likelihoods import HeteroscedasticGaussian
+from dubito.model.likelihoods import HeteroscedasticGaussian, Uncertainty, average
 from dubito.posteriors.predictive import LatentMixture, Predictive
 
 FACTORS = tuple(2 ** (k / 2) for k in range(-4, 7))  # of the width, from a quarter to eight
@@ -49,15 +50,47 @@ class Scales:
         return mixture([stretch(p, s) for s in self.factors], self.weights)
 
 
+@dataclass(frozen=True)
+class Experts(LatentMixture):
+    """A mixture in which several components may be the noise of one function: their spread around its mean is aleatoric."""
+
+    functions: Tensor | None = None  # [S]: to which function a component belongs
+
+    @cached_property
+    def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Total = aleatoric + epistemic."""
+        split = super().uncertainty
+        if self.functions is None or self.likelihood.discrete:
+            return split
+        means, weights = self.means.chunk(2, -1)[0], self.component_weights
+        noise = torch.zeros_like(split.total)
+        for k in self.functions.unique():
+            own = self.functions == k
+            center = average(means[own], weights[own] / weights[own].sum())
+            noise = noise + average((means[own] - center) ** 2, weights[own])
+        return Uncertainty.of(split.total, split.aleatoric + noise)
+
+
 def mixture(parts: Sequence[LatentMixture], weights: Sequence[float]) -> LatentMixture:
     """Mixtures of Gaussians (means and log variances), or of class probabilities, as one."""
     spreads = [torch.zeros_like(p.means) if p.cov is None else p.cov for p in parts]
-    return LatentMixture(
+    functions: list[Tensor] = []
+    for p in parts:
+        own = functions_of(p)
+        functions.append(own + (int(functions[-1].max()) + 1 if functions else 0))
+    return Experts(
         parts[0].likelihood,
         torch.cat([p.means for p in parts]),
         None if all(p.cov is None for p in parts) else torch.cat(spreads),
         torch.cat([w * p.component_weights for p, w in zip(parts, weights, strict=True)]),
+        functions=torch.cat(functions),
     )
+
+
+def functions_of(p: LatentMixture) -> Tensor:
+    """To which function each component belongs, [S]: each to its own, unless the mixture says otherwise."""
+    known = p.functions if isinstance(p, Experts) else None
+    return torch.arange(len(p.means)) if known is None else known
 
 
 def stretch(p: LatentMixture, factor: float | Tensor) -> LatentMixture:
@@ -67,7 +100,7 @@ def stretch(p: LatentMixture, factor: float | Tensor) -> LatentMixture:
     center = p.f_mean[..., : means.shape[-1]]
     wide = torch.cat([center + factor * (means - center), logs + 2 * factor.log()], -1)
     spread = None if p.cov is None else p.cov * torch.cat([factor.expand_as(center), factor.expand_as(center)], -1) ** 2
-    return LatentMixture(HeteroscedasticGaussian(), wide, spread, p.weights)
+    return replace(p, likelihood=HeteroscedasticGaussian(), means=wide, cov=spread)
 
 
 def log_density(p: LatentMixture, y: Tensor) -> Tensor:

@@ -16,18 +16,21 @@ from dubito.apps.tables import process, trees
 from dubito.apps.tables.calibration import Scales, log_density, mixture, temperature
 from dubito.apps.tables.cells import Raw, is_numeric
 from dubito.apps.tables.columns import Encoder
+from dubito.apps.tables.forest import Forest
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.model import Design, Kind, OutOfFold, TableModel
 from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_names, class_positions, detect, target_numbers
-from dubito.apps.tables.training import CrossFit, CrossFitted, best_weights
+from dubito.apps.tables.training import CrossFit, CrossFitted, best_weights, deal
 from dubito.apps.tables.trees import Trees
 from dubito.evaluation import judge
 from dubito.evaluation.recalibrate import Tempered
 from dubito.posteriors.predictive import LatentMixture, Predictive
 from dubito.tensors.checks import one_of, require
+from dubito.tensors.randomness import generator
 
 FEWEST = 10  # rows
+FOLDS = 10  # of the experts beside the networks
 WIDE = 1000  # numbers beyond which they are not embedded
 WORK = 2e12  # products of a training that are enough: fewer steps are made where each costs more
 LEAST = 300  # steps
@@ -172,8 +175,7 @@ def _calibrated(data: Prepared, design: Design, fitted: CrossFitted, seed: int, 
         scale=data.scale,
         out_of_fold=OutOfFold(fitted.outputs, y, after.uncertainty.total),
         shares=shares,
-        process=experts["process"].fitted if "process" in shares else None,
-        trees=experts["trees"].fitted if "trees" in shares else None,
+        experts={name: experts[name].fitted for name in shares if name != "networks"},
         remarks=remarks,
     )
     return _scored(model, after, data.y)
@@ -191,14 +193,16 @@ def _experts(data: Prepared, fitted: CrossFitted, seed: int, end: float) -> dict
     networks = fitted.predictive if data.classes else fitted.gaussians
     experts = {"networks": Expert(fitted.posterior, networks)}
     rows, width = data.x.shape
+    fold = deal(data.standardized, FOLDS, generator("cpu", seed, "experts"))
     if not data.classes and width <= process.WIDEST and rows <= process.LONGEST and time.monotonic() < end:
         made = Process.fit(data.x, data.standardized, seed)
-        experts["process"] = Expert(made, made.out_of_fold(data.x, fitted.folds[0]))
-    if rows * width <= trees.LARGEST:
+        experts["process"] = Expert(made, made.out_of_fold(data.x, fold))
+    classes = len(data.classes)
+    if rows * width <= trees.LARGEST and all(len(data.y[fold != k].unique()) >= classes for k in range(FOLDS)):
         with suppress(TimeoutError):
-            grown = Trees.fit(data.x, data.standardized, fitted.folds, len(data.classes), seed, end)
-            if grown is not None:
-                experts["trees"] = Expert(grown[0], LatentMixture(networks.likelihood, grown[1]))
+            for name, kind in (("trees", Trees), ("forest", Forest)):
+                made, out = kind.fit(data.x, data.standardized, fold, classes, seed, end)
+                experts[name] = Expert(made, out)
     return experts
 
 

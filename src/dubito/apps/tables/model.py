@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dubito.apps.tables.calibration import Scales, at_least, mixture
 from dubito.apps.tables.columns import Encoder
+from dubito.apps.tables.forest import Forest
 from dubito.apps.tables.frames import Table, as_frame
 from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
@@ -26,12 +27,15 @@ from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian, Heter
 from dubito.model.priors import Normal
 from dubito.posteriors import Samples
 from dubito.posteriors.predictive import LatentMixture, Predictive, concatenate
-from dubito.tensors import store
+from dubito.tensors import store, tree
 
 PRIOR = 3.0  # standard deviation of the weights before they are divided by the root of a layer's inputs
 ROWS = 4096  # predicted at a time
 DOF = 4.0  # of a Student-t likelihood; how heavy the tails are, the map says
 DOUBT = 0.9  # an odd row is at least as uncertain as this share of the rows in training
+
+EXPERTS = {"process": Process, "trees": Trees, "forest": Forest}  # that may stand beside the networks
+NAMES = {"process": "a Gaussian process", "trees": "boosted trees", "forest": "a forest of random trees"}
 
 Kind = Literal["regression", "classification"]
 
@@ -68,9 +72,10 @@ class TableModel:
     """A table fitted by `fit_table`.
 
     `predict(frame)` gives the calibrated predictive in the units of the target. `posterior` is what Bayes gave for the networks, before
-    any map: `posterior.predict(model.inputs(frame))`, in standardized units. `before(model.inputs(frame))` has the Gaussian process
-    and the boosted trees too. Trees have no posterior: that those of different folds disagree with each other, and with the other
-    experts, counts as epistemic uncertainty, and the variance or the class probabilities that they predict as aleatoric.
+    any map: `posterior.predict(model.inputs(frame))`, in standardized units. `before(model.inputs(frame))` has the other `experts` too:
+    a Gaussian process ("process"), boosted trees ("trees") and random trees ("forest"). Trees have no posterior: that those of
+    different folds disagree with each other, and with the other experts, counts as epistemic uncertainty, and the variance or the class
+    probabilities that they predict as aleatoric.
     The map stretches the whole predictive, or tempers the class probabilities, so the split of the uncertainty in aleatoric and
     epistemic is that before the map: its shares are kept.
 
@@ -90,8 +95,7 @@ class TableModel:
     scores: Mapping[str, float] = field(default_factory=dict)  # of the out-of-fold predictions, in the units of the target
     errors: Mapping[str, float] = field(default_factory=dict)  # standard errors of those that are means
     shares: Mapping[str, float] = field(default_factory=lambda: {"networks": 1.0})  # weights in the predictive before the map
-    process: Process | None = None  # beside the networks, where the out-of-fold rows say that it helps
-    trees: Trees | None = None  # likewise
+    experts: Mapping[str, Any] = field(default_factory=dict)  # beside the networks, where the out-of-fold rows say that they help
     remarks: tuple[str, ...] = ()  # what a user should know: rows and columns that were left out, and the like
 
     @property
@@ -126,14 +130,11 @@ class TableModel:
         return concatenate(parts), encoded.notes
 
     def before(self, x: Tensor) -> LatentMixture:
-        """The predictive before the map, in standardized units, for inputs of the network: that of the networks, the process and the
-        trees, each with its share. For numbers it is a mixture of Gaussians."""
+        """The predictive before the map, in standardized units, for inputs of the network: that of the networks and the experts, each
+        with its share. For numbers it is a mixture of Gaussians."""
         networks = self.posterior.predict(x) if self.classes else gaussians(self.posterior.predict(x))
-        parts = {"networks": networks}
-        if self.process is not None:
-            parts["process"] = self.process.predict(x)
-        if self.trees is not None:
-            parts["trees"] = LatentMixture(networks.likelihood, self.trees.outputs(x))
+        others = {name: expert.predict(x, networks.likelihood) for name, expert in self.experts.items()}
+        parts = {"networks": networks, **others}
         return mixture(list(parts.values()), [self.shares[name] for name in parts])
 
     def original(self, p: Predictive) -> Predictive:
@@ -142,7 +143,7 @@ class TableModel:
         if mixture is None or self.classes:
             return p
         spread = None if mixture.cov is None else mixture.cov.double()
-        wide = LatentMixture(HeteroscedasticGaussian(), p.means.double(), spread, mixture.component_weights.double())
+        wide = replace(mixture, means=mixture.means.double(), cov=spread, weights=mixture.component_weights.double())
         return wide.rescaled(self.shift, self.scale)
 
     def encode_targets(self, columns: Mapping[str, Any]) -> Tensor:
@@ -155,11 +156,7 @@ class TableModel:
         tensors = {"weights": self.posterior.weights, **{f"params.{name}": leaf for name, leaf in self.posterior.params.items()}}
         tensors |= {"out_of_fold.outputs": self.out_of_fold.outputs, "out_of_fold.y": self.out_of_fold.y}
         tensors |= {"out_of_fold.uncertainty": self.out_of_fold.uncertainty, "shift": self.shift, "scale": self.scale}
-        if self.process is not None:
-            tensors |= {"process.x": self.process.x, "process.y": self.process.y, "process.rows": self.process.rows}
-            tensors |= {f"hyper.{name}": leaf for name, leaf in self.process.hyper.items()}
-        if self.trees is not None:
-            tensors |= {f"trees.{name}": leaf for name, leaf in self.trees.tensors().items()}
+        tensors |= {f"{name}.{part}": leaf for name, one in self.experts.items() for part, leaf in one.tensors().items()}
         fitted = {"factors": self.map.factors, "weights": self.map.weights} if isinstance(self.map, Scales) else {}
         fitted = fitted or {"temperature": getattr(self.map, "temperature", 1.0)}
         meta = {
@@ -176,7 +173,7 @@ class TableModel:
         if meta.get("kind") != "table":
             raise store.FileError(f"{path}: written by dubito, but not a fitted table")
         design, kind = Design(**meta["design"]), meta["target"]
-        params = {name.removeprefix("params."): leaf for name, leaf in tensors.items() if name.startswith("params.")}
+        params = tree.under(tensors, "params.")
         fitted: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in meta["map"].items()}
         chosen = Tempered(**fitted) if "temperature" in fitted else Scales(**fitted)
         return TableModel(
@@ -192,16 +189,15 @@ class TableModel:
             out_of_fold=OutOfFold(*(tensors[f"out_of_fold.{name}"] for name in ("outputs", "y", "uncertainty"))),
             scores={name: math.nan if value is None else value for name, value in meta["scores"]},
             errors={name: math.nan if value is None else value for name, value in meta["errors"]},
-            shares=meta["shares"],
-            process=_process(tensors),
-            trees=_trees(tensors),
+            shares={name: meta["shares"][name] for name in ("networks", *EXPERTS) if name in meta["shares"]},
+            experts={name: kind.of(tree.under(tensors, f"{name}.")) for name, kind in EXPERTS.items() if name in meta["shares"]},
             remarks=tuple(meta["remarks"]),
         )
 
     def summary(self) -> str:
         """What was fitted, and how good its out-of-fold predictions are, as text."""
         rows, members = len(self.out_of_fold.y), len(self.posterior)
-        names = {"networks": f"{members} networks", "process": "a Gaussian process", "trees": "boosted trees"}
+        names = {"networks": f"{members} networks", **NAMES}
         weights = ", ".join(f"{names[name]} ({share:.0%})" for name, share in self.shares.items())
         lines = [f"{self.kind} of {', '.join(self.targets)} by {weights}, fitted to {rows} rows"]
         lines += [f"{len(self.encoder.columns)} columns as {self.encoder.width} inputs"]
@@ -211,15 +207,3 @@ class TableModel:
 
     def __repr__(self) -> str:
         return self.summary()
-
-
-def _process(tensors: dict[str, Tensor]) -> Process | None:
-    if "process.x" not in tensors:
-        return None
-    hyper = {name.removeprefix("hyper."): leaf for name, leaf in tensors.items() if name.startswith("hyper.")}
-    return Process(tensors["process.x"], tensors["process.y"], tensors["process.rows"], hyper)
-
-
-def _trees(tensors: dict[str, Tensor]) -> Trees | None:
-    parts = {name.removeprefix("trees."): leaf for name, leaf in tensors.items() if name.startswith("trees.")}
-    return Trees(**parts) if parts else None

@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import HeteroscedasticGaussian
+from dubito.model.likelihoods import HeteroscedasticGaussian, Likelihood
 from dubito.posteriors.predictive import LatentMixture
+from dubito.tensors import tree
 from dubito.tensors.randomness import generator
 from dubito.tensors.tree import Params
 
@@ -62,8 +63,17 @@ class Process:
         """K^-1 y, [M, T]."""
         return torch.cholesky_solve(self.y, self.root)
 
-    def predict(self, x: Tensor) -> LatentMixture:
-        """The predictive of rows [B, F]."""
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        return {"x": self.x, "y": self.y, "rows": self.rows, **{f"hyper.{name}": leaf for name, leaf in self.hyper.items()}}
+
+    @staticmethod
+    def of(tensors: dict[str, Tensor]) -> Process:
+        """From what `tensors` gave."""
+        return Process(tensors["x"], tensors["y"], tensors["rows"], tree.under(tensors, "hyper."))
+
+    def predict(self, x: Tensor, likelihood: Likelihood | None = None) -> LatentMixture:
+        """The predictive of rows [B, F]: Gaussians, whatever the likelihood."""
         parts = [self._moments(rows) for rows in x.double().split(ROWS)]
         return self._predictive(torch.cat([mean for mean, _ in parts]), torch.cat([variance for _, variance in parts]))
 

@@ -63,7 +63,6 @@ class CrossFitted:
 
     posterior: Samples  # all members, which count as their repeats do
     outputs: Tensor  # [R, N, C]: of the members that held a row out, one of each repeat
-    folds: Tensor  # [R, N]: which fold of each repeat a row is in
     done: float  # share of the steps after which the budget ended the training; 1 if it did not
 
     @property
@@ -175,7 +174,7 @@ class Training:
             outputs[i // self.settings.folds, rows[counted]] = f[i, counted]
         scores = torch.stack([self.model.score(f, self.y, {}) for f in outputs])
         weights = best_weights(scores).repeat_interleave(self.settings.folds) / self.settings.folds
-        return CrossFitted(Samples(self.model, self.best, {}, weights=weights.float()), outputs, self.folds, self.done)
+        return CrossFitted(Samples(self.model, self.best, {}, weights=weights.float()), outputs, self.done)
 
 
 def best_weights(scores: Tensor, believed: Tensor | None = None) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian, Likelihood
+from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.randomness import derive_seed
 
 LARGEST = 4_000_000  # inputs times rows of a table beyond which they are not worth their time
@@ -28,7 +30,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs [..., N, C] and targets 
 
 @dataclass(frozen=True)
 class Trees:
-    """Boosted trees as plain arrays: one booster for each fold of each repeat, fitted to the rows of the other folds.
+    """Boosted trees as plain arrays: one booster for each fold, fitted to the rows of the other folds.
 
     A row starts at the root of every tree and goes left where its input is at most the threshold. The value of the leaf where it ends
     is added to one of the outputs. The nodes of all trees stand in one array; a leaf is its own child.
@@ -45,18 +47,15 @@ class Trees:
 
     @staticmethod
     def fit(
-        x: Tensor, y: Tensor, folds: Tensor, classes: int = 0, seed: int = 0, end: float = math.inf
-    ) -> tuple[Trees, Tensor] | None:
-        """Boosters of repeated folds [R, N], and their outputs for the rows that they have not seen, [R, N, C]: logits of classes, or
-        means and log variances of the targets [N, T]. None where a fold holds all rows of a class.
+        x: Tensor, y: Tensor, fold: Tensor, classes: int = 0, seed: int = 0, end: float = math.inf
+    ) -> tuple[Trees, LatentMixture]:
+        """Boosters of folds [N], and their predictive of the rows that they have not seen: of classes, or Gaussians of targets [N, T].
 
         They have as many rounds as predict the held-out rows best. The variances are boosted in the same way, to the squared
         out-of-fold errors; the gamma loss is then that of a Gaussian. A TimeoutError says that `time.monotonic()` reached the end.
         """
-        if classes and any(len(y[fold != k].unique()) < classes for fold in folds for k in fold.unique()):
-            return None
-        fitted = [boost_classes(x, y, fold, seed, end) if classes else boost_numbers(x, y, fold, seed, end) for fold in folds]
-        return one_after_another([trees for trees, _ in fitted]), torch.stack([out for _, out in fitted])
+        made, out = boost_classes(x, y, fold, seed, end) if classes else boost_numbers(x, y, fold, seed, end)
+        return made, LatentMixture(Categorical() if classes else HeteroscedasticGaussian(), out.unsqueeze(0))
 
     def outputs(self, x: Tensor) -> Tensor:
         """Of every booster for rows [B, F], [S, B, C]."""
@@ -66,21 +65,36 @@ class Trees:
 
     def leaves(self, x: Tensor) -> Tensor:
         """The value of the leaf of every tree at rows [B, F], [B, P]."""
-        return torch.cat([self.value[self._places(rows)] for rows in x.split(max(1, CELLS // max(1, len(self.root))))])
+        return torch.cat(
+            [self.value[leaf_places(self, self.root, rows)] for rows in x.split(max(1, CELLS // max(1, len(self.root))))]
+        )
 
-    def _places(self, x: Tensor) -> Tensor:
-        """The leaves of all trees, [B, P]."""
-        place = self.root.expand(len(x), -1)
-        while True:
-            lower = x.gather(1, self.feature[place].long()) <= self.threshold[place]
-            step = torch.where(lower, self.left[place], self.right[place])
-            if torch.equal(step, place):
-                return place
-            place = step
+    def predict(self, x: Tensor, likelihood: Likelihood) -> LatentMixture:
+        """The predictive of rows [B, F]."""
+        return LatentMixture(likelihood, self.outputs(x))
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @staticmethod
+    def of(tensors: dict[str, Tensor]) -> Trees:
+        """From what `tensors` gave."""
+        return Trees(**tensors)
+
+
+def leaf_places(nodes: Any, root: Tensor, x: Tensor) -> Tensor:
+    """The leaves [B, P] in which rows [B, F] end in trees with these roots [P].
+
+    `nodes` has the input that every node looks at, its threshold and its children, as arrays.
+    """
+    place = root.expand(len(x), -1)
+    while True:
+        lower = x.gather(1, nodes.feature[place].long()) <= nodes.threshold[place]
+        step = torch.where(lower, nodes.left[place], nodes.right[place])
+        if torch.equal(step, place):
+            return place
+        place = step
 
 
 def boost_classes(x: Tensor, y: Tensor, fold: Tensor, seed: int, end: float) -> tuple[Trees, Tensor]:

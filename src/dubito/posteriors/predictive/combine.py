@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,13 +24,17 @@ def mix(given: Sequence[Predictive], weights: Sequence[float]) -> LatentMixture:
         raise ValueError("predictives of other kinds than LatentMixture cannot be mixed exactly: predict with how='sampled'")
     root = _joined_roots(parts)
     stacked = [{k: v if v.ndim == 2 else v.expand(p.means.shape[0], -1) for k, v in (p.params or {}).items()} for p in parts]
-    return replace(
-        parts[0],
+    first = parts[0]
+    return LatentMixture(
+        first.likelihood,
         means=torch.cat([p.means for p in parts]),
         cov=_joined_covariances(parts) if root is None else None,
         root=root,
         weights=torch.cat([w * p.component_weights for p, w in zip(parts, weights, strict=True)]),
         params={k: torch.cat([s[k] for s in stacked]) for k in stacked[0]},
+        quadrature=first.quadrature,
+        link=first.link,
+        how=first.how,
     )
 
 
