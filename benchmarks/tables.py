@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import sklearn.datasets
 import torch
-from measure import CLOCK, RESULTS, mean_and_error, show, write
+from measure import CLOCK, RESULTS, commit, machine, mean_and_error, show, write
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ Array = np.ndarray
 Predict = Callable[[Array], LatentMixture]  # standardized inputs to the predictive of standardized targets, or of classes
 CLASSIFICATION = ("breast_cancer", "digits", "iris", "wine_cultivars")
 FOLDS, SHARE, GP_ROWS = 5, 0.2, 2000
-DEAR = {"ours": 5, "tabm": 20, "realmlp": 10, "gp": 10, "ngboost": 3}  # seconds a row, roughly, beside the others
+DEAR = {"gp": 50, "ours": 10, "tabm": 10, "realmlp": 7, "ensemble": 4, "ngboost": 3, "map": 2}  # seconds a row, beside the others
 PACKAGES = {
     "quantile_forest": "quantile_forest",
     "ngboost": "ngboost",
@@ -334,7 +335,8 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     started, path = time.perf_counter(), RESULTS / "tables.json"
-    cases: dict[str, Any] = json.loads(path.read_text())["figures"]["cases"] if path.exists() else {}
+    before: dict[str, Any] = json.loads(path.read_text())["figures"] if path.exists() else {"cases": {}, "made by": {}}
+    cases, made = before["cases"], before["made by"]
     for method in list(args.methods):
         if method in PACKAGES and importlib.util.find_spec(PACKAGES[method]) is None:
             print(f"{method} is left out: {PACKAGES[method]} is not installed")
@@ -350,8 +352,9 @@ def main() -> None:
     for key, found in results(keys, args.workers):
         if found is not None:
             cases[title(*key)] = found
+            made[title(*key)] = maker()
             print(title(*key), {metric: round(value, 4) for metric, value in found.items()}, flush=True)
-            save(args, cases, started)
+            save(cases, made, started)
     table(cases)
 
 
@@ -388,13 +391,19 @@ def work(key: Key) -> float:
     return len(load(name, split).y_train) * DEAR.get(method, 1) * (FOLDS if help_it else 1)
 
 
-def save(args: argparse.Namespace, cases: dict[str, Any], started: float) -> None:
+def maker() -> str:
+    """What makes a case: the runs of a file may be of several days and machines."""
+    return f"{date.today()}, commit {commit()}, torch {torch.__version__}, {machine()['cpu']}"
+
+
+def save(cases: dict[str, Any], made: dict[str, str], started: float) -> None:
     """After every case, so that a run that is cut short goes on where it was."""
     write(
         "tables",
         settings={"folds": FOLDS, "test share": SHARE, "gp rows": GP_ROWS},
         figures={
             "cases": cases,
+            "made by": made,
             "means": means(cases),
             "share of sets where no other is better by a standard error": shares(cases),
         },
