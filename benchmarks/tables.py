@@ -331,12 +331,17 @@ def main() -> None:
     parser.add_argument("--maps", nargs="+", default=["plain", "helped"], choices=["plain", "helped"], help="of the peers")
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1, help="processes; the cheapest cases come first")
+    parser.add_argument("--add", nargs="*", default=[], help="result files of other machines, whose cases are added")
     parser.add_argument("--again", action="store_true", help="run also what the result file has already")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     started, path = time.perf_counter(), RESULTS / "tables.json"
-    before: dict[str, Any] = json.loads(path.read_text())["figures"] if path.exists() else {"cases": {}, "made by": {}}
-    cases, made = before["cases"], before["made by"]
+    cases: dict[str, Any] = {}
+    made: dict[str, str] = {}
+    for file in [*map(Path, args.add), *([path] if path.exists() else [])]:
+        figures = json.loads(file.read_text())["figures"]
+        cases |= figures["cases"]
+        made |= figures["made by"]
     for method in list(args.methods):
         if method in PACKAGES and importlib.util.find_spec(PACKAGES[method]) is None:
             print(f"{method} is left out: {PACKAGES[method]} is not installed")
@@ -355,6 +360,8 @@ def main() -> None:
             made[title(*key)] = maker()
             print(title(*key), {metric: round(value, 4) for metric, value in found.items()}, flush=True)
             save(cases, made, started)
+    if args.add:
+        save(cases, made, started)
     table(cases)
 
 
