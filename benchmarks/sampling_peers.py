@@ -102,6 +102,7 @@ def ours(p: Problem) -> dict[str, Sampler]:
 
     return {
         "HMC": sampler(lambda n: dubito.HMC(step_size=p.step, jitter=0.0, chains=chains, draws=n, **same)),
+        "NUTS": sampler(lambda n: dubito.NUTS(step_size=p.step, max_depth=TREE, chains=chains, draws=n, **same)),
         "MCLMC": sampler(lambda n: dubito.MCLMC(step_size=p.turn, chains=chains, draws=n, thin=THIN, **same)),
     }
 

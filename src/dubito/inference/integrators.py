@@ -74,6 +74,19 @@ def leapfrog(density: Density, point: Point, *, step: Tensor, count: Tensor, sca
     return Point(*moved)
 
 
+def leapfrog_path(density: Density, point: Point, *, step: Tensor, moves: Tensor, scale: Tensor, steps: int) -> Point:
+    """Every point of `steps` leapfrog steps of the chains that move [C], leaves [steps, C, ...]; the others stay."""
+    if density.kernel is not None and steps > 1:
+        path = density.kernel.path(*point, step=step, moves=moves, scale=scale, steps=steps)
+        if path is not None:
+            return Point(*path)
+    points = []
+    for _ in range(steps):
+        point = leapfrog(density, point, step=step, count=moves.int(), scale=scale)
+        points.append(point)
+    return Point(*(torch.stack(leaves) for leaves in zip(*points, strict=True)))
+
+
 # ---- microcanonical: the speed is fixed, and only the direction turns (Robnik, De Luca, Silverstein & Seljak 2023)
 
 MINIMAL_NORM = 0.1931833275037836  # the share of the outer kicks that makes the error of a step smallest (McLachlan 1995)

@@ -163,6 +163,26 @@ def test_a_trajectory_is_the_plain_one(name, temperature, monkeypatch):
     assert torch.equal(found.position[1], position[1])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["rectified", "rectified, learned noise", "tanh", *BELIEVED])
+def test_every_point_of_a_path_is_the_plain_one(name, temperature, monkeypatch):
+    monkeypatch.setattr(mlp_cpu, "CACHE", 700)
+    held = density(*(CASES | BELIEVED)[name](), temperature=temperature)
+    kernel, held.kernel = held.kernel, None
+    position = positions(held)
+    start = Point(position, torch.randn_like(position), *held(position))
+    step, scale = torch.linspace(-0.01, 0.01, C).double(), torch.rand(held.size).double()
+    options = {"step": step, "moves": torch.arange(C) != 1, "scale": scale, "steps": 6}
+    expected = integrators.leapfrog_path(held, start, **options)
+    held.kernel = kernel
+    path = integrators.leapfrog_path(held, start, **options)
+    for one, two in zip(path, expected, strict=True):
+        assert one.shape[:2] == (6, C)
+        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-8)
+    for leaf, before in zip(path, start, strict=True):
+        assert torch.equal(leaf[:, 1], before[1].expand_as(leaf[:, 1]))
+
+
 def particles(held: Density) -> tuple[dubito.MCLMC, ChainState]:
     method = dubito.MCLMC(chains=C, draws=1, burn_in=0, thin=7, tune=False, step_size=0.02)
     model = held.target.model

@@ -32,6 +32,14 @@ class Kernel(ABC):
     ) -> None:  # fmt: skip
         """`min(left, steps)` leapfrog steps of every chain, in place."""
 
+    def path(
+        self, position: Tensor, velocity: Tensor, gradient: Tensor, log_likelihood: Tensor, log_prior: Tensor,
+        *, step: Tensor, moves: Tensor, scale: Tensor, steps: int,
+    ) -> tuple[Tensor, ...] | None:  # fmt: skip
+        """Every point of `steps` leapfrog steps of the chains that move [C]; the others stay. Leaves [steps, C, ...]; None where a
+        kernel does not keep them."""
+        return None
+
     @abstractmethod
     def minimal_norm(
         self, position: Tensor, velocity: Tensor, gradient: Tensor, *, step: Tensor, scale: Tensor, share: float

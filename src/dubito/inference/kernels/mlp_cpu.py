@@ -223,11 +223,13 @@ class Rectified(Field):
         super().__init__(network, x, y)
 
     def block(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Inputs with a column of ones, also weighted and transposed, and targets, all padded to whole vector registers."""
+        """Inputs with a column of ones, these transposed with their weights and without, and targets, all padded to whole vector
+        registers."""
         rows = math.ceil(len(x) / 16) * 16  # whole vector registers: what is added is 0, to which any network here answers 0
         inputs, targets = x.new_zeros(rows, self.width), y.new_zeros(1, 1, rows)
         inputs[: len(x), :-1], inputs[: len(x), -1], targets[0, 0, : len(x)] = x, 1.0, y.reshape(-1)
-        return inputs, inputs * self.precision, inputs.mT.contiguous(), targets
+        turned = inputs.mT.contiguous()
+        return inputs, turned * self.precision, turned, targets
 
     def lift(self, position: Tensor) -> Tensor:
         """Weights as rows, with a unit that is always on for the last bias."""
@@ -254,23 +256,26 @@ class Rectified(Field):
         """The gradient of one hidden layer, by the formulas at the top of this module."""
         chains = len(q)
         (w, u, s), (gw, gu, gs) = self.views(q), self.views(g)
-        sums, products = (memory(name, chains, self.units, self.width) for name in ("sums", "products"))
+        products = memory("products", chains, self.units, self.width)
+        sums = memory(
+            "sums", self.width, chains * self.units
+        )  # S transposed: MKL is up to three times as fast at X^T A^T as at A X
+        slopes = sums.view(self.width, chains, self.units).permute(1, 2, 0)
         across, along = u.unsqueeze(1), u.unsqueeze(2)
         blocks = []
         for i, (x, weighted, turned, y) in enumerate(self.blocks):
             a = memory("a", chains, self.units, len(x))
             r = memory(f"r{i}", chains, 1, len(x))
             spread = r.expand_as(a)
-            blocks.append(
-                (weighted.expand(chains, -1, -1), turned.expand(chains, -1, -1), y.expand(chains, -1, -1), a, r, spread)
-            )
-        bmm, baddbmm, mask = torch.bmm, torch.baddbmm, aten.threshold_backward.grad_input
+            columns = a.view(chains * self.units, len(x)).mT
+            blocks.append((weighted, turned.expand(chains, -1, -1), y.expand(chains, -1, -1), a, columns, r, spread))
+        bmm, baddbmm, mm, mask = torch.bmm, torch.baddbmm, torch.mm, aten.threshold_backward.grad_input
         learned, count, nothing = self.learned, self.count, torch.zeros((), dtype=torch.float64)
 
         def run(valued: bool) -> Tensor | None:
             """One gradient of all chains."""
             tau, total = s.mul(-2).exp_() if learned else s, nothing
-            for i, (x, turned, y, a, r, spread) in enumerate(blocks):
+            for i, (x, turned, y, a, columns, r, spread) in enumerate(blocks):
                 bmm(w, turned, out=a)
                 a.relu_()
                 baddbmm(y, across, a, alpha=-1, out=r)  # what the network leaves of y
@@ -279,11 +284,11 @@ class Rectified(Field):
                     r.mul_(tau.unsqueeze(2))
                 mask(spread, a, 0, grad_input=a)
                 if i:
-                    sums.baddbmm_(a, x)
+                    sums.addmm_(x, columns)
                 else:
-                    bmm(a, x, out=sums)
-            torch.mul(sums, along, out=gw)
-            torch.mul(sums, w, out=products)
+                    mm(x, columns, out=sums)
+            torch.mul(slopes, along, out=gw)
+            torch.mul(slopes, w, out=products)
             torch.sum(products, 2, out=gu)
             if learned:
                 weighed = total * tau

@@ -177,6 +177,55 @@ class Trajectories(Kernel):
         gradient.copy_(field.lower(g) * warmth)
         return value
 
+    def path(
+        self, position: Tensor, velocity: Tensor, gradient: Tensor, log_likelihood: Tensor, log_prior: Tensor,
+        *, step: Tensor, moves: Tensor, scale: Tensor, steps: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Every point of `steps` steps."""
+        here = position, velocity, gradient, log_likelihood, log_prior
+        points = tuple(leaf.expand(steps, *leaf.shape).clone() for leaf in here)
+        chains = moves.nonzero().flatten()
+
+        def task(which: Tensor) -> Callable[[Memory], None]:
+            """The paths of some chains, as a task for a core."""
+
+            def run(memory: Memory) -> None:
+                """Run them in a core's own memory."""
+                reach = (step[which].unsqueeze(1) * scale).to(position)
+                path = self._path(position[which], velocity[which], gradient[which], reach, steps, memory)
+                for leaf, new in zip(points, path, strict=True):
+                    leaf[:, which] = new
+
+            return run
+
+        if len(chains):
+            self.cores.run([task(chains[part]) for part in self.field.parts(len(chains), len(self.cores))])
+        return points
+
+    def _path(
+        self, position: Tensor, velocity: Tensor, gradient: Tensor, reach: Tensor, steps: int, memory: Memory
+    ) -> tuple[Tensor, ...]:
+        """The points of some chains, leaves [steps, C, ...]."""
+        field, warmth = self.field, 1 / self.temperature
+        q, (v, g, r) = field.lift(position), (field.raise_(leaf) for leaf in (velocity, gradient, reach))
+        v.addcmul_(r, g, value=0.5)
+        climb, pull = field.climber(q, g, memory), self.pull(q, g)
+        rows = q.new_empty(3, steps, *q.shape)
+        values: list[Tensor] = []
+        for places, velocities, slopes in zip(*rows, strict=True):
+            q.addcmul_(r, v)
+            value = climb(True)
+            assert value is not None
+            values.append(value)
+            pull()
+            places.copy_(q)
+            slopes.copy_(g)
+            torch.addcmul(v, r, g, value=0.5 * warmth, out=velocities)
+            v.addcmul_(r, g, value=warmth)
+        positions, speeds, gradients = field.lower(rows.flatten(0, 2)).view(3, steps, len(q), -1)
+        prior = self.prior.log_prob(positions.flatten(0, 1)).view(steps, -1)
+        return positions, speeds, gradients * warmth, torch.stack(values), prior
+
     def minimal_norm(
         self, position: Tensor, velocity: Tensor, gradient: Tensor, *, step: Tensor, scale: Tensor, share: float
     ) -> Moved:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.inference.full_batch import ChainState, Tuned
-from dubito.inference.integrators import Point, kinetic, leapfrog, potential, rise
+from dubito.inference.integrators import Point, kinetic, leapfrog_path, potential, rise
 from dubito.inference.log_density import Density
 from dubito.inference.tuning import dice
 from dubito.tensors.checks import at_least
@@ -137,11 +137,8 @@ class NUTS(Tuned):
         diverged, halves = torch.zeros_like(sound), []
         block = min(size, LARGEST) if size >= SMALLEST and end.position.numel() * LARGEST <= NUMBERS else 1
         for number in range(size // block):
-            path = []
-            for _ in range(block):
-                end = leapfrog(density, end, step=step, count=sound.int(), scale=state.scale)
-                path.append(end)
-            path = Point(*(torch.stack(leaves) for leaves in zip(*path, strict=True)))  # [block, C, ...]
+            path = leapfrog_path(density, end, step=step, moves=sound, scale=state.scale, steps=block)
+            end = Point(*(leaf[-1] for leaf in path))
             risen = rise(density, start, path) + kinetic(path.velocity.flatten(0, 1)).view(block, -1) - before
             risen = torch.where(risen.isfinite(), risen, torch.inf)
             shares = (-risen).exp().clamp(max=1.0).sum(0)
