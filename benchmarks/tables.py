@@ -498,7 +498,7 @@ def listed(names: list[str]) -> str:
 
 def average(splits: dict[str, dict[str, float]], metric: str) -> float:
     """The mean over splits, nan where there is no such score."""
-    return mean_and_error([values.get(metric, math.nan) for values in splits.values()])[0]
+    return float(np.mean([values.get(metric, math.nan) for values in splits.values()]))
 
 
 def covers(splits: dict[str, dict[str, float]]) -> bool:
