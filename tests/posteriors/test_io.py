@@ -55,6 +55,21 @@ def test_weights_that_are_not_bayesian_come_along(tmp_path):
     assert torch.equal(dubito.load(tmp_path / "p", model(only="^2")).predict(x).means, posterior.predict(x).means)
 
 
+@pytest.mark.parametrize("index", range(4), ids=["point", "samples", "stochastic", "mixture"])
+def test_the_base_may_be_left_out(index, tmp_path):
+    m, x = model(width=400, only="^2"), torch.randn(5, 2)
+    posterior = forms(m)[index]
+    dubito.save(posterior, tmp_path / "whole")
+    dubito.save(posterior, tmp_path / "slim", base=False)
+    assert (tmp_path / "slim").stat().st_size < (tmp_path / "whole").stat().st_size - 400 * 3 * 4
+    same = dubito.load(tmp_path / "slim", Model(copy.deepcopy(m.network), Gaussian(), only="^2"))
+    assert torch.equal(same.predict(x).means, posterior.predict(x).means)
+    with torch.no_grad():
+        m.network[0].bias[3] += 1
+    with pytest.raises(FileError, match="without its base network, and 0.bias differs"):
+        dubito.load(tmp_path / "slim", m)
+
+
 def test_another_model_is_refused_and_told_apart(tmp_path):
     dubito.save(forms(model())[0], tmp_path / "p")
     with pytest.raises(FileError, match=r"0.weight \[4, 2\] in the file and \[8, 2\] here"):

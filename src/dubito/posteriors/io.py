@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dubito.posteriors.families import FAMILIES, Family
 from dubito.posteriors.identity import belonging, differences
 from dubito.posteriors.predict.dropout import Dropout
 from dubito.tensors import store, tree
+from dubito.tensors.checks import require
 from dubito.tensors.covariances import STRUCTURES, Blocks, Covariance
 
 TUPLES = ("weights", "departures")
@@ -35,8 +37,11 @@ FORMS: dict[str, type[Posterior]] = {  # a form of your own is saved and loaded 
 }
 
 
-def save(posterior: Posterior, path: str | os.PathLike) -> None:
+def save(posterior: Posterior, path: str | os.PathLike, *, base: bool = True) -> None:
     """Write a posterior to one file, whole or not at all. It holds all weights, also those that are not Bayesian.
+
+    `base=False` leaves out the parameters that are not Bayesian, such as the frozen network below LoRA adapters: `load` then takes
+    them from the network that it is given, which must have the same ones.
 
     A `Stored` posterior becomes a new folder of that name, free of the run that made it: its files are linked there where the disk
     can do that, and copied where it cannot. (`save(posterior.load(), path)` puts its draws into one file.)
@@ -51,10 +56,12 @@ def save(posterior: Posterior, path: str | os.PathLike) -> None:
     True
     """
     if isinstance(posterior, Stored):
+        require(base, "base=False: a folder of draws holds the base network once; save its load() without")
         _save_folder(posterior, Path(path))
         return
     tensors: dict[str, Tensor] = {}
-    meta = {"kind": "posterior", "model": belonging(posterior.model), "posterior": _pack(posterior, tensors, "")}
+    left_out = set() if base else {name for name, _ in posterior.model.network.named_parameters()}
+    meta = {"kind": "posterior", "model": belonging(posterior.model), "posterior": _pack(posterior, tensors, "", left_out)}
     if posterior.label:
         meta["label"] = posterior.label
     store.write(path, tensors, meta)
@@ -105,7 +112,8 @@ def _save_folder(posterior: Stored, path: Path) -> None:
         raise
 
 
-def _pack(posterior: Posterior, tensors: dict[str, Tensor], path: str) -> dict:
+def _pack(posterior: Posterior, tensors: dict[str, Tensor], path: str, left_out: Collection[str]) -> dict:
+    """A description of a posterior; its tensors go into `tensors`. Of buffers that are left out, it has the checksums."""
     form = next((name for name, kind in FORMS.items() if kind is type(posterior)), None)
     if form is None:
         hint = ", which is a folder already: save its load()" if isinstance(posterior, Stored) else ""
@@ -114,7 +122,11 @@ def _pack(posterior: Posterior, tensors: dict[str, Tensor], path: str) -> dict:
     for item in fields(posterior):
         value = getattr(posterior, item.name)
         if item.name == "members":
-            content["members"] = [_pack(member, tensors, f"{path}{i}/") for i, member in enumerate(value)]
+            content["members"] = [_pack(member, tensors, f"{path}{i}/", left_out) for i, member in enumerate(value)]
+        elif item.name == "buffers":
+            content["buffers"] = store.pack({k: v for k, v in value.items() if k not in left_out}, tensors, f"{path}buffers")
+            base = {name: store.checksum({name: leaf}) for name, leaf in value.items() if name in left_out}
+            content |= {"base": base} if base else {}
         elif item.name != "model" and (item.name != "departures" or value):
             content[item.name] = _pack_value(value, tensors, f"{path}{item.name}")
     return content
@@ -163,7 +175,20 @@ def _unpack(content: dict, tensors: dict[str, Tensor], model: Model, path: str) 
     for name, value in content.items():
         if name == "members":
             values[name] = tuple(_unpack(member, tensors, model, path) for member in value)
-        elif name != "form":
+        elif name not in ("form", "base"):
             values[name] = _unpack_value(value, tensors, Dropout() if name == "dropout" else None)
+    if "base" in content:
+        values["buffers"] |= _base(content["base"], model, path)
     values |= {name: tuple(value) for name, value in values.items() if name in TUPLES and isinstance(value, list)}
     return form(**values)
+
+
+def _base(checksums: dict[str, str], model: Model, path: str) -> dict[str, Tensor]:
+    """The parameters that a file leaves out, from the network."""
+    buffers = model.buffers()
+    for name, checksum in checksums.items():
+        if name not in buffers or store.checksum({name: buffers[name]}) != checksum:
+            raise store.FileError(
+                f"{path}: was saved without its base network, and {name} differs from that: load it with the same base weights"
+            )
+    return {name: buffers[name] for name in checksums}
