@@ -25,6 +25,7 @@ from dubito.model.likelihoods import NOISE
 from dubito.network.examples import Batch, Inputs
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
+from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Buffers, Params
 
 ROUNDING = 1e-5  # what is smaller than so much of the whole may be rounding in single precision
@@ -244,7 +245,7 @@ class TopEigen(Passes):
         factor = estimate.factor(1 if estimate.seen[1] else 0)
         q, y = (tree.flatten({name: sums[f"{key}|{name}"] for name in setup.names}, stacked=True) for key in "QY")
         small = (q @ y.mT).double()  # Q^T H Q
-        values, vectors = torch.linalg.eigh((small + small.mT) / 2)
+        values, vectors = eigh((small + small.mT) / 2)
         if float(values[0]) < -1e-3 * float(values[-1].abs()) and not self.clip:
             raise ValueError(
                 f"the Hessian has negative curvature in its main directions, down to {float(values[0] * factor):.3g} (largest: "
@@ -286,7 +287,7 @@ def _nystrom(values: Tensor, vectors: Tensor, y: Tensor) -> tuple[Tensor, Tensor
     semi-definite rest, for rows y of HQ and the spectrum of :math:`Q^T H Q`."""
     keep = values > ROUNDING * values[-1].clamp_min(0)
     root = (vectors[:, keep] * values[keep].rsqrt()).mT @ y.double()
-    inner, turn = torch.linalg.eigh(root @ root.mT)
+    inner, turn = eigh(root @ root.mT)
     return inner.clamp_min(0), ((turn / inner.clamp_min(torch.finfo(inner.dtype).tiny).sqrt()).mT @ root).to(y)
 
 
@@ -309,7 +310,7 @@ class Hessian(Passes):
         matrix = sums["H"] * estimate.factor(0)
         matrix = (matrix + matrix.mT) / 2
         if self.clip:
-            values, vectors = torch.linalg.eigh(matrix.double())
+            values, vectors = eigh(matrix.double())
             matrix = ((vectors * values.clamp_min(0).unsqueeze(-2)) @ vectors.mT).to(matrix)
         one = torch.ones(1, dtype=setup.dtype, device=matrix.device)
         prior = {name: estimate.prior[name] for name in setup.names}

@@ -31,6 +31,7 @@ from dubito.tensors import tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require
 from dubito.tensors.covariances import Covariance
 from dubito.tensors.covariances.propagation import flat
+from dubito.tensors.eigen import eigh
 from dubito.tensors.randomness import derive_seed
 from dubito.tensors.tree import Params
 
@@ -508,7 +509,7 @@ def leverages(fisher: Tensor, spread: Tensor, slopes: Tensor) -> Tensor:
     r"""Slopes [B, C] as those of examples that are left out: :math:`(I - \Lambda K)^{-1} s`, where :math:`\Lambda` is the likelihood's
     Fisher information and :math:`K = J H^{-1} J^T` the covariance of the outputs, [B, C, C] each."""
     fisher, spread, s = fisher.double(), spread.double(), slopes.double()
-    values, vectors = torch.linalg.eigh(fisher)
+    values, vectors = eigh(fisher)
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     largest = float(torch.linalg.eigvalsh(root.mT @ spread @ root).max())
     way_out = "use solver='dense', more damping, or leverage=False"

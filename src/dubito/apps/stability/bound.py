@@ -31,6 +31,7 @@ from dubito.posteriors.predict.streamlined.operations import Size, Step, Trace, 
 from dubito.posteriors.predict.streamlined.trace import trace
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, positive, require
+from dubito.tensors.eigen import eigh
 from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.tree import as_tuple
 
@@ -94,7 +95,7 @@ def _lanczos(twice: Callable[[Tensor], Tensor], v: Tensor, most: int) -> tuple[f
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     for i in range(k - 1):
         matrix[i, i + 1] = matrix[i + 1, i] = beside[i]
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = eigh(matrix)
     best = vectors[:, -1]
     return float(values[-1]), basis[:k].mT @ best.to(v), beside[-1] * abs(float(best[-1]))
 

@@ -20,6 +20,7 @@ from dubito.posteriors import Conjugate, Posterior
 from dubito.posteriors.predict.conjugate import INSTEAD, Head, features, find
 from dubito.tensors import store
 from dubito.tensors.checks import between
+from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Buffers, Params
 
 WIDE = 25.0  # how far from the features' own scale, in log, a prior precision is looked for
@@ -154,7 +155,7 @@ class NeuralLinear:
         # a bias may have a prior scale of its own: in units of it, all weights are alike
         first = prior.scale_of(state.weight)
         units = state.gram.new_tensor([prior.scale_of(name) / first for name in names]).unsqueeze(-1)  # [d, 1]
-        values, vectors = torch.linalg.eigh(scale * units * state.gram * units.mT)
+        values, vectors = eigh(scale * units * state.gram * units.mT)
         values, cross = values.clamp_min(0), vectors.mT @ (scale * units * state.cross)
         data = Rotated(values, cross, scale * state.square, scale * state.rows, *self._noise(likelihood, cross))
         precision = self._precision(data, prior, first)  # [K]

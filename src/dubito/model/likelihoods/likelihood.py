@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from dubito.tensors.checks import require
+from dubito.tensors.eigen import eigh
 from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
@@ -269,7 +270,7 @@ class Likelihood(ABC):
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
         r"""Cotangents :math:`s_k` with :math:`\sum_k s_k s_k^T` = `fisher`, [K, ..., C]."""
-        values, vectors = torch.linalg.eigh(self.fisher(f, params))
+        values, vectors = eigh(self.fisher(f, params))
         return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).movedim(-1, 0)
 
     def random_slope(self, f: Tensor, params: Params, generator: torch.Generator | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.likelihoods.likelihood import NOISE, DiagonalFisher, Likelihood, halves, nodes, positive
+from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Params
 
 
@@ -140,7 +141,7 @@ def given_nodes(f_mean: Tensor, f_cov: Tensor, free: Tensor, n: int) -> tuple[Te
         means = f_mean.unsqueeze(1).repeat(1, n, *[1] * (f_mean.ndim - 1))
         means[..., free] += f_cov[..., free].clamp_min(0).sqrt().unsqueeze(1) * unit
         return means, (f_cov * ~free).unsqueeze(1).expand_as(means)
-    values, vectors = torch.linalg.eigh(f_cov[..., free, :][..., free])
+    values, vectors = eigh(f_cov[..., free, :][..., free])
     unit = nodes(n, values).reshape(1, n, *[1] * (f_mean.ndim - 2), -1)
     known = values > 1e-12 * values.amax(-1, keepdim=True).clamp_min(1e-30)
     # symmetric roots, which do not depend on the arbitrary signs and bases of eigenvectors

@@ -14,6 +14,7 @@ from torch import Tensor
 from dubito.model.priors.scales import keep_positive
 from dubito.tensors.checks import at_least, one_of
 from dubito.tensors.covariances.covariance import normal
+from dubito.tensors.eigen import eigh
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class GaussianProcess:
         mean, cov = self.moments(x.double())
         root, failed = torch.linalg.cholesky_ex(cov + JITTER * cov.diagonal().max() * torch.eye(len(x)).to(cov))
         if failed:  # next to observations with little noise, what is left of the variances is rounding
-            values, vectors = torch.linalg.eigh(cov)
+            values, vectors = eigh(cov)
             root = vectors * values.clamp_min(0).sqrt()
         noise = normal((n, *mean.shape), mean, generator)
         return (mean + torch.einsum("bk,nk...->nb...", root, noise)).to(x)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dubito.model.likelihoods import Categorical, align, quadrature
+from dubito.tensors.eigen import eigh
 
 if TYPE_CHECKING:
     from dubito.posteriors.predictive.latent_mixture import LatentMixture
@@ -122,7 +123,7 @@ def symmetric_root(cov: Tensor) -> Tensor:
     It is defined for singular matrices, as Cholesky's is not, and does not depend on the signs and bases of eigenvectors.
     """
     finite = cov.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    values, vectors = torch.linalg.eigh(torch.where(finite, cov, 0.0))
+    values, vectors = eigh(torch.where(finite, cov, 0.0))
     return torch.where(finite, (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT, torch.nan)
 
 

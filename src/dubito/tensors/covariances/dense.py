@@ -14,6 +14,7 @@ from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike,
 from dubito.tensors.covariances.diagonal import flat
 from dubito.tensors.covariances.propagation import Full, LayerRows
 from dubito.tensors.covariances.propagation import flat as joined
+from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Params
 
 
@@ -71,7 +72,7 @@ class Dense(Covariance):
     def _repaired(self, matrix: Tensor) -> Tensor:
         """The Cholesky factor where nothing but the rounding of sums in single precision makes a precision indefinite."""
         shift = self._prior(self.prior).double().to(matrix.device)
-        values, vectors = torch.linalg.eigh(matrix - torch.diag(shift))
+        values, vectors = eigh(matrix - torch.diag(shift))
         if float(values[0]) < -self._rounding * float(values.abs().max()):
             whole = torch.linalg.eigvalsh(matrix)
             raise Indefinite(float(whole[0]), float(whole[-1]), int((whole <= 0).sum()), len(whole))
@@ -201,7 +202,7 @@ class Dense(Covariance):
         :math:`T\, W \mathrm{diag}(1 / (l + k)) W^T`."""
         root = self._prior(self.prior).double().to(self.curvature.device).rsqrt()
         matrix = torch.tensordot(self.scale.double(), self.curvature.double(), 1) * root * root.unsqueeze(1)
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         if float(values[0]) < -self._rounding * float(values.abs().max()):
             raise Indefinite(float(values[0]), float(values[-1]), int((values < 0).sum()), len(values))
         return values.clamp_min(0).to(self.curvature.dtype), (root.unsqueeze(1) * vectors).to(self.curvature.dtype)

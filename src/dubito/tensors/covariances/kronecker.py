@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike, normal
 from dubito.tensors.covariances.propagation import Gradients, LayerRows, Rotated, gram, pieces
+from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Params
 
 
@@ -364,6 +365,6 @@ def _separated(prior: Mapping[str, Tensor], weight: str, bias: str | None, input
 
 def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, not below zero, and eigenvectors, found in double precision."""
-    values, vectors = torch.linalg.eigh(matrix.double())
+    values, vectors = eigh(matrix.double())
     # in the order of memory that a file has, so that what is computed from a loaded one is the same to the last bit
     return values.clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype).contiguous()

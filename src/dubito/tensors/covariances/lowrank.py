@@ -14,6 +14,7 @@ from dubito.tensors.covariances.covariance import Covariance, normal
 from dubito.tensors.covariances.diagonal import flat
 from dubito.tensors.covariances.propagation import Directions, Gradients, input_noise, propagate_independent, weight_gradients
 from dubito.tensors.covariances.propagation import flat as joined
+from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Params
 
 PIECE = 2**18  # columns that are in double precision at a time
@@ -241,7 +242,7 @@ def _orthonormal(rows: Tensor) -> tuple[Tensor, Tensor]:
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for piece in rows.split(PIECE, 1):
         gram += piece.double() @ piece.double().mT
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = eigh(gram)
     tiny = torch.finfo(torch.float64).tiny
     keep = values > values[-1].clamp_min(tiny) * 1e-13
     turn = (vectors / values.clamp_min(tiny).sqrt()).mT

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Params, full_precision, symbolic
 
 
@@ -132,7 +133,7 @@ class Shift:
 
 def _root(cov: Tensor) -> Tensor:
     """Columns [O, ..., O] whose outer products add up to the covariance."""
-    values, vectors = torch.linalg.eigh(cov)
+    values, vectors = eigh(cov)
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).movedim(-1, 0)
 
 
