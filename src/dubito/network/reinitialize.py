@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,11 +13,18 @@ from dubito.network.weights import copy_network
 from dubito.tensors.randomness import fork_rng
 from dubito.tensors.tree import Params
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 
 def reinitialize(
     network: nn.Module, params: Params, seed: int, initialize: Callable[[nn.Module], object] | None = None
 ) -> Params:
-    """`params` as they would be had the network been initialized again, by the `reset_parameters` of its layers or by `initialize`."""
+    """`params` as they would be had the network been initialized again, by `initialize`, or by what its modules bring along.
+
+    That is `reset_parameters()`, as torch's layers have it, and `_init_weights(module)`, by which the networks of transformers and timm
+    initialize all of their parts. Scales and shifts of norms that have neither become 1 and 0.
+    """
     network = copy_network(network)
     with fork_rng(seed), torch.no_grad():
         if initialize is not None:
@@ -24,6 +33,14 @@ def reinitialize(
             _reset_parameters(network, [name for name in params if ":" not in name])
     fresh = dict(network.named_parameters())
     return {name: fresh[name].detach().clone() if name in fresh else leaf.clone() for name, leaf in params.items()}
+
+
+NORM_STARTS = {"weight": 1.0, "scale": 1.0, "gamma": 1.0, "g": 1.0, "bias": 0.0, "beta": 0.0}
+
+
+def _takes_a_module(initialize: Any) -> TypeIs[Callable[[nn.Module], object]]:
+    """Whether it is a function of one argument."""
+    return callable(initialize) and len(inspect.signature(initialize).parameters) == 1
 
 
 def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:
@@ -35,6 +52,13 @@ def _reset_parameters(network: nn.Module, wanted: list[str]) -> None:
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
             reset()
+        elif _takes_a_module(initialize := getattr(module, "_init_weights", None)):
+            for part in reversed(list(module.modules())):
+                initialize(part)
+        elif "norm" in type(module).__name__.lower():
+            for name, p in module.named_parameters(recurse=False):
+                if p.isnan().any() and name in NORM_STARTS:
+                    p.fill_(NORM_STARTS[name])
     missed = [name for name, p in network.named_parameters() if name in wanted and p.isnan().any()]
     if missed:
         raise ValueError(

@@ -69,11 +69,11 @@ class Ensemble:
     - `Ensemble(MAP(), 5, anchored=True)` draws each member's prior mean from the prior, and adds noise of the likelihood's own size to
       its targets. With a linear model, Gaussian noise and a Gaussian prior its members are exact draws of the posterior.
 
-    Members are initialized anew by the `reset_parameters` of their layers (or by `initialize`, called on a copy of the network).
-    Parameters whose names match the pattern `keep` stay as they are in the network: a pretrained encoder. With `fit(start=...)` of
-    several settings (draws, or a list) each member begins at one of its own; with one setting `keep` refers to it. `perturb` adds
-    noise to weights that are not new, as a share of the root mean square of their tensor. A warning is given where a
-    network seems to be trained and is not kept.
+    Members are initialized anew by the `reset_parameters` of their layers, the `_init_weights` of the network, or `initialize`,
+    called on a copy of the network. Parameters whose names match the pattern `keep` stay as they are in the network: a pretrained
+    encoder. With `fit(start=...)` of several settings (draws, or a list) each member begins at one of its own; with one setting
+    `keep` refers to it. `perturb` adds noise to weights that are not new, as a share of the root mean square of their tensor. A
+    warning is given where a network seems to be trained and is not kept.
 
     Members see the same batches. Where that is faster they are trained in one batched pass: `vectorize` forces or forbids it.
 
