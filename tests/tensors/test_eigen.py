@@ -25,4 +25,3 @@ def test_a_solver_that_gives_up_is_asked_again_in_double_precision(monkeypatch, 
     assert asked == [dtype, torch.float64]
     assert values.dtype == vectors.dtype == dtype
     torch.testing.assert_close((vectors * values.unsqueeze(-2)) @ vectors.mT, matrix, rtol=1e-4, atol=1e-4)
-
