@@ -179,7 +179,7 @@ class Kronecker(Covariance):
             return torch.stack([gram(turned * (squared @ v.mT).sqrt()) for v in variances])
         roots, parts = [v.sqrt() for v in variances], []
         for piece in pieces(size, classes * outputs * basis.shape[0], basis):
-            product = self._rotated_rows(layer.a[piece], [rows[piece].mT for rows in g], basis, bias)
+            product = self._rotated_rows(layer.a[piece], g[:, piece], basis, bias)
             each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
             parts.append(torch.stack([white @ white.mT for white in each]))
         total = torch.cat(parts, 1)
@@ -188,21 +188,23 @@ class Kronecker(Covariance):
             total = total + torch.stack([gram((turned * (squared @ v.mT).sqrt()).flatten(2)) for v in variances])
         return total
 
-    def _rotated_rows(self, a: Tensor, rows: list[Tensor], basis: Tensor, bias: bool) -> Tensor:
-        """Rows [n, C, O, I] of the Jacobian in the eigenbasis, for inputs a [n, T, I] and gradients [n, O, T] of C outputs.
+    def _rotated_rows(self, a: Tensor, g: Tensor, basis: Tensor, bias: bool) -> Tensor:
+        """Rows [n, C, O, I] of the Jacobian in the eigenbasis, for inputs a [n, T, I] and gradients g [C, n, T, O].
 
         Inputs and gradients are rotated before they are multiplied or after, whichever costs less.
         """
-        outputs, positions = rows[0].shape[1:]
-        inputs_first, outputs_first = positions < len(rows) * outputs, positions < basis.shape[0]
+        classes, size, positions, outputs = g.shape
+        inputs_first, outputs_first = positions < classes * outputs, positions < basis.shape[0]
         if inputs_first:
             a = a @ basis[:-1] + basis[-1] if bias else a @ basis
-        rows = [self.left.mT @ g for g in rows] if outputs_first else rows
-        product = torch.stack([g @ a for g in rows], 1)
+        g = g @ self.left if outputs_first else g
+        columns = g.permute(1, 0, 3, 2).reshape(size, classes * outputs, positions)
+        product = columns @ a
         if not inputs_first:
             if bias:
-                product = torch.cat([product, torch.stack([g.sum(-1, keepdim=True) for g in rows], 1)], -1)
+                product = torch.cat([product, columns.sum(-1, keepdim=True)], -1)
             product = product @ basis
+        product = product.unflatten(1, (classes, outputs))
         return product if outputs_first else self.left.mT @ product
 
     def propagate_output(self, layer: LayerRows, classes: int, factors: Sequence[float]) -> Tensor:

@@ -290,7 +290,9 @@ def weight_gradients(layer: LayerRows, g: Tensor) -> Iterator[tuple[Tensor, str,
         if affine:  # all outputs in one product
             assert part.weight is not None
             rows = g[:, piece]
-            yield (rows.mT @ layer.inputs[piece].to(g.dtype)).unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
+            columns = rows.permute(1, 0, 3, 2).flatten(1, 2)  # [b, C O, T]: the inputs are read once for all outputs
+            product = (columns @ layer.inputs[piece].to(g.dtype)).unflatten(1, (len(g), -1)).transpose(0, 1)
+            yield product.unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
             if part.bias is not None:
                 yield rows.sum(2), part.bias, piece
             continue
