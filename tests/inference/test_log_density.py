@@ -403,3 +403,27 @@ def test_a_noise_that_is_no_number_is_no_error(kind):
     assert value.log_prior[1].isfinite()
     with pytest.raises(ValueError, match="support"):
         model.likelihood.prior.log_prob(torch.tensor(torch.nan))  # the user's distribution checks as before
+
+
+class Spectrum(nn.Module):
+    """Pairs of weights are read as complex numbers, behind an odd number of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.pairs = nn.Parameter(torch.ones(1)), nn.Parameter(0.3 * noise(3, 2))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.pairs), n=4) + self.shift
+
+
+def test_weights_may_be_read_as_complex_numbers():
+    model = Model(Spectrum(), Gaussian(scale=1.0), Normal(scale=1.0))
+    x, y, params = noise(6, 4), noise(6, 4, seed=1), model.parameters()
+    made = Density(Target(model, 6), [(x, y)], params, model.buffers())
+    position = tree.flatten(params) + 0.1 * noise(2, 7, seed=2)
+    for row, gradient in zip(position, made(position).gradient, strict=True):
+        row = row.clone().requires_grad_()
+        weights = {name: leaf.clone() for name, leaf in tree.unflatten(row, params).items()}
+        f = torch.func.functional_call(model.network, weights, x)
+        (-0.5 * ((y - f) ** 2).sum() - 0.5 * (row**2).sum()).backward()
+        torch.testing.assert_close(gradient, row.grad)

@@ -104,8 +104,13 @@ class Density:
         return Value(torch.zeros_like(position), likelihood * (self.target.n_data / self.seen), prior)
 
     def unflatten(self, position: Tensor) -> Params:
-        """Positions [C, P] as weights, leaves [C, ...], each in its own dtype."""
-        return {name: leaf.to(self.like[name].dtype) for name, leaf in tree.unflatten(position, self.like).items()}
+        """Positions [C, P] as weights, leaves [C, ...], each in its own dtype.
+
+        Pairs of numbers get memory of their own: a network may read them as complex numbers, which must lie at an even place.
+        """
+        leaves = tree.unflatten(position, self.like)
+        pairs = {name for name, leaf in self.like.items() if leaf.ndim > 1 and leaf.shape[-1] == 2}
+        return {name: (leaf.clone() if name in pairs else leaf).to(self.like[name].dtype) for name, leaf in leaves.items()}
 
     def outputs(self, position: Tensor) -> Iterator[tuple[Tensor, Any]]:
         """f [C, B, ..., K] and the targets of every chunk of the data, without gradients: what conjugate moves condition on."""
