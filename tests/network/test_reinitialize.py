@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from dubito.network.reinitialize import reinitialize
 
@@ -53,3 +55,24 @@ def test_a_network_that_initializes_its_parts_is_asked():
     assert not torch.equal(first["mix.table"], second["mix.table"])
     assert torch.equal(first["mix.norm.weight"], torch.ones(4))
     assert all(torch.equal(before[name], p) for name, p in network.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_a_parametrized_layer_starts_as_the_plain_one_does(kind):
+    network = nn.Sequential(getattr(parametrizations, kind)(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 2))
+    params = dict(network.named_parameters())
+    first, second = (reinitialize(network, params, seed) for seed in (1, 2))
+    assert all(leaf.isfinite().all() for leaf in first.values())
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+    assert torch.func.functional_call(network, first, torch.eye(4)).isfinite().all()
+    if kind == "weight_norm":
+        plain = first["0.parametrizations.weight.original0"] * nn.functional.normalize(
+            first["0.parametrizations.weight.original1"], dim=1
+        )
+        assert plain.abs().max() <= 0.5  # uniform on (-1 / sqrt(4), 1 / sqrt(4))
+
+
+def test_a_start_in_the_buffers_is_refused():
+    network = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 8)), nn.Linear(8, 2))
+    with pytest.raises(ValueError, match="all members would start alike"):
+        reinitialize(network, dict(network.named_parameters()), 1)
