@@ -5,6 +5,7 @@ ARGS ?=
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BENCH := .venv-bench
+ZOO := .venv-zoo
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 RUN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
@@ -25,7 +26,7 @@ define environment
 @$(1)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '$(2)'
 endef
 
-.PHONY: setup demo test quick lint style types tests mutants test-slow test-gpu bench format clean FORCE
+.PHONY: setup demo test quick lint style types tests mutants test-slow test-gpu zoo bench format clean FORCE
 
 setup: $(VENV)/.stamp
 
@@ -72,6 +73,17 @@ test-slow: setup
 test-gpu: setup
 	$(RUN)/python -m pytest -m gpu $(ARGS)
 
+# Networks of other libraries, by every method and every way to predict; writes docs/zoo.md.
+zoo: $(ZOO)/.stamp
+	$(ZOO)/bin/python -m pytest -n $(WORKERS) -q -m zoo tests/zoo $(ARGS)
+
+$(ZOO)/.stamp: pyproject.toml $(CONSTRAINTS) $(wildcard tests/zoo/requirements*.txt) $(call if_unusable,$(ZOO))
+	$(call environment,$(ZOO),.[dev])
+	@echo "Installing the libraries of tests/zoo into $(ZOO)"
+	@$(ZOO)/bin/python $(PIP_INSTALL) --requirement tests/zoo/requirements.txt
+	@$(ZOO)/bin/python $(PIP_INSTALL) --no-deps --requirement tests/zoo/requirements-without-dependencies.txt
+	@touch $@
+
 # One at a time, because they measure time.
 bench: $(BENCH)/.stamp
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BENCH)/bin/python $$file $(ARGS) || exit 1; done
@@ -81,5 +93,5 @@ format: setup
 	$(RUN)/python -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(BENCH) build dist reports .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH) $(ZOO) build dist reports .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
