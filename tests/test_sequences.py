@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import dubito
 from dubito import MAP, SWAG, Categorical, Laplace, MCDropout, Model
@@ -118,3 +119,67 @@ def test_posteriors_around_it(sequences, ids, kind):
         p = dubito.fit(model, method, (ids, y), start=trained).predict(ids)
         assert p.mean.shape == (4, 2)
         assert (p.uncertainty.epistemic > 0).all()
+
+
+class Packed(nn.Module):
+    """A recurrent network of packed sequences: a tagger, or a classifier by its last states."""
+
+    def __init__(self, kind, tags, *, ordered=True, batch_first=True):
+        super().__init__()
+        self.rnn = getattr(nn, kind)(3, 2, 2, bidirectional=True, batch_first=batch_first)
+        self.head = nn.Linear(4, 2)
+        self.tags, self.ordered, self.batch_first = tags, ordered, batch_first
+
+    def forward(self, x, lengths):
+        x = x if self.batch_first else x.transpose(0, 1)
+        packed = pack_padded_sequence(x, lengths, batch_first=self.batch_first, enforce_sorted=self.ordered)
+        states, last = self.rnn(packed)
+        if self.tags:
+            states = pad_packed_sequence(states, batch_first=self.batch_first, total_length=max(x.shape[:2]))[0]
+            return self.head(states if self.batch_first else states.transpose(0, 1))
+        last = last[0] if isinstance(last, tuple) else last
+        return self.head(torch.cat([last[-2], last[-1]], 1))
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("tags", [True, False])
+@pytest.mark.parametrize(("ordered", "batch_first"), [(True, True), (False, True), (False, False)])
+def test_laplace_of_packed_sequences_is_brute_force(kind, tags, ordered, batch_first, structure):
+    torch.manual_seed(0)
+    network = Packed(kind, tags, ordered=ordered, batch_first=batch_first).double()
+    x, lengths = torch.randn(4, 5, 3).double(), torch.tensor([5, 4, 2, 1] if ordered else [2, 5, 1, 4])
+    y = torch.randint(0, 2, (4, 5) if tags else (4,))
+    y = y.masked_fill(torch.arange(5) >= lengths.unsqueeze(1), -100) if tags else y
+    model = Model(network, Categorical(), dubito.priors.Normal(scale=1.0))
+    method = Laplace(structure, check=False, optimize_evidence=False)
+    posterior = dubito.fit(model, method, [((x, lengths), y)])
+
+    out, weights = network(x, lengths), list(network.parameters())
+    rows = [torch.autograd.grad(o, weights, retain_graph=True, materialize_grads=True) for o in out.flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(0, (-1, 2))  # [N, C, P]
+    p = out.detach().softmax(-1).view(-1, 2)
+    fisher = (torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)) * y.ne(-100).view(-1, 1, 1)
+    precision = torch.einsum("ncp,ncd,ndq->pq", jacobian, fisher, jacobian) + torch.eye(jacobian.shape[-1]).double()
+    covariance = posterior.covariance.dense()
+    if structure == "dense":
+        torch.testing.assert_close(covariance, torch.linalg.inv(precision))
+    elif structure == "diagonal":
+        torch.testing.assert_close(covariance, (1 / precision.diagonal()).diag())
+    expected = torch.einsum("ncp,pq,ndq->ncd", jacobian, covariance, jacobian).view(*out.shape, 2)
+    found = posterior.predict((x, lengths), "linearized")
+    torch.testing.assert_close(found.means[0], out.detach())
+    torch.testing.assert_close(found.cov[0], expected)
+
+
+def test_draws_of_a_tagger_of_packed_sequences_are_those_of_its_weights():
+    torch.manual_seed(0)
+    network, x, lengths = Packed("LSTM", True, ordered=False), torch.randn(4, 5, 3), torch.tensor([2, 5, 1, 4])
+    posterior = dubito.fit(
+        Model(network, Categorical()), Laplace("diagonal", check=False), [((x, lengths), torch.zeros(4, 5).long())]
+    )
+    drawn = posterior.sample(3, torch.Generator().manual_seed(0))
+    functions = dubito.posteriors.Samples(posterior.model, drawn, posterior.buffers).predict((x, lengths)).means
+    for i in range(3):
+        weights = {name: leaf[i] for name, leaf in drawn.items()}
+        torch.testing.assert_close(functions[i], torch.func.functional_call(network, weights, (x, lengths)), atol=1e-5, rtol=1e-4)

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from dubito.network.recurrent import Mask, unrolled
+from dubito.network.recurrent import Mask, packed, padded, unrolled
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 NETWORKS: dict[str, Any] = {
@@ -269,3 +269,15 @@ def test_gradients_reach_the_masks(name) -> None:
         return unrolled(name, arguments(net, x, hx, sizes=sizes), lambda site, _: found[site])
 
     assert torch.autograd.gradcheck(run, tuple(mask.requires_grad_() for mask in masks.values()))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("total_length", [0, 6])
+def test_packing_in_plain_torch_is_that_of_torch(batch_first, total_length) -> None:
+    x, lengths = torch.randn(3, 4, 2), torch.tensor([4, 2, 2])
+    x = x if batch_first else x.transpose(0, 1)
+    expected = torch._VF._pack_padded_sequence(x, lengths, batch_first)
+    found = packed(x, lengths, batch_first)
+    assert all(map(torch.equal, found, expected))
+    back = torch._VF._pad_packed_sequence(*expected, batch_first, -1.0, total_length)
+    assert all(map(torch.equal, padded(*found, batch_first, -1.0, total_length), back))

@@ -16,19 +16,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dubito.curvature.capture import without_padding
 from dubito.model import Model
 from dubito.network.examples import Inputs
-from dubito.network.recurrent import RECURRENT, unrolled
+from dubito.network.recurrent import PLAIN
 from dubito.network.weights import in_mode
 from dubito.tensors.covariances.propagation import pieces
 from dubito.tensors.tree import Buffers, Params, full_precision
 
 
 class Unrolled(TorchFunctionMode):
-    """Recurrent layers step by step: torch's fused ones can neither be batched nor differentiated twice. And an embedding whose
-    padding is a constant in forward mode, too."""
+    """Recurrent layers step by step: torch's fused ones can neither be batched nor differentiated twice, nor packed under torch.func.
+    And an embedding whose padding is a constant in forward mode, too."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in RECURRENT:
-            return unrolled(RECURRENT[func], args)
+        if func in PLAIN:
+            return PLAIN[func](*args)
         if func is F.embedding:
             return self._embedding(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

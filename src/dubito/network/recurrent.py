@@ -2,7 +2,8 @@
 
 `nn.LSTM`, `nn.GRU` and `nn.RNN` call one fused function each, `torch._VF.lstm` and so on. These have no batching rule,
 so they cannot run with a stack of weights, and no place for a mask on the recurrent state. `unrolled` takes their
-arguments as they are and returns what they return.
+arguments as they are and returns what they return. `PLAIN` has all that `torch.func` cannot enter in plain torch: the
+recurrences, and the packing of sequences.
 """
 
 from __future__ import annotations
@@ -196,4 +197,45 @@ _CELLS: dict[str, Callable[[list[Tensor], bool], Cell]] = {
     "gru": _gru,
     "rnn_tanh": partial(_rnn, torch.tanh),
     "rnn_relu": partial(_rnn, torch.relu),
+}
+
+
+def packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """`torch._VF._pack_padded_sequence`: the steps of sequences sorted by length, [N, *], and how many run at each step."""
+    x, ends = x.transpose(0, 1) if batch_first else x, lengths.tolist()
+    sizes = [sum(end > t for end in ends) for t in range(max(ends))]
+    return torch.cat([x[t, :b] for t, b in enumerate(sizes)]), torch.tensor(sizes)
+
+
+def padded(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """`torch._VF._pad_packed_sequence`: the inverse of `packed`, filled up to at least `total_length` steps, and the lengths.
+
+    >>> x = torch.arange(6.0).view(2, 3, 1)  # B = 2, T = 3
+    >>> data, sizes = packed(x, torch.tensor([3, 1]), True)
+    >>> padded(data, sizes, True, -1.0, 4)[0].squeeze(-1)
+    tensor([[ 0.,  1.,  2., -1.],
+            [ 3., -1., -1., -1.]])
+    """
+    sizes: list[int] = batch_sizes.tolist()
+    batch, rest = sizes[0], data.shape[1:]
+    steps = [
+        torch.cat([step, step.new_full((batch - b, *rest), padding_value)])
+        for step, b in zip(data.split(sizes), sizes, strict=True)
+    ]
+    steps += [data.new_full((batch, *rest), padding_value)] * (total_length - len(sizes))
+    lengths = torch.tensor([sum(b > i for b in sizes) for i in range(batch)])
+    return torch.stack(steps, int(batch_first)), lengths
+
+
+def _recurrence(kind: str) -> Callable[..., Any]:
+    return lambda *args: unrolled(kind, args)
+
+
+# what stands for each function that `torch.func` cannot enter, with the same arguments
+PLAIN: dict[Callable, Callable[..., Any]] = {
+    **{func: _recurrence(kind) for func, kind in RECURRENT.items()},
+    torch._VF._pack_padded_sequence: packed,
+    torch._VF._pad_packed_sequence: padded,
 }

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, are_vectors, check_outputs, read_inputs
-from dubito.network.recurrent import RECURRENT, unrolled
+from dubito.network.recurrent import PLAIN
 from dubito.network.weights import in_mode
 from dubito.posteriors.predict.dropout import Dropout, Folding, Masks
 from dubito.posteriors.predictive import LatentMixture
@@ -78,7 +78,7 @@ class Common(TorchFunctionMode):
         kwargs = kwargs or {}
         if _batched(args) or _batched(kwargs):
             self.seen = True
-            result = unrolled(RECURRENT[func], args) if func in RECURRENT else func(*args, **kwargs)
+            result = PLAIN[func](*args) if func in PLAIN else func(*args, **kwargs)
             if not self.replay:
                 self.peak = max(self.peak, _bytes(args) + _bytes(result))
             return result
