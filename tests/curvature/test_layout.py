@@ -273,7 +273,7 @@ def test_examples_that_depend_on_each_other_are_refused(run):
     model = Model(Net(run, i=nn.Linear(3, 5), o=nn.Linear(5, 2)).double(), Categorical())
     y = torch.arange(40) % 2
     for method in (Laplace("diagonal", check=False), OnlineLaplace(epochs=20)):
-        with pytest.raises(ValueError, match="depend on the others in the batch.*use a method without curvature"):
+        with pytest.raises(ValueError, match="depend on the others in the batch.*coupled=True"):
             dubito.fit(model, method, [(x, y)])
     params = model.parameters()
     by_hand = dubito.posteriors.Gaussian.diagonal(model, params, {n: torch.ones_like(leaf) for n, leaf in params.items()})

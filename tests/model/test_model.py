@@ -471,7 +471,7 @@ class Graph(nn.Module):
 def test_examples_along_a_second_axis_are_told():
     adjacency = (torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) < 0.1).float()
     model = Model(Graph(), Gaussian(scale=0.1))
-    with pytest.warns(UserWarning, match=r"Pass everything as one batch: \[\(x, y\)\]"):
+    with pytest.warns(UserWarning, match="coupled=True.*pass everything as one batch"):
         dubito.fit(model, MAP(epochs=1), ((X, adjacency), Y))
     dubito.fit(model, MAP(epochs=1), [((X, adjacency), Y)])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -251,7 +252,8 @@ def _same(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int
 
 @dataclass
 class Forward:
-    """The result of a pass: the output f [B, *D, C] with its graph, and the uses on the way to it."""
+    """The result of a pass: the output f [B, *D, C] with its graph, and the uses on the way to it. Where rows are coupled, the batch is
+    one example, of which the rows are positions: [1, B, *D, C]."""
 
     f: Tensor
     uses: list[Use]
@@ -278,6 +280,7 @@ def forward(model: Model, params: Params, x: Inputs, buffers: Buffers, *, wanted
                 f"the input of the layer with {use.weight or use.bias} is changed in place after the layer has used it, which training "
                 "would refuse too: write x = x + y instead of x += y there"
             )
+    f = f.unsqueeze(0) if model.coupled else f
     return Forward(f, capture.uses, capture.taps, _reached(f, {id(leaf): name for name, leaf in wanted.items()}))
 
 
@@ -294,6 +297,19 @@ def _reached(f: Tensor, names: dict[int, str]) -> set[str]:
         else:
             found.add(names.get(id(getattr(node, "variable", None))))
     return found - {None}
+
+
+def batched_gradients(f: Tensor, edges: list[GradientEdge], cotangents: Tensor) -> list[Tensor | None]:
+    """Gradients of <s, f> for cotangents [K, *f.shape], [K, ...] at each edge."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators without a batching rule, which are looped over
+        try:
+            return list(torch.autograd.grad(f, edges, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=True))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # an operator that cannot be batched at all
+            rows = [torch.autograd.grad(f, edges, s, retain_graph=True, allow_unused=True) for s in cotangents]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def example_count(x: Inputs) -> int:

@@ -51,13 +51,15 @@ def along(output: Callable[[Params], Tensor], live: Params, delta: Params) -> tu
 def example_gradients(
     model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...], cotangents: Tensor
 ) -> Params:
-    """Leaves [K, B, *shape]: gradients of <s_k, f> for cotangents [K, B, *D, C], each example on its own."""
+    """Leaves [K, B, *shape]: gradients of <s_k, f> for cotangents [K, B, *D, C], each example on its own; or [K, 1, B, *D, C] of rows
+    that are coupled, which are one example."""
     batch = cotangents.shape[1]
     live = {name: params[name].detach() for name in names}
     fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
     buffers = {name: leaf.detach() for name, leaf in buffers.items()}
     inputs, structure = tree_flatten(x)
-    own = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in inputs]  # the rest is the same for all examples
+    # the rest is the same for all examples
+    own = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) and not model.coupled for leaf in inputs]
 
     def one(inputs: list[Any], s: Tensor) -> Params:  # s [K, *D, C]
         """Gradients of one example for cotangents s [K, *D, C]."""
@@ -66,7 +68,8 @@ def example_gradients(
             """The network's output for one example."""
             x = tree_unflatten([leaf.unsqueeze(0) if each else leaf for leaf, each in zip(inputs, own, strict=True)], structure)
             with Unrolled():
-                return model.call({**fixed, **live}, x, buffers)[0].squeeze(0)
+                f = model.call({**fixed, **live}, x, buffers)[0]
+            return f if model.coupled else f.squeeze(0)
 
         f, back, *_ = vjp(output, live)
         # one after another: torch's batching rule of PReLU's backward pass mixes up two batched axes of different origin

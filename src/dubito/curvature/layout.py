@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from dubito.curvature.capture import Forward, Use, forward
+from dubito.curvature.capture import Forward, Use, forward, select_examples
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.tensors import tree
@@ -66,6 +66,8 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple, Layout]] = WeakKeyDictionary()
 
 def layout(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...], *, anew: bool = False) -> Layout:
     """The layout of the layers that hold `names`, for inputs like x; `anew` if what is known may be out of date."""
+    if model.coupled:  # its outputs are as many as x has rows, and a look costs less than one of them
+        return _find(model, params, x, buffers, names)
     leaves = list(tree.leaves(x))
     kind = (type(model), names, model.output, model.likelihood.dim, *((tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves))
     kind = (*kind, *(min(leaf.shape[0], 2) for leaf in leaves if leaf.ndim))
@@ -83,10 +85,14 @@ def _find(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tupl
     everything = {**params, **live}
     done = forward(model, everything, x, buffers, wanted=live)
     batch = done.f.shape[0]
-    fewer = _with_fewer(model, everything, x, buffers, live, batch)
-    if fewer is not None and not _same(done.f, fewer.f):  # the examples mix, unless the network is random
-        _refuse_mixing(done.f, forward(model, everything, x, buffers, wanted=live).f)
-    axes = _axes(done.uses, [] if fewer is None else fewer.uses, batch)
+    if model.coupled:  # all rows of a layer are positions of the one example
+        axes: Axes = {(use.weight, use.bias): 0 for use in done.uses}
+    else:
+        fewer = _with_fewer(model, everything, x, buffers, live, batch)
+        _check_examples(model, everything, x, buffers, live, batch, fewer)
+        if fewer is not None and not _same(done.f, fewer.f):  # the examples mix, unless the network is random
+            _refuse_mixing(done.f, forward(model, everything, x, buffers, wanted=live).f)
+        axes = _axes(done.uses, [] if fewer is None else fewer.uses, batch)
     reasons = _reasons(done, axes, names)
     parts: dict[tuple, Part] = {}
     for use in done.uses:
@@ -149,7 +155,7 @@ def _with_fewer(model: Model, params: Params, x: Inputs, buffers: Buffers, live:
     The first half are the same examples; the others are copies of the first, so that it shows whether outputs depend on them.
     """
 
-    count = batch - 1 if batch > 1 else 2
+    count = _fewer(batch)
 
     def change(leaf: Tensor) -> Tensor:
         """The inputs of the pass, of those inputs that are one for each example."""
@@ -162,6 +168,31 @@ def _with_fewer(model: Model, params: Params, x: Inputs, buffers: Buffers, live:
         return forward(model, params, tree.apply_leaves(change, x), buffers, wanted=live)
     except Exception:  # a network may insist on its number of examples, in any way
         return None
+
+
+def _check_examples(
+    model: Model, params: Params, x: Inputs, buffers: Buffers, live: Params, batch: int, fewer: Forward | None
+) -> None:
+    """Raise where the network's outputs do not follow the rows of the inputs: what is not one example with fewer of them, nor alone."""
+    one = fewer
+    if fewer is None and batch > 1:
+        try:
+            one = forward(model, params, select_examples(x, 0, 1), buffers, wanted=live)
+        except Exception:  # in any way, as above
+            one = None
+    count = 1 if fewer is None else _fewer(batch)
+    if (one is None and batch > 1) or (one is not None and len(one.f) != count):
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in tree.leaves(x))
+        raise ValueError(
+            f"the network gives {batch} outputs for inputs of shape {shapes}, and does not give one for one row: curvature takes "
+            "the first axis of the inputs as independent examples. Where rows depend on each other, as nodes of a graph do, say "
+            "Model(..., coupled=True), and pass whole batches, [(x, y)]"
+        )
+
+
+def _fewer(batch: int) -> int:
+    """The number of examples in the pass over one less, or over two copies of a single one."""
+    return batch - 1 if batch > 1 else 2
 
 
 def _kept(batch: int) -> int:
@@ -183,8 +214,7 @@ def _refuse_mixing(first: Tensor, again: Tensor) -> None:
         raise ValueError(
             "the outputs of some examples depend on the others in the batch (attention among rows, a graph of neighbours, "
             "h - h.mean(0)), but curvature takes examples as independent and would be wrong. Let each example hold all that its output "
-            "depends on, or use a method without curvature (MAP, Ensemble, MCDropout, Variational, HMC) with the data as one batch, "
-            "[(x, y)]"
+            "depends on, or say that the rows of a batch are a whole, Model(..., coupled=True), and pass such wholes, [(x, y)]"
         )
 
 
@@ -195,7 +225,7 @@ def _compared(use: Use, other: Use, batch: int) -> int | None:
     examples."""
     if use.x.ndim != other.x.ndim:
         return None
-    count = batch - 1 if batch > 1 else 2
+    count = _fewer(batch)
     changed = [i for i, (a, b) in enumerate(zip(use.x.shape, other.x.shape, strict=True)) if a != b]
     if len(changed) != 1 or changed[0] > 1 or use.x.shape[changed[0]] * count != other.x.shape[changed[0]] * batch:
         return None

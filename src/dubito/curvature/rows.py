@@ -233,6 +233,34 @@ class Layer:
         return keys, inverse
 
 
+class RepeatedLayer(Layer):
+    """A layer of coupled rows, for several cotangents as if these were so many examples: all share its inputs."""
+
+    def __init__(self, layer: Layer, count: int):
+        super().__init__(layer.part, layer.uses, count, layer.shapes)
+        self.layer = layer
+
+    @cached_property
+    def a(self) -> Tensor:
+        """The inputs of the layer for each of the cotangents, without a copy."""
+        return self.layer.a.expand(self.batch, -1, -1) if self.layer.a.ndim == 3 else self.layer.a.expand(self.batch, -1)
+
+
+def layer_rows(layer: Layer, gradients: Sequence[Tensor | None], count: int, exact: bool = True) -> Tensor:
+    """Gradients [K, ...] of the outputs of all uses of a layer for `count` cotangents, as rows [K, B, T, O]."""
+    if all(g is None for g in gradients):
+        rows = layer.outputs(gradients, exact=exact)
+        return rows.expand(count, *rows.shape)
+    known = [g for g in gradients if g is not None]
+
+    def one(*given: Tensor) -> Tensor:
+        """Those for one cotangent."""
+        each = iter(given)
+        return layer.outputs([None if g is None else next(each) for g in gradients], exact=exact)
+
+    return torch.func.vmap(one)(*known)
+
+
 def squared_products(g: Tensor, a: Tensor) -> Tensor:
     """sum_b (sum_t g_bt a_bt^T)^2, [O, I], in pieces of bounded size."""
     total = g.new_zeros(g.shape[-1], a.shape[-1])

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.curvature.capture import Forward
+from dubito.curvature.capture import Forward, batched_gradients
 from dubito.curvature.cotangents import MANY, cotangents, groups_of, observed
 from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import UNCLEAR, Layout, Part, passed
-from dubito.curvature.rows import Layer, add_gram, squared_products
+from dubito.curvature.rows import Layer, RepeatedLayer, add_gram, layer_rows, squared_products
 from dubito.curvature.setup import Setup
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch, Targets, batch_size
@@ -83,43 +83,67 @@ class LayerPass:
         self.x, self.y = setup.model.split(batch)
         self.size = batch_size(self.y)
         self.layout, self.forward, used = passed(setup.model, setup.params, self.x, setup.buffers, setup.names)
-        self.layers = [Layer(p, uses, self.size, {n: setup.shapes[n] for n in p.names}) for p, uses in used.items() if uses]
+        examples = 1 if setup.model.coupled else self.size
+        self.layers = [Layer(p, uses, examples, {n: setup.shapes[n] for n in p.names}) for p, uses in used.items() if uses]
 
     forward: Forward
 
     @cached_property
     def f(self) -> Tensor:
-        """The output without its graph, in float32 or better."""
-        return exact(self.forward.f.detach())
+        """The output [B, *D, C] without its graph, in float32 or better."""
+        f = self.forward.f.detach()
+        return exact(f[0] if self.setup.model.coupled else f)
 
-    def backward(self, s: Tensor, layers: list[Layer] | None = None) -> list[Tensor]:
-        """Gradients of <s, f> with respect to the outputs of the layers, each as rows [B, T, O]."""
+    @property
+    def rows(self) -> int:
+        """Examples for each that the layers have: those that are coupled are one for the layers."""
+        return self.size if self.setup.model.coupled else 1
+
+    def backward(self, s: Tensor, layers: list[Layer] | None = None) -> list[tuple[Layer, Tensor]]:
+        """The layers, with gradients of <s, f> for s [B, *D, C] with respect to their outputs as rows [B, T, O]; or of coupled rows for
+        cotangents [K, B, *D, C], as if the batch were K examples."""
         layers = self.layers if layers is None else layers
         edges = [use.edge for layer in layers for use in layer.uses]
         if not edges:
             return []
-        output = self.forward.f
-        slopes = iter(torch.autograd.grad(output, edges, s.to(output.dtype), retain_graph=True, allow_unused=True))
-        return [layer.outputs([next(slopes) for _ in layer.uses]) for layer in layers]
+        output, s = self.forward.f, s.to(self.forward.f.dtype)
+        if self.setup.model.coupled:
+            slopes = iter(batched_gradients(output, edges, s.unsqueeze(1)))
+            rows = [layer_rows(layer, [next(slopes) for _ in layer.uses], len(s)) for layer in layers]
+            return [(RepeatedLayer(layer, len(s)), g.squeeze(1)) for layer, g in zip(layers, rows, strict=True)]
+        slopes = iter(torch.autograd.grad(output, edges, s, retain_graph=True, allow_unused=True))
+        return [(layer, layer.outputs([next(slopes) for _ in layer.uses])) for layer in layers]
 
     def others(self, s: Tensor) -> Params:
-        """Gradients [B, *shape] of <s, f>, example by example, for the weights that belong to no known layer."""
+        """The same for the weights that belong to no known layer, [B, *shape] or [K, *shape]."""
         if not self.layout.generic:
             return {}
-        setup = self.setup
-        slopes = example_gradients(setup.model, setup.params, self.x, setup.buffers, self.layout.generic, s.unsqueeze(0))
-        return {name: leaf[0] for name, leaf in slopes.items()}
+        setup, axis = self.setup, int(self.setup.model.coupled)  # of length 1: the cotangents, or the batch
+        slopes = example_gradients(setup.model, setup.params, self.x, setup.buffers, self.layout.generic, s.unsqueeze(axis))
+        return {name: leaf.squeeze(axis) for name, leaf in slopes.items()}
 
     def cotangents(self, generator: torch.Generator | None) -> Iterator[tuple[int, Tensor]]:
-        """What is propagated back, one cotangent after another, each with the index of its noise."""
+        """What is propagated back, one cotangent after another, each with the index of its noise. Where rows are coupled, each has
+        cotangents of its own, zero for all others: the gradients of all rows must not be added before they are squared."""
         setup, spec = self.setup, self.setup.spec
-        return cotangents(setup.model, self.forward.f, self.y, setup.params, spec.kind, spec.draws, generator)
+        each = cotangents(setup.model, self.f, self.y, setup.params, spec.kind, spec.draws, generator)
+        if not setup.model.coupled:
+            yield from each
+            return
+        for group, s in each:
+            rows = s.flatten(1).any(1).nonzero().squeeze(1)
+            for piece in pieces(len(rows), self.layout.taps + setup.size):
+                some = rows[piece]
+                alone = s.new_zeros(len(some), *s.shape)
+                alone[torch.arange(len(some), device=s.device), some] = s[some]
+                yield group, alone
 
     def add_gradient(self, gradient: Params) -> None:
         """Add the gradient of the log likelihood."""
         likelihood = self.setup.model.likelihood
         s = likelihood.slope(self.f, likelihood.target(self.y, self.f), self.setup.params)
-        for layer, g in zip(self.layers, self.backward(s), strict=True):
+        s = s.unsqueeze(0) if self.setup.model.coupled else s
+        for layer, g in self.backward(s):
             for name, leaf in layer.summed(g).items():
                 gradient[name] += leaf
         for name, leaf in self.others(s).items():
@@ -209,7 +233,7 @@ class Diagonal(LayerStatistic):
         for group, s in run.cotangents(generator):
             rows = run.backward(s)
             squares.add_others(group, run.others(s))
-            for layer, g in zip(run.layers, rows, strict=True):
+            for layer, g in rows:
                 squares.add(layer, group, g)
         squares.finish()
 
@@ -269,12 +293,12 @@ class Kronecker(LayerStatistic):
 
     def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
         """Add the inputs to A, and gradients to B cotangent by cotangent."""
-        self._add_inputs(sums, run.layers)
+        self._add_inputs(sums, run)
         squares, reduce = _Squares(sums), self.setup.spec.shared == "reduce"
         for group, s in run.cotangents(generator):
             rows = run.backward(s)
             squares.add_others(group, run.others(s))
-            for layer, g in zip(run.layers, rows, strict=True):
+            for layer, g in rows:
                 part = layer.part
                 if f"{part.weight}|A" in sums:
                     add_gram(sums[f"{part.weight}|B"][group], g.sum(1, keepdim=True) if reduce else g)
@@ -284,25 +308,25 @@ class Kronecker(LayerStatistic):
                     squares.add(layer, group, g)
         squares.finish()
 
-    def _add_inputs(self, sums: Params, layers: list[Layer]) -> None:
+    def _add_inputs(self, sums: Params, run: LayerPass) -> None:
         """A: the mean over positions of a a^T, with the bias as an input that is always 1."""
-        for layer in layers:
+        for layer in run.layers:
             if f"{layer.part.weight}|A" not in sums:  # no matrix, or it was not clear in the first batch
                 continue
             total = sums[f"{layer.part.weight}|A"]
             a = layer.a.mean(1, keepdim=True) if self.setup.spec.shared == "reduce" else layer.a
-            share, width = 1 / a.shape[1], a.shape[2]
+            share, width = run.rows / a.shape[1], a.shape[2]
             add_gram(total[:width, :width], a, share)
             if layer.part.bias is not None:
                 mean = a.sum((0, 1)) * share
                 total[:width, width] += mean
                 total[width, :width] += mean
-                total[width, width] += layer.batch
+                total[width, width] += layer.batch * run.rows
             del layer.a  # unfolded, the inputs of a convolution are many times what they were: those of one layer at a time
 
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
         """Add the inputs to A and the Fisher information to B."""
-        self._add_inputs(sums, run.layers)
+        self._add_inputs(sums, run)
         if not _plain(run):
             super().add_output_layer(sums, run)
             return
@@ -338,7 +362,8 @@ class EigenSquares(LayerStatistic):
         chosen = [layer for layer in run.layers if f"{layer.part.weight}|left" in sums]
         inputs = [layer.rotated(sums[f"{layer.part.weight}|right"]) for layer in chosen]
         for _, s in run.cotangents(generator):
-            for layer, a, g in zip(chosen, inputs, run.backward(s, chosen), strict=True):
+            for a, (layer, g) in zip(inputs, run.backward(s, chosen), strict=True):
+                a = a.expand(len(g), -1, -1)
                 g = g @ sums[f"{layer.part.weight}|left"]
                 total = sums[f"{layer.part.weight}|L"]
                 if layer.positions == 1:
@@ -379,7 +404,7 @@ class Dense(LayerStatistic):
         for group, s in run.cotangents(generator):
             rows = run.backward(s)
             leaves = run.others(s)
-            for layer, g in zip(run.layers, rows, strict=True):
+            for layer, g in rows:
                 leaves |= layer.gradients(g)
             size = next(iter(leaves.values())).shape[0]
             for name in setup.names:

@@ -37,8 +37,11 @@ class Arrays:
             )
         counts = {len(leaf) if leaf.ndim else 0 for leaf in tree.leaves((x, y))}
         one = len(counts) == 1 and counts != {0}
+        whole = (
+            "; where rows depend on each other, as nodes of a graph do, say Model(..., coupled=True)" if len(counts) > 1 else ""
+        )
         lists = "; a list of arrays is read as several inputs, and np.stack(x) makes it one" if isinstance(x, list) else ""
-        require(one, f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}{lists}")
+        require(one, f"inputs and targets must have the same, positive number of rows; got {sorted(counts)}{lists}{whole}")
         return Arrays(tree.move(x, device), tree.move(y, device), size, shuffle)
 
     def __len__(self) -> int:
@@ -128,7 +131,10 @@ def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 
     the data are cut into batches here.
     """
     data = as_columns(data, default=model.split is split_batch)
-    if is_pair(data) and (is_array(data[1]) or isinstance(data[1], dict)):
+    pair = is_pair(data) and (is_array(data[1]) or isinstance(data[1], dict))
+    if tree.is_graph(data) or (pair and model.coupled):  # one batch
+        data = [tree.tensors(data, model.dtype)]
+    elif pair:
         source = Arrays.of(data, model.dtype, size, shuffle=shuffle, device=model.device)
         return Batches(source, n_data or batch_size(source.y), len(source), model.device, n_data is None)
     if isinstance(data, Dataset) or is_hugging_face(data):
@@ -205,6 +211,9 @@ def _size(model: Model, batch: Batch) -> int:
 
 def _count(model: Model, data: Iterable[Batch]) -> int:
     """Examples in one pass; what cannot be counted is refused, since the target would be scaled wrongly."""
+    if isinstance(data, DataLoader) and model.coupled and not isinstance(data.dataset, IterableDataset):
+        with borrowed_generators(data), fork_rng():  # one of its items may be many examples, as the nodes of a graph
+            return sum(_size(model, batch) for batch in data)
     if isinstance(data, DataLoader):
         refused = "the number of examples in a pass cannot be counted for this loader: give n_data=..."
         if isinstance(data.dataset, IterableDataset):

@@ -46,7 +46,7 @@ from dubito.model import Model
 from dubito.model.likelihoods import Gaussian, Likelihood
 from dubito.model.priors import Normal
 from dubito.network.inspect import layers_of
-from dubito.posteriors.predict.dropout import DROPOUTS, PLACES
+from dubito.posteriors.predict.dropout import DROPOUTS, places
 
 __getattr__ = renamed(__name__, {"Recipe": "Preset", "recipe": "preset", "RECIPES": "PRESETS"})
 
@@ -293,6 +293,6 @@ def dropout_places(network: nn.Module, *, inputs: bool = False) -> str | None:
     """
     if layers_of(network, DROPOUTS):
         return None
-    layers = list(layers_of(network, PLACES))
+    layers = list(places(network))
     chosen = layers if inputs or len(layers) == 1 else layers[1:]
     return f"^({'|'.join(re.escape(name) for name in chosen)})$" if chosen else None

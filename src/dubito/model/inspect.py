@@ -60,13 +60,14 @@ def warn_if_random(model: Model, params: Params, buffers: Buffers, batch: Any, i
     elif depends:
         _warn(
             "The outputs of some examples depend on the others in their batch (attention among rows, a graph of neighbours, "
-            "h - h.mean(0)), so mini-batches and predictions depend on which examples come together. Pass everything as one batch, "
-            "[(x, y)], or let each example hold all that its output depends on."
+            "h - h.mean(0)), so mini-batches and predictions depend on which examples come together. Say Model(..., coupled=True) and "
+            "pass everything as one batch, (x, y), or let each example hold all that its output depends on."
         )
     elif mixed:
         _warn(
             "Reversing the rows of x does not reverse the outputs, so examples also lie along another axis (an [N, N] adjacency "
-            "matrix, for instance) and cannot be cut into mini-batches. Pass everything as one batch: [(x, y)]."
+            "matrix, for instance) and cannot be cut into mini-batches. Say Model(..., coupled=True) and pass everything as one batch, "
+            "(x, y)."
         )
 
 

@@ -30,8 +30,8 @@ from dubito.network.inspect import (
     check_embeddings,
     close,
     layers_of,
+    run_backward,
     run_batch,
-    run_two_examples,
     warn_of_gradient_hooks,
 )
 from dubito.network.weights import exclusive, in_mode, with_weights
@@ -68,6 +68,9 @@ class Model:
     (x, y); x is a tensor for `net(x)`, a tuple for `net(*x)` or a dict for `net(**x)`. `output` picks the tensor from what the
     network returns.
 
+    With `coupled` the rows of a batch may depend on each other (nodes of a graph, attention among rows): a batch is a whole that is
+    never cut, and its inputs need not have as many rows as its outputs.
+
     >>> import dubito
     >>> model = Model(nn.Linear(2, 1), dubito.Gaussian(scale=0.1), only="weight")
     >>> list(model.parameters())
@@ -80,6 +83,7 @@ class Model:
     only: str = ""
     split: Callable[[Batch], tuple[Inputs, Targets]] = field(default=split_batch, kw_only=True)
     output: Callable[[Any], Tensor] = field(default=pick_output, kw_only=True)
+    coupled: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
         of_type(nn.Module, "a torch.nn.Module", network=self.network)
@@ -175,7 +179,7 @@ class Model:
                 explain(x, self.dtype, error)
                 raise
         f = outputs_last(out, self.likelihood.dim)
-        if out.ndim == 1 and len(out) > 1 and is_one_example(x, len(out)):
+        if out.ndim == 1 and len(out) > 1 and not self.coupled and is_one_example(x, len(out)):
             raise ValueError(
                 f"the network gives {len(out)} numbers without a batch axis for one example, which could as well be {len(out)} "
                 "examples: use squeeze(-1), not squeeze()"
@@ -195,8 +199,8 @@ class Model:
         return score.flatten(1).sum(1) if score.ndim > 1 else score
 
     def check(self, params: Params, batch: Batch, buffers: Buffers) -> Inspection:
-        """Run the network on a batch, and forwards and backwards on two of its examples; raise an error that says what to change where
-        network, likelihood and data do not fit together."""
+        """Run the network on a batch, and forwards and backwards on two of its examples (on all of them if they are coupled); raise an
+        error that says what to change where network, likelihood and data do not fit together."""
         x, y = self.split(batch)
 
         def run(params: Params, x: Inputs) -> Tensor:
@@ -213,6 +217,6 @@ class Model:
                 )
             self.likelihood.check(f, y)
             check_embeddings(self.network, params)
-            two = run_two_examples(self.network, run, params, x)
+            again = run_backward(self.network, run, params, x, whole=self.coupled)
         warn_of_gradient_hooks(self.network, params)
-        return Inspection(f, doubtful=drew or two is None or not close(two, f[:2].flip(0)))
+        return Inspection(f, doubtful=drew or again is None or not close(again, f if self.coupled else f[:2].flip(0)))

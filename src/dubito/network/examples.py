@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,11 +31,16 @@ def split_batch(batch: Batch) -> tuple[Inputs, Targets]:
     """The default reading of a batch as (inputs, targets).
 
     A pair is (x, y). A longer list or tuple is several inputs, then the targets. A dict, as Hugging Face collators make, has its
-    targets under "labels" (or label, targets, target, y), and the rest are the network's keyword arguments.
+    targets under "labels" (or label, targets, target, y), and the rest are the network's keyword arguments. A graph of PyTorch
+    Geometric has its targets in `y`, and is the network's one argument.
 
     >>> split_batch({"input_ids": 1, "attention_mask": 2, "labels": 3})
     ({'input_ids': 1, 'attention_mask': 2}, 3)
     """
+    if tree.is_graph(batch):
+        if getattr(batch, "y", None) is None:
+            raise ValueError("a graph without targets y: set data.y, or give Model(split=...) that returns (x, y)")
+        return batch, batch.y
     if hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
         for name in LABELS:
             if name in batch:
@@ -49,12 +55,15 @@ def split_batch(batch: Batch) -> tuple[Inputs, Targets]:
 
 
 def arguments(x: Inputs) -> tuple[tuple, dict[str, Any]]:
-    """Inputs as a network is called with them: a dict by name, a tuple or list by position, and anything else as the only one.
+    """Inputs as a network is called with them: a dict by name, a tuple or list by position, and anything else as the only one. Of a
+    graph, into which networks may write, it is a copy with the same tensors.
 
     >>> arguments({"input_ids": 1}), arguments((1, 2)), arguments(3)
     (((), {'input_ids': 1}), ((1, 2), {}), ((3,), {}))
     """
-    return ((), x) if isinstance(x, dict) else (tree.as_tuple(x), {})
+    if isinstance(x, dict):
+        return (), x
+    return tuple(copy.copy(item) if tree.is_graph(item) else item for item in tree.as_tuple(x)), {}
 
 
 def is_array(value: object) -> TypeIs[Tensor | np.ndarray]:
@@ -171,11 +180,11 @@ def are_vectors(x: Inputs) -> bool:
     return all(leaf.ndim == 1 and leaf.is_floating_point() for leaf in tree.leaves(x))
 
 
-def check_outputs(x: Inputs, f: Tensor) -> None:
-    """Compare inputs with the outputs [S, B, *D, C] of a network: one example without a batch axis is an error, and inputs that are NaN
-    where the outputs are too are a warning."""
+def check_outputs(x: Inputs, f: Tensor, *, coupled: bool = False) -> None:
+    """Compare inputs with the outputs [S, B, *D, C] of a network: one example without a batch axis is an error, unless rows are
+    coupled, and inputs that are NaN where the outputs are too are a warning."""
     leaves = [leaf for leaf in tree.leaves(x) if leaf.ndim]
-    if leaves and all(f.shape[1] not in leaf.shape[:2] for leaf in leaves):
+    if leaves and not coupled and all(f.shape[1] not in leaf.shape[:2] for leaf in leaves):
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
         raise ValueError(
             f"the network gives outputs for {f.shape[1]} examples, but the inputs have the shape {shapes}: "

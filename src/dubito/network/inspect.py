@@ -1,7 +1,7 @@
 """Look at a network before a fit, in two runs of it, and refuse what would go wrong later without an error.
 
-The first run is on a whole batch in eval mode (`run_batch`). The second is forwards and backwards on two of its examples, in reversed
-order (`run_two_examples`): it finds weights that cannot be replaced and layers that are computed again in the backward pass, and its
+The first run is on a whole batch in eval mode (`run_batch`). The second is forwards and backwards (`run_backward`) on two of its
+examples, in reversed order: it finds weights that cannot be replaced and layers that are computed again in the backward pass, and its
 outputs tell whether the network is random or mixes the examples of a batch.
 """
 
@@ -58,8 +58,9 @@ def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
     return f
 
 
-def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor | None:
-    """The outputs for the second and the first example of a batch, in this order, after a pass forwards and backwards.
+def run_backward(network: nn.Module, run: Run, params: Params, x: Any, *, whole: bool = False) -> Tensor | None:
+    """The outputs for the second and the first example of a batch, in this order, or for the `whole` batch, after a pass forwards and
+    backwards.
 
     The network is in train mode, as some use activation checkpointing only there, except for torch's own layers, which are
     deterministic in eval mode. None if the network does not take so few examples, or is compiled: other sizes would compile it again.
@@ -71,9 +72,9 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
     with warnings.catch_warnings(), fork_rng(), torch.enable_grad(), in_mode(network, True), _torch_layers_in_eval_mode(network):
         warnings.simplefilter("ignore")
         try:
-            two = tree.apply_leaves(lambda leaf: leaf[:2].flip(0) if leaf.ndim else leaf, x)
+            x = x if whole else tree.apply_leaves(lambda leaf: leaf[:2].flip(0) if leaf.ndim else leaf, x)
             with uses:
-                f = run(live, two)
+                f = run(live, x)
             output, reached = f.detach(), {n: leaf for n, leaf in live.items() if leaf.requires_grad and ":" not in n}
             if f.requires_grad:
                 with _recording_calls(network, repeated):
@@ -81,7 +82,7 @@ def run_two_examples(network: nn.Module, run: Run, params: Params, x: Any) -> Te
                 reached = {name: leaf for (name, leaf), slope in zip(reached.items(), slopes, strict=True) if slope is None}
             if reached:  # not used, or used without a gradient
                 moved = {name: leaf.detach() + 1 for name, leaf in reached.items()}
-                same = close(run({**live, **moved}, two).detach(), output) or not close(run(live, two).detach(), output)
+                same = close(run({**live, **moved}, x).detach(), output) or not close(run(live, x).detach(), output)
                 blocked = [] if same else list(reached)
         except Exception as error:  # it may not take so few; the whole batch it has taken
             repeated |= {"parts of itself"} if "torch.utils.checkpoint" in str(error) else set()

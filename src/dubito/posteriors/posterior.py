@@ -276,6 +276,8 @@ def inputs_of(model: Model, batch: Batch) -> tuple[Any, Any]:
         return batch, None
     if isinstance(batch, list | tuple) and len(batch) == 1:
         return batch[0], None
+    if model.split is split_batch and tree.is_graph(batch) and getattr(batch, "y", None) is None:
+        return batch, None
     if model.split is split_batch and hasattr(batch, "keys") and not any(name in batch for name in LABELS):
         return {key: batch[key] for key in batch}, None
     return model.split(batch)

@@ -6,6 +6,7 @@ trees at once, every leaf with a leading axis `[S, ...]`. This is the only place
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,6 +31,11 @@ def apply(function: Callable[..., Tensor], *trees: Params) -> Params:
 def as_tuple(value: Any) -> tuple:
     """A tuple or list as a tuple, and anything else as a tuple of one."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def is_graph(value: object) -> bool:
+    """Whether a value is a graph of PyTorch Geometric, or a batch of them, by what it offers: its tensors are leaves too."""
+    return all(hasattr(value, name) for name in ("edge_index", "to_dict", "apply"))
 
 
 def symbolic(size: object) -> bool:
@@ -132,6 +138,8 @@ def move(value: Any, device: torch.device | str | None = None, dtype: torch.dtyp
     """Tensors anywhere inside nested dicts, lists and tuples to a device; floating ones to a dtype. The rest is kept."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    if is_graph(value):  # its own `to` would move the user's
+        return apply_leaves(lambda leaf: leaf.to(device), value)
     if callable(getattr(value, "to", None)):  # tokenizers' batches and packed sequences know best what to move
         return value if device is None else value.to(device)
     if isinstance(value, dict):
@@ -147,6 +155,8 @@ def apply_leaves(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A function of every tensor inside nested dicts, lists and tuples; the rest is kept."""
     if isinstance(value, Tensor):
         return function(value)
+    if is_graph(value):
+        return copy.copy(value).apply(function)
     if type(value) is dict:
         return {key: apply_leaves(function, item) for key, item in value.items()}
     return type(value)(apply_leaves(function, item) for item in value) if type(value) in (list, tuple) else value
@@ -186,3 +196,5 @@ def leaves(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)
+    elif is_graph(value):
+        yield from leaves(value.to_dict())

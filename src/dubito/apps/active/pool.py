@@ -53,6 +53,9 @@ class Pool:
 
     def batches(self, model: Model, indices: Tensor, size: int) -> Iterator[Inputs]:
         """Inputs of the given numbers, in rising order, `size` at a time (or as a loader cuts them)."""
+        require(
+            not model.coupled, "a pool is cut into rows, and those of this model are coupled: score posterior.predict(x) yourself"
+        )
         dtype = _dtype(model)
         for x in self.source.batches(model, indices.cpu(), size):
             yield tree.tensors(x, dtype)

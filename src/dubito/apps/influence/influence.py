@@ -282,6 +282,7 @@ class Influence:
         """
         fitted = _point(posterior)
         network = only_network(fitted, "Influence")
+        require(not network.model.coupled, "influence is that of independent examples, and the rows of this model are coupled")
         model, names = network.model, tuple(name for name in network.params if ":" not in name)
         if self.solver == "posterior":
             if not isinstance(fitted, Gaussian):

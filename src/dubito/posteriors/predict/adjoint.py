@@ -136,7 +136,7 @@ def _by_linearizing(
     """The long way, for any network: linearize that of the means."""
     base = engine.model
     model = Means(
-        base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output,
+        base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output, coupled=base.coupled,
         engine=engine, noisy=x_var is not None, fallback=fallback,
     )  # fmt: skip
     x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
@@ -187,6 +187,11 @@ def one_pass(
     top: int | None = None,
 ) -> LatentMixture:
     """The predictive at x; `draws` is how often an operation without a rule is drawn."""
+    require(
+        not engine.model.coupled,
+        "one pass follows examples that are independent, and the rows of this model are coupled: predict with how='sampled' or, a "
+        "Gaussian, how='linearized'",
+    )
     if how == "streamlined":
         return engine.predict(x, rank=rank, x_var=x_var, fallback=draws or 0)
     return adjoint(engine, x, x_var=x_var, memory=memory, seed=seed, fallback=draws or 0, top=top)

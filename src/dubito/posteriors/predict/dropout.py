@@ -81,7 +81,7 @@ class Dropout:
             raise ValueError("the network mixes recurrent layers with and without batch_first: masks cannot be shared over time")
         sites: dict[str, float] = {}
         if at is not None:
-            fit = list(layers_of(network, PLACES))
+            fit = list(places(network))
             sites = {name: rate for name in fit if re.search(at, name)}
             if not sites:
                 raise ValueError(
@@ -109,7 +109,7 @@ class Dropout:
                 "nn.MultiheadAttention, or not used; leave them out of `at`, or put nn.Dropout into the network"
             )
         if not probe.dropped and not self.sites and not own:
-            fit = list(layers_of(model.network, PLACES))
+            fit = list(places(model.network))
             raise ValueError(
                 "this network has no dropout to keep on. Either put nn.Dropout layers into it, or name the layers whose inputs are to "
                 f"be dropped, as MCDropout(at={fit[-1] if fit else 'head'!r}, rate=0.1); the layers are {fit}, and at='' takes all"
@@ -131,6 +131,15 @@ class Dropout:
     def plain(self) -> bool:
         """Whether training needs nothing but the network's own dropout in train mode."""
         return not self.sites and self.batch_first is None
+
+
+def places(network: nn.Module) -> dict[str, nn.Module]:
+    """The layers whose inputs can be dropped, by name: those of torch, and what other libraries call a `Linear` layer."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, PLACES) or (type(module).__name__ == "Linear" and isinstance(module.weight, Tensor))
+    }
 
 
 def learned_rates(dropout: Dropout, weights: Params) -> Dropout:

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dubito.curvature.capture import example_count, select_examples
 from dubito.curvature.generic import Unrolled, along, example_gradients
 from dubito.curvature.layout import Layout, Part, layout, passed
-from dubito.curvature.rows import Layer
+from dubito.curvature.rows import Layer, layer_rows
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
@@ -111,9 +111,11 @@ class Linearization:
         edges = [use.edge for layer in self.layers for use in layer.uses] + [tap.edge for tap in taps]
         roots = [None] * (len(edges) - len(taps)) + [tap.var.sqrt() for tap in taps]
         found = iter(self._swept(f, edges, unit, roots) if edges else ())
-        rows = [_rows(layer, [next(found) for _ in layer.uses], len(unit), self.exact) for layer in self.layers]
+        rows = [layer_rows(layer, [next(found) for _ in layer.uses], len(unit), self.exact) for layer in self.layers]
         noise = [(tap.axis, g) for tap, g in zip(taps, found, strict=True) if g is not None]
-        self.noise = [gram(g.movedim(axis + 1, 1).flatten(2)) for axis, g in noise]  # [B, C, C] each
+        whole = self.model.coupled
+        noise = [g.flatten(1).unsqueeze(1) if whole else g.movedim(axis + 1, 1).flatten(2) for axis, g in noise]  # [C, B, *]
+        self.noise = [gram(g) for g in noise]  # [B, C, C] each
         return rows, unit
 
     def _units(self, position: int) -> Tensor:
@@ -206,23 +208,10 @@ def _swept_one_by_one(f: Tensor, edges: list[GradientEdge], unit: Tensor, by: Se
     return whole
 
 
-def _rows(layer: Layer, gradients: list[Tensor | None], classes: int, exact: bool) -> Tensor:
-    """Gradients [C, ...] of the outputs of all uses of a layer, as rows [C, B, T, O]."""
-    if all(g is None for g in gradients):
-        rows = layer.outputs(gradients, exact=exact)
-        return rows.expand(classes, *rows.shape)
-    known = [g for g in gradients if g is not None]
-
-    def _one(*given: Tensor) -> Tensor:
-        each = iter(given)
-        return layer.outputs([None if g is None else next(each) for g in gradients], exact=exact)
-
-    return torch.func.vmap(_one)(*known)
-
-
 GIGABYTE = 2**30
 POSITIONS = 256  # outputs of an example (classes times pixels) above which draws of linearized functions take over
 DRAWS = 30  # of them
+COUPLED = 2**31  # the same for rows that are coupled: outputs of all rows, times numbers in the outputs of all layers
 
 
 @torch.inference_mode(False)  # gradients are needed
@@ -247,21 +236,20 @@ def linearized(
     """
     x, params, buffers = _prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
-    if example_count(x) == 0:
+    if not model.coupled and example_count(x) == 0:
         with torch.no_grad():
             f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
         return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=likelihood_params(params))
     found = None if draws is not None else layout(model, params, x, buffers, names)
-    if found is None or (fallback and found.outputs > POSITIONS and not found.flat):
+    if found is None or (fallback and _takes_draws(model, found)):
         groups = draw_groups(draws or fallback, covariance, memory)
         deltas = (covariance.draws(n, generator) for n in groups)
         means = torch.cat([functions(model, x, params=params, buffers=buffers, deltas=delta) for delta in deltas])
         check_outputs(x, means)
         return LatentMixture(model.likelihood, means, params=likelihood_params(params), how=f"linearized, {len(means)} draws")
     f, cov, root = [], [], []
-    step = _examples_at_a_time(found, params, x, top, memory)
-    for start in range(0, example_count(x), step):
-        run = Linearization(model, params, buffers, covariance, select_examples(x, start, step), found, names)
+    for start, step, some in _portions(model, found, params, x, top, memory):
+        run = Linearization(model, params, buffers, covariance, some, found, names)
         found = run.found
         if top is not None:
             run.top = run.f.topk(top[0]).indices
@@ -272,11 +260,28 @@ def linearized(
         else:
             cov.append(run.covariances()[0])
         f.append(run.f)
-    means, whole = (_joined(parts).unsqueeze(0) for parts in (f, cov or root))
-    check_outputs(x, means)
+    means, whole = (_joined(parts) if model.coupled else _joined(parts).unsqueeze(0) for parts in (f, cov or root))
+    check_outputs(x, means, coupled=model.coupled)
     return LatentMixture(
         model.likelihood, means, whole if cov else None, params=likelihood_params(params), root=None if cov else whole
     )
+
+
+def _takes_draws(model: Model, found: Layout) -> bool:
+    """Whether there are so many outputs that draws of linearized functions stand for their covariances."""
+    return found.outputs * found.taps > COUPLED if model.coupled else found.outputs > POSITIONS and not found.flat
+
+
+def _portions(
+    model: Model, found: Layout, params: Params, x: Inputs, top: tuple[int, Tensor] | None, memory: float
+) -> Iterator[tuple[int, int, Inputs]]:
+    """(first, count, inputs) of as many examples at a time as fit the memory; all of them where they are coupled."""
+    if model.coupled:
+        yield 0, 1, x
+        return
+    step = _examples_at_a_time(found, params, x, top, memory)
+    for start in range(0, example_count(x), step):
+        yield start, step, select_examples(x, start, step)
 
 
 def _examples_at_a_time(found: Layout, params: Params, x: Inputs, top: tuple[int, Tensor] | None, memory: float) -> int:
@@ -300,10 +305,10 @@ def sweep(
     x, params, buffers = _prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
     found = layout(model, params, x, buffers, names)
-    if found.outputs > POSITIONS and not found.flat:
+    if _takes_draws(model, found):
         raise ValueError("an example has so many outputs that they are predicted by draws, which cannot be swept over")
     run = Linearization(model, params, buffers, covariance, x, found, names)
-    means, learned = run.f.unsqueeze(0), likelihood_params(params)
+    means, learned = run.f if model.coupled else run.f.unsqueeze(0), likelihood_params(params)
     if run.wide_root() is not None:
         for factor in factors:
             root = run.wide_root(factor)
@@ -311,7 +316,7 @@ def sweep(
             yield LatentMixture(model.likelihood, means, None, params=learned, root=root.unsqueeze(0))
     else:
         for cov in run.covariances(factors):
-            yield LatentMixture(model.likelihood, means, cov.unsqueeze(0), params=learned)
+            yield LatentMixture(model.likelihood, means, cov if model.coupled else cov.unsqueeze(0), params=learned)
 
 
 def _prepared(model: Model, x: Inputs, params: Params, buffers: Buffers) -> tuple[Any, Params, Buffers]:

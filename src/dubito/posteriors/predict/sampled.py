@@ -109,7 +109,7 @@ def read_examples(model: Model, x: Inputs, params: Params, buffers: Buffers) -> 
     """Inputs as tensors on the model's device. A vector may be one example without its batch axis, which a pass through the network
     tells."""
     x = read_inputs(x, model.dtype, model.device)
-    if are_vectors(x):
+    if are_vectors(x) and not model.coupled:
         with torch.no_grad():
             f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
         check_outputs(x, f)
@@ -120,7 +120,7 @@ def read_examples(model: Model, x: Inputs, params: Params, buffers: Buffers) -> 
 def _refuse_one_example(model: Model, x: Inputs, f: Tensor, weights: Params) -> None:
     """Raise for a vector that is one example without its batch axis, of as many numbers as the network gives: a network of examples
     that are numbers takes the first one alone."""
-    if not are_vectors(x) or f.shape[1] < 2 or f.shape[2:] != (1,):
+    if not are_vectors(x) or model.coupled or f.shape[1] < 2 or f.shape[2:] != (1,):
         return
     params = {name: leaf for name, leaf in weights.items() if ":" not in name}
     try:
@@ -179,7 +179,7 @@ def sampled(
             f = _all_draws(once, varying, draws, x, memory * GIGABYTE, known)
     learned = likelihood_params({**shared, **stacked})
     f = tree.full_precision(f)  # probabilities and variances need more than half precision
-    check_outputs(x, f)
+    check_outputs(x, f, coupled=model.coupled)
     _refuse_one_example(model, x, f, {**shared, **tree.select(stacked, 0)})
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 

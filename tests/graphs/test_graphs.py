@@ -1,0 +1,360 @@
+"""Networks whose rows depend on each other: graphs, with every structure of curvature against brute force over all weights."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, hessian, jacrev
+from torch.utils.data import DataLoader
+
+import dubito
+from dubito import MAP, SGHMC, Categorical, Gaussian, Laplace, MCDropout, Model
+from dubito.apps.active import Pool
+from dubito.apps.influence import Influence
+from dubito.posteriors.predict import linearized
+from dubito.priors import Normal
+from graphs.networks import LAYERS, GraphNetwork, brute_force, graphs, nodes
+
+INPUTS = {"nodes": nodes, "graphs": graphs}
+
+
+def build(kind, level, outputs=3):
+    torch.manual_seed(0)
+    return GraphNetwork(kind, outputs).double(), INPUTS[level]()
+
+
+def laplace(network, x, y, likelihood=None, data=None, **options):
+    """Laplace at the weights that the network has."""
+    model = Model(network, likelihood or Categorical(), Normal(scale=1.0), coupled=True)
+    return dubito.fit(model, Laplace(check=False, optimize_evidence=False, **options), (x, y) if data is None else data)
+
+
+def labels(f):
+    """Classes of the nodes, of which a third is unknown."""
+    return torch.arange(len(f)).remainder(3).masked_fill(torch.arange(len(f)) % 3 == 1, -100)
+
+
+def fisher(f, y):
+    """Of the logits, zero where the class is unknown."""
+    p = f.softmax(-1)
+    return (torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)) * y.ne(-100).view(-1, 1, 1)
+
+
+def whole(jacobian, names=None):
+    return torch.cat([jacobian[name] for name in names or jacobian], -1)
+
+
+def precision(jacobian, weights):
+    """The GGN with weights [B, C, C] of the outputs, and a prior of unit variance."""
+    ggn = torch.einsum("bcp,bcd,bdq->pq", jacobian, weights, jacobian)
+    return ggn + torch.eye(len(ggn)).to(ggn)
+
+
+def check_prediction(posterior, x, f, jacobian):
+    """Means and covariances of the linearized outputs are those of the Jacobian."""
+    p, covariance = posterior.predict(x, "linearized"), posterior.covariance
+    j = whole(jacobian, covariance.shapes)
+    expected = torch.einsum("bcp,pq,bdq->bcd", j, covariance.dense(), j)
+    torch.testing.assert_close(p.means[0], f)
+    torch.testing.assert_close(p.cov[0], expected, atol=1e-9, rtol=1e-6)
+    assert p.how == ""
+
+
+@pytest.mark.parametrize("level", INPUTS)
+@pytest.mark.parametrize(("kind", "structure"), [*product(LAYERS, ["dense", "diagonal"]), ("gcn", "lowrank"), ("gin", "lowrank")])
+def test_laplace_is_brute_force_over_all_weights(kind, level, structure):
+    network, x = build(kind, level)
+    f, jacobian = brute_force(network, x)
+    y = labels(f)
+    expected = precision(whole(jacobian), fisher(f, y))
+    posterior = laplace(network, x, y, structure=structure, **({"rank": len(expected)} if structure == "lowrank" else {}))
+    inverse = torch.linalg.inv(expected) if structure != "diagonal" else (1 / expected.diagonal()).diag()
+    torch.testing.assert_close(posterior.covariance.dense(), inverse, atol=1e-9, rtol=1e-6)
+    check_prediction(posterior, x, f, jacobian)
+
+
+@pytest.mark.parametrize("level", INPUTS)
+def test_a_learned_noise_is_kept_apart(level):
+    network, x = build("gcn", level, outputs=2)
+    f, jacobian = brute_force(network, x)
+    y = f + torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).double()
+    posterior = laplace(network, x, y, Gaussian(), structure="dense")
+    scale = (y - f).square().mean().sqrt()  # of the residuals
+    expected = precision(whole(jacobian), torch.eye(2).double().expand(len(f), 2, 2) / scale**2)
+    torch.testing.assert_close(posterior.covariance.dense(), torch.linalg.inv(expected))
+
+
+@pytest.mark.parametrize("level", INPUTS)
+def test_every_row_is_an_example_of_the_empirical_fisher(level):
+    network, x = build("sage", level)
+    f, jacobian = brute_force(network, x)
+    y = labels(f)
+    slope = (nn.functional.one_hot(y.clamp_min(0), 3) - f.softmax(-1)) * y.ne(-100).unsqueeze(-1)
+    expected = precision(whole(jacobian), slope.unsqueeze(-1) * slope.unsqueeze(-2))
+    found = laplace(network, x, y, structure="dense", curvature="empirical").covariance.dense()
+    torch.testing.assert_close(found, torch.linalg.inv(expected))
+
+
+def test_random_labels_of_every_row_have_the_ggn_as_their_mean():
+    network, x = build("gcn", "nodes")
+    f, jacobian = brute_force(network, x)
+    y, draws = labels(f), 300
+    found = torch.linalg.inv(laplace(network, x, y, structure="dense", curvature="fisher", draws=draws).covariance.dense())
+    expected = precision(whole(jacobian), fisher(f, y))
+    # Each row's random label has a gradient of its own. Were those of all rows added first, the error would be twice as large or more.
+    assert (found - expected).norm() / expected.norm() < 0.5 / draws**0.5
+
+
+def test_the_hessian_is_that_of_the_loss():
+    network, x = build("gcn", "nodes")
+    params = {name: leaf.detach() for name, leaf in network.named_parameters()}
+    y, precision = labels(network(**x)), 20.0
+
+    def loss(params):
+        return nn.functional.cross_entropy(functional_call(network, params, kwargs=x, args=()), y, reduction="sum")
+
+    blocks = hessian(loss)(params)
+    matrix = torch.cat(
+        [torch.cat([blocks[a][b].reshape(params[a].numel(), -1) for b in params], 1) for a in params]
+    ) + precision * torch.eye(sum(leaf.numel() for leaf in params.values()))
+    model = Model(network, Categorical(), Normal(scale=precision**-0.5), coupled=True)
+    posterior = dubito.fit(model, Laplace("dense", "hessian", optimize_evidence=False, check=False), (x, y))
+    torch.testing.assert_close(posterior.covariance.dense(), torch.linalg.inv(matrix))
+
+
+@pytest.mark.parametrize("shared", ["expand", "reduce"])
+@pytest.mark.parametrize("level", INPUTS)
+def test_kronecker_factors_are_those_of_a_layer_that_is_used_at_every_node(level, shared):
+    """A of the layer's inputs at all nodes, B of the gradients of every output at all nodes."""
+    network, x = build("sage", level)
+    f, jacobian = brute_force(network, x)
+    y, inputs, h = labels(f), {}, {}
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda _, args, out, name=name: inputs.update({name: args[0]}) or out + h.get(name, 0))
+    network(**x)
+    expected = torch.zeros(len(f), 3, 3).double()
+    for name, layer in layers.items():
+        a = inputs[name].detach()
+        a = torch.cat([a, torch.ones(len(a), 1).double()], 1) if layer.bias is not None else a
+
+        def output(change, name=name):
+            h.clear()
+            h[name] = change
+            return network(**x)
+
+        g = jacrev(output)(torch.zeros(len(a), layer.out_features).double())  # [B, C, T, O]
+        h.clear()
+        g = g.sum(2, keepdim=True) if shared == "reduce" else g
+        a = a.mean(0, keepdim=True) if shared == "reduce" else a
+        left = torch.einsum("bcto,bcd,bdtp->op", g, fisher(f, y), g)
+        names = [f"{name}.weight", f"{name}.bias"][: 1 + (layer.bias is not None)]
+        j = [jacobian[n].reshape(len(f), 3, layer.out_features, -1) for n in names]
+        j = torch.cat(j, -1).flatten(2)
+        matrix = torch.kron(left, a.mT @ a / len(a))
+        expected += torch.einsum("bcp,pq,bdq->bcd", j, torch.linalg.inv(matrix + torch.eye(len(matrix))), j)
+    network.eval()
+    for layer in layers.values():
+        layer._forward_hooks.clear()
+    posterior = laplace(network, x, y, structure="kronecker", shared=shared)
+    torch.testing.assert_close(posterior.predict(x).cov[0], expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"structure": "kronecker"}, {"structure": "kronecker", "corrected": True}, {"structure": "diagonal"}, {"structure": "dense"},
+        {"structure": "lowrank", "rank": 5}, {"structure": "dense", "subnetwork": 9}, {"structure": "dense", "subset": "last_layer"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_are_independent_after_all_have_the_same_posterior(options):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    x, y = torch.randn(9, 3).double(), torch.arange(9) % 2
+    method = Laplace(**options, check=False, optimize_evidence=False)
+    found = [
+        dubito.fit(Model(network, Categorical(), Normal(scale=1.0), coupled=coupled), method, (x, y)).predict(x).cov
+        for coupled in (True, False)
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_the_evidence_is_maximized_as_for_independent_rows():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(30, 3).double()
+    found = [dubito.fit(Model(network, Gaussian(), coupled=c), Laplace(check=False), (x, x.sum(1, True))) for c in (True, False)]
+    torch.testing.assert_close(*(posterior.log_evidence() for posterior in found))
+    for name, leaf in found[0].prior_precision.items():
+        torch.testing.assert_close(leaf, found[1].prior_precision[name])
+
+
+class Asked(GraphNetwork):
+    """Answers for some of the nodes."""
+
+    def forward(self, x, edge_index, index):
+        return super().forward(x, edge_index)[index]
+
+
+def test_labelled_nodes_are_a_subset_by_mask_or_by_index():
+    torch.manual_seed(0)
+    network, x = Asked("gcn").double(), nodes()
+    index = torch.tensor([7, 2, 5])
+    y = torch.full((11,), -100)
+    y[index] = torch.tensor([0, 2, 1])
+    by_index = laplace(network, {**x, "index": index}, y[index], structure="dense")
+    by_mask = laplace(network, {**x, "index": torch.arange(11)}, y, structure="dense")
+    torch.testing.assert_close(by_index.covariance.dense(), by_mask.covariance.dense())
+    one = by_index.predict({**x, "index": index[:1]})
+    torch.testing.assert_close(one.cov, by_mask.predict({**x, "index": torch.arange(11)}).cov[:, 7:8])
+    mean, cov = by_index.predict({**x, "index": index}).means[0], by_index.predict({**x, "index": index}).cov[0]
+    assert mean.shape == (3, 3)
+    assert cov.shape == (3, 3, 3)
+
+
+def test_batches_of_graphs_add_up(recwarn):
+    """Graphs in two batches have the curvature of all of them side by side; every graph is predicted as it is alone."""
+    network, x = build("gin", "graphs")
+    y = torch.tensor([0, 2, 1, 1])
+    batches = []
+    for some in ([0, 1], [2, 3]):
+        kept = torch.isin(x["batch"], torch.tensor(some))
+        first = int(kept.nonzero()[0])
+        edge_index = x["edge_index"][:, kept[x["edge_index"][0]]] - first
+        batches.append(({"x": x["x"][kept], "edge_index": edge_index, "batch": x["batch"][kept] - some[0]}, y[some]))
+    together, apart = laplace(network, x, y, structure="dense"), laplace(network, x, y, data=batches, structure="dense")
+    torch.testing.assert_close(together.covariance.dense(), apart.covariance.dense())
+    p = together.predict(x)
+    torch.testing.assert_close(together.predict_loader(batches)[0].mean, p.mean)
+    masks = dubito.fit(together.model, MCDropout(at="", rate=0.2, epochs=1, consistent=True), batches)
+    torch.testing.assert_close(masks.predict_loader(batches)[0].mean, masks.predict(x).mean)
+    assert not [w for w in recwarn if "depend on the others" in str(w.message)]
+
+
+def test_a_loader_of_graphs_is_counted_by_nodes():
+    network, _ = build("sage", "nodes")
+    graphs = [(nodes(n, seed=n), torch.arange(n) % 3) for n in (4, 9, 6)]
+    loader = DataLoader(graphs, batch_size=1, shuffle=True, collate_fn=lambda items: items[0])
+    posterior = laplace(network, None, None, data=loader, structure="dense")
+    expected = torch.eye(posterior.covariance.dense().shape[0]).double()
+    for x, y in graphs:
+        f, jacobian = brute_force(network, x)
+        expected += precision(whole(jacobian), fisher(f, y)) - torch.eye(len(expected))
+    torch.testing.assert_close(posterior.covariance.dense(), torch.linalg.inv(expected))
+
+
+@pytest.mark.parametrize("level", INPUTS)
+def test_draws_are_those_of_the_network(level):
+    network, x = build("gat", level)
+    y = labels(network(**x))
+    model = Model(network, Categorical(), Normal(scale=1.0), coupled=True)
+    for method in (SGHMC(draws=3, burn_in=2, learning_rate=0.01), Laplace("diagonal", check=False)):
+        posterior = dubito.fit(model, method, (x, y))
+        drawn = posterior.sample(3, torch.Generator().manual_seed(0))
+        p = dubito.posteriors.Samples(model, drawn, model.buffers()).predict(x)
+        for i in range(3):
+            weights = {name: leaf[i] for name, leaf in drawn.items()}
+            torch.testing.assert_close(p.means[i], functional_call(network, weights, kwargs=x, args=()))
+
+
+class Graph:
+    """What PyTorch Geometric's `Data` offers."""
+
+    def __init__(self, **tensors):
+        vars(self).update(tensors)
+
+    def to_dict(self):
+        return dict(vars(self))
+
+    def apply(self, function):
+        vars(self).update({name: function(leaf) for name, leaf in vars(self).items()})
+        return self
+
+    def keys(self):
+        return list(vars(self))
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+    def __iter__(self):
+        return iter(vars(self).items())
+
+    def to(self, *_):
+        raise AssertionError("an object of the user's would be moved")
+
+
+class OfGraphs(GraphNetwork):
+    """Takes a graph as a whole, and writes into it."""
+
+    def forward(self, graph):
+        graph.x = graph.x + 1
+        return super().forward(graph.x - 1, graph.edge_index)
+
+
+def test_a_graph_as_one_object():
+    torch.manual_seed(0)
+    network, x = OfGraphs("gcn").double(), nodes()
+    y = labels(x["x"])
+    graph = Graph(**x, y=y)
+    before, f = copy.deepcopy(graph), GraphNetwork.forward(network, **x)
+    model = Model(network, Categorical(), Normal(scale=1.0), coupled=True)
+    method = Laplace("dense", check=False, optimize_evidence=False)
+    plain = GraphNetwork("gcn").double()
+    plain.load_state_dict(network.state_dict())
+    expected = laplace(plain, x, y, structure="dense")
+    for data in (graph, [graph], [(graph, y)]):
+        posterior = dubito.fit(model, method, data)
+        torch.testing.assert_close(posterior.covariance.dense(), expected.covariance.dense())
+    torch.testing.assert_close(posterior.predict(graph).cov, expected.predict(x).cov)
+    torch.testing.assert_close(posterior.predict(graph).means[0], f.detach())
+    found, targets = posterior.predict_loader([Graph(**x), Graph(**x)][:1])
+    assert targets is None
+    torch.testing.assert_close(found.means, expected.predict(x).means)
+    dubito.fit(model, MCDropout(at="", rate=0.1, epochs=1), graph).predict(graph)
+    assert vars(before).keys() == vars(graph).keys()
+    assert all(torch.equal(leaf, graph[name]) for name, leaf in before)
+
+
+def test_what_is_not_said_to_be_coupled_is_refused_with_the_way_out():
+    network, x = build("gcn", "nodes")
+    model, y = Model(network, Categorical()), labels(x["x"])
+    with pytest.raises(ValueError, match=r"same, positive number of rows; got \[2, 11\].*Model\(..., coupled=True\)"):
+        dubito.fit(model, MAP(epochs=1), (x, y))
+    for level in INPUTS:
+        network, x = build("gcn", level)
+        with pytest.raises(ValueError, match=r"outputs for inputs of shape .*Model\(..., coupled=True\), and pass whole batches"):
+            dubito.fit(Model(network, Categorical()), Laplace(check=False), [(x, labels(network(**x)))])
+
+
+def test_one_pass_is_refused():
+    network, x = build("gcn", "nodes")
+    posterior = laplace(network, x, labels(x["x"]), structure="diagonal")
+    for how in ("streamlined", "adjoint"):
+        with pytest.raises(ValueError, match="rows of this model are coupled: predict with how='sampled'"):
+            posterior.predict(x, how)
+
+
+def test_what_cuts_data_into_rows_is_refused():
+    torch.manual_seed(0)
+    network, x = nn.Linear(3, 2), torch.randn(8, 3)
+    posterior = dubito.fit(Model(network, Categorical(), coupled=True), Laplace(check=False), (x, torch.arange(8) % 2))
+    with pytest.raises(ValueError, match="rows of this model are coupled"):
+        Influence("dense").fit(posterior, (x, torch.arange(8) % 2))
+    with pytest.raises(ValueError, match="those of this model are coupled"):
+        next(Pool(x).batches(posterior.model, torch.arange(8), 4))
+
+
+def test_very_large_graphs_are_predicted_by_draws(monkeypatch):
+    network, x = build("gcn", "nodes")
+    posterior = laplace(network, x, labels(x["x"]), structure="dense")
+    exact = posterior.predict(x)
+    monkeypatch.setattr(linearized, "COUPLED", 1)
+    drawn = posterior.predict(x, draws=400)
+    assert posterior.predict(x).how == "linearized, 30 draws"
+    variance = exact.cov[0].diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(drawn.means.var(0), variance, rtol=0.4, atol=0)
