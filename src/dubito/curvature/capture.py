@@ -170,6 +170,8 @@ class Capture(Watch):
 
     def _record(self, kind: str, weight: Any, bias: Any, x: Tensor, h: Tensor, channel: int, convolution: tuple | None = None):
         names = self.name(weight), self.name(bias)
+        if not h.requires_grad:  # the network has turned gradients off: the output has none in these weights
+            return h
         spread = self.spreads[id(x)][1] if id(x) in self.spreads else None
         self.uses.append(Use(kind, *names, x.detach(), x._version, get_gradient_edge(h), h.shape, channel, convolution, spread))
         return h

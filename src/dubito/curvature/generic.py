@@ -37,15 +37,76 @@ class Unrolled(TorchFunctionMode):
         return without_padding(F.embedding(input, weight, padding_idx, *args, **kwargs), input, weight, padding_idx)
 
 
+Back = Callable[[Tensor], Params]  # cotangents of an output to gradients of the weights
+
+
+def backward(output: Callable[[Params], Tensor], live: Params) -> tuple[Tensor, Back]:
+    """f and the function from cotangents to gradients, by torch.func; or by plain autograd where the network does what torch.func
+    cannot enter (an `autograd.Function` without `setup_context`)."""
+    try:
+        f, back, *_ = vjp(output, live)
+        return f, lambda s: back(s)[0]
+    except RuntimeError:  # an error of the network itself comes back here
+        return _plain_backward(output, live)
+
+
+def _plain_backward(output: Callable[[Params], Tensor], live: Params, *, again: bool = False) -> tuple[Tensor, Back]:
+    """The same by plain autograd; `again` if the gradients are to be differentiated."""
+    points = {name: leaf.detach().requires_grad_() for name, leaf in live.items()}
+    with torch.enable_grad():
+        f = output(points)
+
+    def back(s: Tensor) -> Params:
+        """Gradients of <s, f>, zero where there are none."""
+        leaves = list(points.values())
+        if not f.requires_grad:
+            return {name: torch.zeros_like(leaf) for name, leaf in live.items()}
+        slopes = torch.autograd.grad(
+            f, leaves, s, retain_graph=True, create_graph=again, allow_unused=True, materialize_grads=True
+        )
+        return dict(zip(points, slopes, strict=True))
+
+    return f.detach(), back
+
+
 def along(output: Callable[[Params], Tensor], live: Params, delta: Params) -> tuple[Tensor, Tensor]:
     """f and J delta: by forward mode, or where some function has none by differentiating J^T u in u."""
     try:
         f, slope, *_ = jvp(output, (live,), (delta,))
         return f, slope
-    except NotImplementedError:
+    except RuntimeError:
+        pass
+    try:
         f, back, *_ = vjp(output, live)
         _, twice, *_ = vjp(lambda u: back(u)[0], torch.zeros_like(f))
         return f, twice(delta)[0]
+    except RuntimeError:
+        return _plain_along(output, live, delta)
+
+
+def _plain_along(output: Callable[[Params], Tensor], live: Params, delta: Params) -> tuple[Tensor, Tensor]:
+    """f and J delta by plain autograd. A backward pass that was written by hand may not be differentiable, and torch does not always
+    say so: the adjoint tells."""
+    f, back = _plain_backward(output, live, again=True)
+
+    def inner(slopes: Params) -> Tensor:
+        """The inner product with delta."""
+        return torch.stack([(slope * delta[name]).sum() for name, slope in slopes.items()]).sum()
+
+    with torch.enable_grad():
+        u = torch.zeros_like(f).requires_grad_()
+        total = inner(back(u))
+    slope = torch.zeros_like(f)
+    if total.requires_grad:
+        slope = torch.autograd.grad(total, u, allow_unused=True, materialize_grads=True)[0]
+    s = torch.linspace(1, 2, f.numel(), dtype=f.dtype, device=f.device).view_as(f)
+    forwards, backwards = (s * slope).sum(), inner(back(s)).detach()
+    if not torch.isclose(forwards, backwards, rtol=1e-2, atol=1e-3 * float((s * slope).abs().sum())):
+        raise ValueError(
+            "the backward pass of an autograd.Function in the network cannot be differentiated, as linear functions and products with "
+            "the curvature need: write its setup_context and jvp, or use Laplace with structure='diagonal', 'kronecker' or 'dense'"
+        )
+    return f, slope
 
 
 def example_gradients(
@@ -71,9 +132,9 @@ def example_gradients(
                 f = model.call({**fixed, **live}, x, buffers)[0]
             return f if model.coupled else f.squeeze(0)
 
-        f, back, *_ = vjp(output, live)
+        f, back = backward(output, live)
         # one after another: torch's batching rule of PReLU's backward pass mixes up two batched axes of different origin
-        rows = [back(one)[0] for one in s.to(f.dtype).unbind()]
+        rows = [back(one) for one in s.to(f.dtype).unbind()]
         return {name: torch.stack([row[name] for row in rows]) for name in live}
 
     def of(index: slice | int) -> list[Any]:

@@ -174,12 +174,18 @@ def _check_examples(
     model: Model, params: Params, x: Inputs, buffers: Buffers, live: Params, batch: int, fewer: Forward | None
 ) -> None:
     """Raise where the network's outputs do not follow the rows of the inputs: what is not one example with fewer of them, nor alone."""
-    one = fewer
+    one, reason = fewer, None
     if fewer is None and batch > 1:
         try:
             one = forward(model, params, select_examples(x, 0, 1), buffers, wanted=live)
-        except Exception:  # in any way, as above
-            one = None
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+            TypeError,
+            AssertionError,
+        ) as error:  # of shapes; any other is the network's own
+            reason = error
     count = 1 if fewer is None else _fewer(batch)
     if (one is None and batch > 1) or (one is not None and len(one.f) != count):
         shapes = ", ".join(str(list(leaf.shape)) for leaf in tree.leaves(x))
@@ -187,7 +193,7 @@ def _check_examples(
             f"the network gives {batch} outputs for inputs of shape {shapes}, and does not give one for one row: curvature takes "
             "the first axis of the inputs as independent examples. Where rows depend on each other, as nodes of a graph do, say "
             "Model(..., coupled=True), and pass whole batches, [(x, y)]"
-        )
+        ) from reason
 
 
 def _fewer(batch: int) -> int:

@@ -13,11 +13,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.curvature.cotangents import observed
-from dubito.curvature.generic import Unrolled, along
+from dubito.curvature.generic import Unrolled, along, backward
 from dubito.curvature.layout import Layout
 from dubito.curvature.statistics import Diagonal, Observed, Shapes, Statistic, exact, observe
 from dubito.model import Model
@@ -52,7 +51,7 @@ def batch_product(
         seen = observed(model, model.likelihood.target(y, f), f, learned)
         slope = slope if seen is None else slope * seen
         weighted = (fisher @ slope.unsqueeze(-1)).squeeze(-1)
-        return back(weighted if seen is None else weighted * seen)[0]
+        return back(weighted if seen is None else weighted * seen)
 
     def hessian(delta: Params) -> Params:
         """The Hessian of the negative log likelihood times a vector."""
@@ -73,7 +72,7 @@ def batch_product(
         warnings.simplefilter("ignore")  # of torch's own deprecated parts
         if kind == "hessian":
             return tree.stack([hessian(tree.select(v, i)) for i in range(tree.count(v))])
-        back = vjp(output, live)[1]
+        back = backward(output, live)[1]
         with torch.no_grad():
             return tree.stack([ggn(tree.select(v, i)) for i in range(tree.count(v))])
 

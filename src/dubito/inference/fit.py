@@ -204,6 +204,11 @@ def _check_parts(model: Any, method: Any) -> None:
             "fit runs in one process and never averages gradients over several: leave torch.distributed out, and give the model the "
             "network itself (of DistributedDataParallel: network.module)"
         )
+    if any(isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1 for module in model.network.modules()):
+        raise ValueError(
+            "nn.DataParallel runs copies of a network in threads of their own, where neither other weights nor masks reach them: give "
+            "the model the network itself, network.module"
+        )
     if isinstance(method, type) or not hasattr(method, "step") or not hasattr(method, "init"):
         raise TypeError(
             f"the second argument must be a method such as dubito.MAP(), and the third the data; got {type_of(method)}"

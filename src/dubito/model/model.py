@@ -112,8 +112,8 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the network's parameters, to which NumPy's float64 inputs are converted."""
-        return next(self.network.parameters()).dtype
+        """The dtype of the network's parameters, to which NumPy's float64 inputs are converted; of complex ones that of their parts."""
+        return next(self.network.parameters()).dtype.to_real()
 
     def parameters(self, y: Targets = None) -> Params:
         """Copies of the Bayesian parameters as they stand, and what likelihood and prior learn at its start."""
@@ -133,10 +133,9 @@ class Model:
             raise ValueError(
                 "the network is on the meta device, where weights have no values: network.to_empty(device='cpu'), then load them"
             )
-        kind = next(self.network.parameters())
         found = {**self.likelihood.parameters(y), **self.prior.parameters(tree.apply(torch.detach, weights))}
         # noise levels and prior scales are learned in the precision of the weights, but never in half precision
-        learned: Params = tree.move(found, kind.device, kind.dtype if kind.dtype.itemsize > 4 else None)
+        learned: Params = tree.move(found, self.device, self.dtype if self.dtype.itemsize > 4 else None)
         return tree.clone({**weights, **learned})
 
     def buffers(self) -> Buffers:
@@ -208,6 +207,7 @@ class Model:
             return self.call(params, x, tree.clone(buffers))[0]
 
         with exclusive(self.network):  # its own parameters are compared with those that are used
+            check_embeddings(self.network, params)
             before = randomness.positions()
             f = run_batch(self.network, run, params, x)
             drew = before != randomness.positions()
@@ -216,7 +216,6 @@ class Model:
                     f"the network gives {f.shape[0]} outputs for {batch_size(y)} targets: the first axis must be the batch"
                 )
             self.likelihood.check(f, y)
-            check_embeddings(self.network, params)
             again = run_backward(self.network, run, params, x, whole=self.coupled)
         warn_of_gradient_hooks(self.network, params)
         return Inspection(f, doubtful=drew or again is None or not close(again, f if self.coupled else f[:2].flip(0)))

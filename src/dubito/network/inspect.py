@@ -42,13 +42,18 @@ def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
     """The outputs for a whole batch in eval mode, without gradients. Inputs that the network does not take, or changes in place, are
     an error."""
     x = tree.apply_leaves(torch.clone, x)
-    versions = [leaf._version for leaf in tree.leaves(x)]
+    versions, own = [leaf._version for leaf in tree.leaves(x)], {name: leaf._version for name, leaf in params.items()}
     with torch.no_grad(), in_mode(network, False):
         f = run(params, x)
     if versions != [leaf._version for leaf in tree.leaves(x)]:
         raise ValueError(
             "the network changes its input in place, so a second pass over the same batch would see another input: write "
             "x = x - mean instead of x -= mean, and no inplace=True on the first layer"
+        )
+    if written := [name for name, leaf in params.items() if leaf._version != own[name]]:
+        raise ValueError(
+            f"the network writes into its own weights when it is called ({', '.join(written[:3])}), so that it keeps none that it is "
+            "given: if it does so in its first call only, call it on a batch before you make a model of it; else make them buffers"
         )
     if f.isnan().any() and any(leaf.is_floating_point() and not leaf.isfinite().all() for leaf in tree.leaves(x)):
         raise ValueError(

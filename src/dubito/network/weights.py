@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
 
 from dubito.tensors.tree import Params
@@ -61,7 +63,7 @@ def with_weights(network: nn.Module, weights: Params) -> Iterator[None]:
     written: list[
         tuple[dict[str, Any], dict[str, Tensor]]
     ] = []  # what hooks before a pass make of weights: pruned or normed ones
-    with exclusive(network):
+    with exclusive(network), _without_memory(network), as_written() if "torch._dynamo" in sys.modules else nullcontext():
         for prefix, module in network.named_modules():
             if isinstance(module, nn.RNNBase):
                 recurrent.append((module, module._flat_weights, module._flat_weight_refs))
@@ -85,6 +87,36 @@ def with_weights(network: nn.Module, weights: Params) -> Iterator[None]:
                 module._flat_weights, module._flat_weight_refs = flat, references
             for attributes, before in written:
                 attributes.update(before)
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Compiled modules run as their Python is written where a mode or a transform of torch looks on: compiled code would not show its
+    calls, and be compiled again for each of them."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    if modes == 0 and maybe_current_level() is None:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        yield
+
+
+MEMORY = "_memoize_cache"  # where modules of gpytorch keep what they have computed of their weights
+
+
+@contextmanager
+def _without_memory(network: nn.Module) -> Iterator[None]:
+    """What gpytorch has computed of other weights is not used, and what it computes meanwhile is forgotten."""
+    modules = list(network.modules()) if "linear_operator" in sys.modules else []
+    before = [(module, vars(module).pop(MEMORY)) for module in modules if MEMORY in vars(module)]
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module).pop(MEMORY, None)
+        for module, memory in before:
+            vars(module)[MEMORY] = memory
 
 
 @contextmanager

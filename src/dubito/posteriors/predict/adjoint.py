@@ -187,10 +187,14 @@ def one_pass(
     top: int | None = None,
 ) -> LatentMixture:
     """The predictive at x; `draws` is how often an operation without a rule is drawn."""
+    otherwise = "predict with how='sampled' or, a Gaussian, how='linearized'"
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in engine.model.network.modules())
+    require(
+        not scripted, f"one pass sees nothing of what a ScriptModule does: give the module that it was made from, or {otherwise}"
+    )
     require(
         not engine.model.coupled,
-        "one pass follows examples that are independent, and the rows of this model are coupled: predict with how='sampled' or, a "
-        "Gaussian, how='linearized'",
+        f"one pass follows examples that are independent, and the rows of this model are coupled: {otherwise}",
     )
     if how == "streamlined":
         return engine.predict(x, rank=rank, x_var=x_var, fallback=draws or 0)

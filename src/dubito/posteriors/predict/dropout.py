@@ -96,6 +96,11 @@ class Dropout:
         """Raise, with advice, if there is no dropout in the network at all, or a place where it never comes to be, or where time and
         sequences stand the other way round than in the recurrent layers."""
         own = any(drops(module) for module in model.network.modules())
+        scripted = layers_of(model.network, torch.jit.ScriptModule)
+        if unseen := [name for name, module in scripted.items() if "Dropout" in module.original_name]:
+            raise ValueError(
+                f"the dropout {unseen} is inside a ScriptModule, where masks do not reach it: give the module that it was made from"
+            )
         if self.batch_first is None and not self.sites and own:
             return
         params, buffers = model.parameters(), model.buffers()
