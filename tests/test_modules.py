@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 import dubito
 from dubito import IVON, MAP, SGHMC, Categorical, Laplace, MCDropout, Model
+from dubito.network.weights import copy_network
 from dubito.priors import Normal
 
 pytestmark = [
@@ -321,6 +322,7 @@ def test_what_gpytorch_remembers_of_other_weights_is_not_used(monkeypatch):
     model = Model(module, Categorical(), Normal(scale=1.0))
     params = {"w": torch.full((3, 2), 3.0).double()}
     torch.testing.assert_close(model.forward(params, X, {})[0], X @ (2 * params["w"]))
+    torch.testing.assert_close(copy_network(module)(X), X @ (2 * module.w))  # torch does not copy what is of a graph
     assert module._memoize_cache is held
     fresh = Model(Memory().double().eval(), Categorical())
     fresh.forward(params, X, {})
@@ -338,7 +340,7 @@ class Writes(nn.Module):
     def forward(self, x):
         if not self.ready:
             with torch.no_grad():
-                self.w.copy_(torch.ones(3, 2))
+                self.w.data.copy_(torch.ones(3, 2))  # which torch does not count
                 self.ready.fill_(1)
         return x @ self.w
 

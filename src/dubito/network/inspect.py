@@ -42,7 +42,7 @@ def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
     """The outputs for a whole batch in eval mode, without gradients. Inputs that the network does not take, or changes in place, are
     an error."""
     x = tree.apply_leaves(torch.clone, x)
-    versions, own = [leaf._version for leaf in tree.leaves(x)], {name: leaf._version for name, leaf in params.items()}
+    versions, sums = [leaf._version for leaf in tree.leaves(x)], _sums(params)
     with torch.no_grad(), in_mode(network, False):
         f = run(params, x)
     if versions != [leaf._version for leaf in tree.leaves(x)]:
@@ -50,7 +50,7 @@ def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
             "the network changes its input in place, so a second pass over the same batch would see another input: write "
             "x = x - mean instead of x -= mean, and no inplace=True on the first layer"
         )
-    if written := [name for name, leaf in params.items() if leaf._version != own[name]]:
+    if written := [name for name, after in _sums(params).items() if after != sums[name] and after == after]:
         raise ValueError(
             f"the network writes into its own weights when it is called ({', '.join(written[:3])}), so that it keeps none that it is "
             "given: if it does so in its first call only, call it on a batch before you make a model of it; else make them buffers"
@@ -61,6 +61,12 @@ def run_batch(network: nn.Module, run: Run, params: Params, x: Any) -> Tensor:
             "those rows"
         )
     return f
+
+
+def _sums(params: Params) -> dict[str, float]:
+    """The sum of every leaf, in which a change shows that `leaf.data` hides from torch's count of versions."""
+    with torch.no_grad():
+        return {name: float(leaf.sum(dtype=torch.float64)) for name, leaf in params.items()}
 
 
 def run_backward(network: nn.Module, run: Run, params: Params, x: Any, *, whole: bool = False) -> Tensor | None:

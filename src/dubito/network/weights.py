@@ -150,7 +150,7 @@ def copy_network(network: nn.Module) -> nn.Module:
     made = {
         id(v): v.detach().clone() for m in network.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf
     }
-    with exclusive(network):
+    with exclusive(network), _without_memory(network):
         return copy.deepcopy(network, made)
 
 
