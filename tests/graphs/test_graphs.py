@@ -12,9 +12,11 @@ from torch.func import functional_call, hessian, jacrev
 from torch.utils.data import DataLoader
 
 import dubito
-from dubito import MAP, SGHMC, Categorical, Gaussian, Laplace, MCDropout, Model
+from dubito import MAP, SGHMC, Categorical, Ensemble, Gaussian, Laplace, MCDropout, Model, TemporalEnsembling
 from dubito.apps.active import Pool
 from dubito.apps.influence import Influence
+from dubito.inference.members import example_keys
+from dubito.model import Target
 from dubito.posteriors.predict import linearized
 from dubito.priors import Normal
 from graphs.networks import LAYERS, GraphNetwork, brute_force, graphs, nodes
@@ -358,3 +360,30 @@ def test_very_large_graphs_are_predicted_by_draws(monkeypatch):
     assert posterior.predict(x).how == "linearized, 30 draws"
     variance = exact.cov[0].diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(drawn.means.var(0), variance, rtol=0.4, atol=0)
+
+
+def test_rows_that_are_coupled_have_keys_of_their_own():
+    network, x = build("gcn", "nodes")
+    model = Model(network, Categorical(), coupled=True)
+    y = torch.zeros(len(network(**x)), dtype=torch.long)
+    keys = example_keys(Target(model, len(y)), (x, y))
+    assert len(keys.unique()) == len(y)
+    assert torch.equal(keys, example_keys(Target(model, len(y)), (x, y)))
+
+
+@pytest.mark.parametrize("level", INPUTS)
+def test_members_of_an_ensemble_hold_out_nodes(level):
+    network, x = build("gcn", level)
+    y = network(**x).argmax(-1)
+    ensemble = Ensemble(MAP(epochs=5), 3, hold_out=0.3, initialize=lambda net: [p.normal_(std=0.3) for p in net.parameters()])
+    posterior = dubito.fit(Model(network, Categorical(), coupled=True), ensemble, (x, y))
+    first, second, _ = next(iter(posterior.params.values()))
+    assert not torch.equal(first, second)
+    assert posterior.predict(x).mean.shape == (len(y), 3)
+
+
+def test_what_is_remembered_for_each_example_is_refused():
+    network, x = build("gcn", "nodes")
+    y = network(**x).argmax(-1)
+    with pytest.raises(ValueError, match="use PiModel or MeanTeacher"):
+        dubito.fit(Model(network, Categorical(), coupled=True), TemporalEnsembling(MAP(epochs=1)), (x, y))

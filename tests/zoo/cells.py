@@ -88,11 +88,6 @@ def refused(error: Exception) -> bool:
     return "/dubito/" in code.co_filename and code.co_code[place.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
-def data_of(problem: Problem, entry: Entry) -> Any:
-    """As a user would give it."""
-    return [(problem.x, problem.y)] if entry.one_batch else (problem.x, problem.y)
-
-
 # Methods
 
 
@@ -104,7 +99,7 @@ def check_method(name: str) -> Callable[[Entry], None]:
         if name == "neural_linear" and problem.model.likelihood.discrete:
             raise Skip("it is for numbers")
         before = snapshot(problem.model)
-        posterior = fit(problem, entry, METHODS[name])
+        posterior = fit(problem, METHODS[name])
         p = posterior.predict(problem.x)
         assert p.mean.isfinite().all()
         assert (p.uncertainty.total >= p.uncertainty.aleatoric - 1e-5).all()
@@ -121,9 +116,9 @@ def check_method(name: str) -> Callable[[Entry], None]:
     return check
 
 
-def fit(problem: Problem, entry: Entry, method: Method) -> Posterior:
+def fit(problem: Problem, method: Method) -> Posterior:
     """Without a word."""
-    return dubito.fit(problem.model, method, data_of(problem, entry), batch_size=len(problem.y), seed=0, progress=False)
+    return dubito.fit(problem.model, method, (problem.x, problem.y), batch_size=len(problem.y), seed=0, progress=False)
 
 
 def saved_and_loaded(posterior: Posterior) -> Posterior:
@@ -231,7 +226,7 @@ def check_structure(name: str) -> Callable[[Entry], None]:
         weights = sum(leaf.numel() for leaf in problem.model.parameters().values())
         if name == "dense" and weights > MOST_DENSE:
             raise Skip(f"{weights:,} weights are too many for a dense covariance")
-        posterior = fit(problem, entry, STRUCTURES[name])
+        posterior = fit(problem, STRUCTURES[name])
         assert isinstance(posterior, Gaussian)
         check_variances(problem, posterior)
         if name == "diagonal" and type(problem.model.likelihood) is Categorical and problem.y.ndim == 1:

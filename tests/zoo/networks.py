@@ -39,7 +39,6 @@ class Entry:
     shape: tuple[int, ...] = (ROWS,)  # of the targets
     options: dict[str, Any] = field(default_factory=dict)  # of the model
     y: Callable[[Any], Tensor] | None = None  # targets that follow from the inputs
-    one_batch: bool = False  # the data are one batch, which cannot be cut
     double: bool = True  # whether the network runs in float64
 
     def problem(self) -> Problem:
@@ -443,12 +442,13 @@ def segmentation_head() -> nn.Module:
 
 
 PIXELS = (ROWS, 8, 8)
+COUPLED = {"coupled": True}  # a graph is one batch, which cannot be cut
 IMAGE_LABELS = Categorical(dim=1)
 
 
 def nodes(kind: str) -> Entry:
     """Classes of the nodes of one graph."""
-    return Entry(graph_network(kind), lambda: graph(pool=False), package="torch_geometric", shape=(12,), one_batch=True)
+    return Entry(graph_network(kind), lambda: graph(pool=False), package="torch_geometric", shape=(12,), options=COUPLED)
 
 
 NETWORKS: dict[str, Entry] = {
@@ -508,7 +508,7 @@ NETWORKS: dict[str, Entry] = {
     "GCN, nodes": nodes("GCNConv"),
     "GAT, nodes": nodes("GATConv"),
     "GraphSAGE, nodes": nodes("SAGEConv"),
-    "GIN, graphs": Entry(graph_network("GINConv", pool=True), lambda: graph(pool=True), package="torch_geometric", one_batch=True),
+    "GIN, graphs": Entry(graph_network("GINConv", pool=True), lambda: graph(pool=True), package="torch_geometric", options=COUPLED),
     # sequences
     "packed LSTM tagger": Entry(lambda: tagger(nn.LSTM, True), packed, y=tags_of),
     "packed GRU classifier": Entry(lambda: tagger(nn.GRU, False), packed),

@@ -38,9 +38,14 @@ def bag(target: Target, batch: Batch, size: int) -> Tensor:
 
 
 def example_keys(target: Target, batch: Batch) -> Tensor:
-    """A hash of each example, [B]."""
+    """A hash of each example, [B]; of one whose row is coupled to others, by its place and all inputs."""
     x, y = target.model.split(batch)
-    return hash_rows([*tree.leaves(x), *tree.leaves(y)])
+    targets = list(tree.leaves(y))
+    if not target.model.coupled:
+        return hash_rows([*tree.leaves(x), *targets])
+    whole = sum(int(hash_rows([leaf.reshape(1, -1)])) for leaf in tree.leaves(x))
+    place = torch.arange(len(targets[0]), device=targets[0].device)
+    return hash_rows([place, *targets]) ^ derive_seed(whole)
 
 
 def for_each(values: Sequence[Tensor | None], member: int | None = None) -> tuple[Tensor, ...] | None:

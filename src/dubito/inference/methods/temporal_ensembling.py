@@ -12,7 +12,7 @@ from dubito.inference.semi_supervised import Consistency, ConsistencyState, View
 from dubito.model import Target
 from dubito.model.likelihoods import likelihood_params
 from dubito.tensors import tree
-from dubito.tensors.checks import between
+from dubito.tensors.checks import between, require
 from dubito.tensors.randomness import hash_rows
 
 
@@ -55,6 +55,11 @@ class TemporalEnsembling(Consistency):
     def begin(self, target: Target, state: ConsistencyState, x: Any, generator: torch.Generator) -> TemporalEnsemblingState:
         """Averages of zero, one for each example."""
         model = target.model
+        require(
+            not model.coupled,
+            "TemporalEnsembling remembers what it predicted for each example, and the rows of this model are coupled: use PiModel or "
+            "MeanTeacher",
+        )
         with torch.no_grad():
             f, _ = model.forward(state.student.params, x, tree.clone(state.student.buffers))
             z = model.likelihood.mean(f.float() if f.dtype.itemsize < 4 else f, likelihood_params(state.student.params))
