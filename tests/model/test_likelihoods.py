@@ -476,6 +476,19 @@ def test_parts_of_the_fisher_information_without_all_of_it(likelihood):
     whole = likelihood.fisher(f, {})
     torch.testing.assert_close(likelihood.fisher_diagonal(f, {}), whole.diagonal(dim1=-2, dim2=-1))
     torch.testing.assert_close(likelihood.fisher_sum(f, {}), whole.sum((0, 1)))
+    v = torch.randn_like(f)
+    torch.testing.assert_close(likelihood.fisher_product(f, v, {}), (whole @ v.unsqueeze(-1)).squeeze(-1))
+
+
+def test_a_sum_over_many_pixels_is_made_in_pieces(monkeypatch):
+    f = torch.randn(6, 5, 4, dtype=torch.float64)
+    likelihood, seen = HeteroscedasticGaussian(), []
+    whole = likelihood.fisher(f, {}).sum((0, 1))
+    monkeypatch.setattr("dubito.model.likelihoods.likelihood.PIECE", 7 * 16)
+    fisher = HeteroscedasticGaussian.fisher
+    monkeypatch.setattr(HeteroscedasticGaussian, "fisher", lambda self, f, params: seen.append(len(f)) or fisher(self, f, params))
+    torch.testing.assert_close(likelihood.fisher_sum(f, {}), whole)
+    assert seen == [7, 7, 7, 7, 2]
 
 
 def test_the_least_noise_of_all_outputs():

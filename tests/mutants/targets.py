@@ -5,7 +5,7 @@ from __future__ import annotations
 LIKELIHOODS = {
     "Gaussian": ["log_prob", "fisher", "convolve", "rescaled", "log_prior"],
     "HeteroscedasticGaussian": ["log_prob", "fisher", "noise_variance", "convolve"],
-    "Categorical": ["fisher", "fisher_sum", "fisher_diagonal", "fisher_root", "random_slope"],
+    "Categorical": ["fisher", "fisher_sum", "fisher_diagonal", "fisher_product", "fisher_root", "random_slope"],
     "Bernoulli": ["log_prob", "fisher", "off", "uncertainty"],
     "HeteroscedasticCategorical": ["_noisy", "log_probs", "fisher_root"],
 }

@@ -48,7 +48,7 @@ class Layout:
     outputs: int = 0  # numbers in the output for one example
     classes: int = 0  # C
     flat: bool = True  # one output vector an example, no positions
-    alone: bool = False  # the only part is the layer whose output is the network's
+    alone: bool = False  # the only part is the layer whose output is the network's, at every position
     taps: int = 0  # numbers in the outputs of all recorded layers for one example
 
     def packed(self) -> list[list]:
@@ -100,7 +100,7 @@ def _find(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tupl
             parts.setdefault((use.weight, use.bias), Part(use.kind, use.weight, use.bias, axis))
     taps = sum(use.shape.numel() for use in done.uses) // batch
     generic = tuple(name for name in names if name in reasons)
-    alone = len(parts) == 1 and not generic and _is_output(done)
+    alone = [part.axis for part in parts.values()] == [0] and not generic and _is_output(done)
     return Layout(tuple(parts.values()), generic, reasons, done.f[0].numel(), done.f.shape[-1], done.f.ndim == 2, alone, taps)
 
 
@@ -131,11 +131,16 @@ def _reasons(done: Forward, axes: Axes, names: tuple[str, ...]) -> dict[str, str
 
 
 def _is_output(done: Forward) -> bool:
-    """Whether the only use is that of a matrix, and its output is the network's."""
-    if len(done.uses) != 1 or done.f.ndim != 2:
+    """Whether the only use is that of a matrix, and its output is the network's, with channels last."""
+    if len(done.uses) != 1:
         return False
-    (use,) = done.uses
-    return use.kind == "affine" and use.weight is not None and use.edge.node is done.f.grad_fn
+    (use,), node = done.uses, done.f.grad_fn
+    if use.kind != "affine" or use.weight is None or node is None:
+        return False
+    if use.channel == -1:
+        return use.edge.node is node
+    last = (0, *range(2, done.f.ndim), 1)  # the channels of a convolution, which `Model.call` has moved there
+    return getattr(node, "_saved_dims", None) == last and node.next_functions[0][0] is use.edge.node
 
 
 def _shared(uses: list[Use]) -> dict[str, str]:

@@ -105,9 +105,23 @@ class Layer:
 
     def examples(self, piece: slice) -> Layer:
         """The same layer for some of the examples."""
-        some = Layer(self.part, self.uses, piece.stop - piece.start, self.shapes)
-        some.a = self.a[piece]
-        return some
+        return self._with(self.a[piece])
+
+    def _with(self, a: Tensor) -> Layer:
+        """The same layer for other inputs [B, T, I]."""
+        layer = Layer(self.part, self.uses, len(a), self.shapes)
+        layer.a = a
+        return layer
+
+    def apart(self, keep: Tensor | None = None) -> Layer:
+        """The same layer with every position as an example of its own; those that a mask [B T] keeps, or all."""
+        if self.positions == 1 and keep is None:
+            return self
+        a, spread = (None if t is None else t.flatten(0, 1).unsqueeze(1) for t in (self.a, self.spread))
+        assert a is not None
+        layer = self._with(a if keep is None else a[keep])
+        layer.spread = spread if spread is None or keep is None else spread[keep]
+        return layer
 
     def outputs(self, gradients: Sequence[Tensor | None], *, exact: bool = True) -> Tensor:
         """Gradients of the outputs of all uses, as rows [B, T, O]; in the network's own precision if not `exact`."""

@@ -176,17 +176,18 @@ class LayerStatistic(Statistic):
 
     def closed(self, layout: Layout) -> bool:
         """Whether the weights are the output layer's alone: its Jacobian is its input, and nothing is propagated back."""
-        return layout.alone and self.setup.spec.kind == "ggn" and self.setup.spec.draws is None
+        spec = self.setup.spec
+        return layout.alone and spec.kind == "ggn" and not spec.draws and (layout.flat or spec.shared == "expand")
 
     @abstractmethod
     def add_layers(self, sums: Params, run: LayerPass, generator: torch.Generator | None) -> None:
         """Add a batch by cotangents."""
 
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
-        """Add a batch where `closed`: the exact Fisher information of the outputs, example by example."""
-        (layer,) = run.layers
-        for group, piece, fisher in _fishers(run):
-            self.add_fisher(sums, layer, group, piece, fisher)
+        """Add a batch where `closed`: the exact Fisher information of the outputs, position by position."""
+        output = OutputRows.of(run)
+        for group, piece, fisher in output.fishers():
+            self.add_fisher(sums, output.layer, group, piece, fisher)
 
     def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
         """Add the Fisher information [b, C, C] of the outputs of a piece of the examples."""
@@ -239,11 +240,12 @@ class Diagonal(LayerStatistic):
 
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
         """Add squared inputs times the diagonal of the Fisher information."""
-        if not _plain(run):
+        output = OutputRows.of(run)
+        if not output.plain:
             super().add_output_layer(sums, run)
             return
         likelihood = self.setup.model.likelihood
-        run.layers[0].add_single(sums, 0, likelihood.fisher_diagonal(run.f, likelihood_params(self.setup.params)))
+        output.layer.add_single(sums, 0, likelihood.fisher_diagonal(output.f, likelihood_params(self.setup.params)))
 
     def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
         """Add squared inputs times its diagonal."""
@@ -327,10 +329,11 @@ class Kronecker(LayerStatistic):
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
         """Add the inputs to A and the Fisher information to B."""
         self._add_inputs(sums, run)
-        if not _plain(run):
+        output = OutputRows.of(run)
+        if not output.plain:
             super().add_output_layer(sums, run)
             return
-        fisher = self.setup.model.likelihood.fisher_sum(run.f, likelihood_params(self.setup.params))
+        fisher = self.setup.model.likelihood.fisher_sum(output.f, likelihood_params(self.setup.params))
         sums[f"{run.layers[0].part.weight}|B"][0] += fisher
 
     def add_fisher(self, sums: Params, layer: Layer, group: int, piece: slice, fisher: Tensor) -> None:
@@ -390,7 +393,7 @@ class Dense(LayerStatistic):
 
     def closed(self, layout: Layout) -> bool:
         """Not with thousands of classes: there would be too many pairs."""
-        return super().closed(layout) and self.index is None and layout.outputs <= MANY
+        return super().closed(layout) and self.index is None and layout.classes <= MANY
 
     def fits(self, sums: Params, layout: Layout) -> bool:
         """Whether the sums are blocks for pairs of outputs."""
@@ -445,30 +448,45 @@ def _add_outer(total: Tensor, leaves: Params, names: tuple[str, ...], size: int,
     total.addmm_(flat.mT, flat)
 
 
-def _plain(run: LayerPass) -> bool:
-    """Whether no matrix is needed for each example: the noise is part of the curvature, and every output has a target."""
-    model, f = run.setup.model, run.f
-    return (
-        groups_of(model, f, run.setup.spec.kind) is None
-        and observed(model, model.likelihood.target(run.y, f), f, run.setup.params) is None
-    )
+class OutputRows(NamedTuple):
+    """The output layer alone in one pass. Every position with a target is an example of its own; N of them."""
 
+    setup: Setup
+    layer: Layer
+    f: Tensor  # [N, C]
+    seen: Tensor | None  # [N, C], see `observed`; None if all outputs have a target
+    groups: Tensor | None  # [C], see `groups_of`
 
-def _fishers(run: LayerPass) -> Iterator[tuple[int, slice, Tensor]]:
-    """The Fisher information [b, C, C] of the outputs for one noise after another, a piece of the examples at a time."""
-    setup, f = run.setup, run.f
-    likelihood = setup.model.likelihood
-    seen = observed(setup.model, likelihood.target(run.y, f), f, setup.params)
-    groups = groups_of(setup.model, f, setup.spec.kind)
-    for piece in pieces(len(f), f.shape[1] ** 2):
-        if groups is None:
-            fisher = likelihood.fisher(f[piece], likelihood_params(setup.params))
-        else:  # that of unit noise
-            fisher = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f[piece]), -1, -1)
-        if seen is not None:
-            fisher = fisher * seen[piece].unsqueeze(-1) * seen[piece].unsqueeze(-2)
-        for group in range(1 if groups is None else int(groups.max()) + 1):
-            yield group, piece, fisher if groups is None else fisher * (groups == group).to(fisher)
+    @staticmethod
+    def of(run: LayerPass) -> OutputRows:
+        """From a pass that `closed` has looked at."""
+        (layer,), setup, f = run.layers, run.setup, run.f.flatten(0, -2)
+        seen = observed(setup.model, setup.model.likelihood.target(run.y, run.f), run.f, setup.params)
+        groups = groups_of(setup.model, run.f, setup.spec.kind)
+        if seen is None:
+            return OutputRows(setup, layer.apart(), f, None, groups)
+        seen = seen.expand_as(run.f).flatten(0, -2)
+        keep = (seen > 0).any(1)
+        rest = seen[keep]
+        return OutputRows(setup, layer.apart(keep), f[keep], None if bool((rest == 1).all()) else rest, groups)
+
+    @property
+    def plain(self) -> bool:
+        """Whether no matrix is needed for each position: the noise is part of the curvature, and every output has a target."""
+        return self.groups is None and self.seen is None
+
+    def fishers(self) -> Iterator[tuple[int, slice, Tensor]]:
+        """The Fisher information [n, C, C] of the outputs for one noise after another, a piece of the positions at a time."""
+        f, groups, seen = self.f, self.groups, self.seen
+        for piece in pieces(len(f), f.shape[1] ** 2):
+            if groups is None:
+                fisher = self.setup.model.likelihood.fisher(f[piece], likelihood_params(self.setup.params))
+            else:  # that of unit noise
+                fisher = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f[piece]), -1, -1)
+            if seen is not None:
+                fisher = fisher * seen[piece].unsqueeze(-1) * seen[piece].unsqueeze(-2)
+            for group in range(1 if groups is None else int(groups.max()) + 1):
+                yield group, piece, fisher if groups is None else fisher * (groups == group).to(fisher)
 
 
 # -- what all share

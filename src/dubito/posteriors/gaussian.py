@@ -20,15 +20,18 @@ from dubito.network.examples import Batch, Inputs, Targets
 from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.adjoint import ONE_PASS, one_pass, refuse_one_pass_options
-from dubito.posteriors.predict.linearized import functions, joint, linearized, sweep
-from dubito.posteriors.predict.sampled import draw_groups, sampled
+from dubito.posteriors.predict.linearized import joint, linearized, sweep
+from dubito.posteriors.predict.sampled import Stack, draw_groups, sampled
 from dubito.posteriors.predict.streamlined import Streamlined
+from dubito.posteriors.predict.tangents import functions
 from dubito.posteriors.predictive import LINKS, LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.checks import one_of, require
+from dubito.tensors.checks import at_least, one_of, require
 from dubito.tensors.covariances import Covariance, Diagonal
 from dubito.tensors.randomness import borrowed_generators, fork_rng, fresh_generator, generator
 from dubito.tensors.tree import Buffers, Params
+
+EXACT = ("linearized", "adjoint")  # ways that draw only where there are too many outputs, and with `draws=0` never
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,43 +139,47 @@ class Gaussian(Posterior):
     ) -> LatentMixture:
         """The predictive at x. Linearized with `draws`, it is made of so many linear functions instead of their exact Gaussian.
 
+        With `draws=0` nothing is drawn, however many outputs there are. `memory` bounds, in gigabytes, what is held beside the result.
+
         `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
         variances of the input, and `draws` is how often an operation without a rule is drawn; for `"streamlined"`, `rank` says how
-        many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what. For `"adjoint"`,
-        `top` is how many outputs of each example are swept back, the largest; None: all, or 16 of more than 100. Of large images
-        `draws` (30 if None) functions stand for its Gaussian, and `p.how` tells that too. `how="point"` is the
-        network at the mean of the weights alone.
+        many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what.
+
+        `top`, linearized or for `"adjoint"`, is how many outputs at each position (pixel, token) have exact variances, the largest;
+        the others have rougher ones, and there are no covariances. None: all, for `"adjoint"` 16 of more than 100. Of large images
+        and long texts `draws` (30 if None) functions stand for the Gaussian; `p.how` tells. `how="point"` is the network at the mean
+        of the weights alone.
         """
         how = self.how if how is None else how
-        self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point", draws=draws)
+        drawn = None if how in EXACT and draws == 0 else draws
+        self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point", draws=drawn)
         one_of(LINKS, link=link)
         if how in ONE_PASS:
             p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top)
             return p.stretched(self.variance_scale).linked(link)
-        refuse_one_pass_options(x_var, rank, top)
+        refuse_one_pass_options(x_var, rank, None if how == "linearized" else top)
+        at_least(1, top=top)
         if how == "point":
             return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)
         source = generator(self.model.device, seed, "weights")
         if how == "linearized":
             p = linearized(
                 self.model, x, params=self.params, buffers=self.buffers, covariance=self.covariance,
-                draws=draws, fallback=self.draws, memory=memory, generator=source,
+                draws=draws, fallback=self.draws, memory=memory, generator=source, top=top,
             )  # fmt: skip
             return p.linked(link)
         return self._sampled(x, draws or self.draws, memory, source)
 
     def _sampled(self, x: Inputs, draws: int, memory: float, source: torch.Generator) -> LatentMixture:
         """By draws of the weights, a group at a time."""
-        parts = []
+        means, own = Stack(draws), []
         for n in draw_groups(draws, self.covariance, memory):
             shared, stacked = self._drawn(n, source)
-            parts.append(sampled(self.model, x, shared=shared, stacked=stacked, memory=memory))
-        if len(parts) == 1:
-            return parts[0]
-        own = [part.params or {} for part in parts]  # a learned noise is the same for all draws, or one for each
+            part = sampled(self.model, x, shared=shared, stacked=stacked, memory=memory, stack=means)
+            own.append(part.params or {})  # a learned noise is the same for all draws, or one for each
         learned = {name: torch.cat([one[name] for one in own]) if leaf.ndim > 1 else leaf for name, leaf in own[0].items()}
-        return replace(parts[0], means=torch.cat([part.means for part in parts]), params=learned)
+        return LatentMixture(self.model.likelihood, means.whole, params=learned)
 
     def joint(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Mean [B, C] and covariance [B, C, B, C] of the linearized outputs at all inputs together."""

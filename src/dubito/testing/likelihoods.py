@@ -157,6 +157,10 @@ def check_fisher(targets: Targets) -> None:
             else found
         )
         require(float((other - own).abs().max()) < 1e-6 * size + 1e-9, f"{name} does not agree with fisher")
+    v = slopes[0]
+    product = (found @ v.unsqueeze(-1)).squeeze(-1)
+    away = float((likelihood.fisher_product(f, v, params) - product).abs().max())
+    require(away < 1e-6 * float(product.abs().max()) + 1e-9, "fisher_product does not agree with fisher")
     many = f[:1].expand(4000, -1)
     random = likelihood.random_slope(many, params, torch.Generator().manual_seed(0))
     squares = random.unsqueeze(-1) * random.unsqueeze(-2)

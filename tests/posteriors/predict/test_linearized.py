@@ -13,7 +13,8 @@ from curvature.networks import DOUBLE, NETWORKS, Net, build, jacobian, merged, n
 from dubito import Categorical, Gaussian, Laplace, Model
 from dubito.curvature import Spec, curvature
 from dubito.posteriors import Gaussian as Posterior
-from dubito.posteriors.predict.linearized import functions, joint, linearized
+from dubito.posteriors.predict.linearized import joint, linearized
+from dubito.posteriors.predict.tangents import functions
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance, Dense, Kronecker, LowRank
 
@@ -215,19 +216,26 @@ def test_many_classes_keep_a_root_of_their_covariance():
     assert few.root is None
 
 
-def test_images_are_drawn_as_functions_where_they_are_large():
+def test_images_are_drawn_as_functions_where_they_are_large(monkeypatch):
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 1)).double()
     model, x = Model(net, Categorical(dim=1)), numbers(2, 1, 12, 12)
     params = model.parameters()
     covariance = covariance_of(model, params, x[..., :3, :3], "kronecker")
     generator = torch.Generator().manual_seed(0)
+    inner = exact(model, params, x, covariance)
+    whole = linearized(model, x, params=params, buffers={}, covariance=covariance)
+    torch.testing.assert_close(whole.cov[0], inner, rtol=1e-7, atol=1e-9)
+    inner = inner.diagonal(dim1=-2, dim2=-1)
+    monkeypatch.setattr("dubito.posteriors.predict.linearized.SWEPT", 0)
+    none = linearized(model, x, params=params, buffers={}, covariance=covariance, draws=0)
+    torch.testing.assert_close(none.cov, whole.cov)
     p = linearized(model, x, params=params, buffers={}, covariance=covariance, generator=generator)
+    assert p.how == "linearized, 30 draws"
     assert p.means.shape == (30, 2, 12, 12, 2)
     assert p.certain
     many = linearized(model, x, params=params, buffers={}, covariance=covariance, draws=500, generator=generator)
     small = linearized(model, x[:, :, :8, :8], params=params, buffers={}, covariance=covariance)
     assert small.cov.shape == (1, 2, 8, 8, 2, 2)
-    inner = exact(model, params, x, covariance).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(many.f_var, inner, rtol=0.4, atol=0)
     torch.testing.assert_close(many.f_var.mean(), inner.mean(), rtol=0.1, atol=0)
     torch.testing.assert_close(small.f_var[:, :7, :7], inner[:, :7, :7], rtol=1e-7, atol=1e-9)
@@ -240,6 +248,7 @@ def test_draws_stay_within_the_memory(monkeypatch):
     mean = model.parameters()
     posterior = Posterior.diagonal(model, mean, {name: torch.full_like(leaf, 0.01) for name, leaf in mean.items()})
     x, made, kind = torch.randn(2, 1, 12, 12), [], type(posterior.covariance)
+    monkeypatch.setattr("dubito.posteriors.predict.linearized.SWEPT", 0)
     draws = kind.draws
     monkeypatch.setattr("dubito.tensors.covariances.covariance.DRAWN", 5 * posterior.covariance.size)
     monkeypatch.setattr(kind, "draws", lambda self, n, source=None: made.append(n) or draws(self, n, source))

@@ -410,7 +410,7 @@ def test_a_rule_of_ones_own():
 
 def test_options_that_do_not_belong():
     posterior = around(mlp(3, 4, 2))
-    with pytest.raises(ValueError, match="x_var, rank and top are for predictions in one pass"):
+    with pytest.raises(ValueError, match="x_var and rank are for predictions in one pass"):
         posterior.predict(torch.randn(2, 3), "linearized", rank=3)
 
 
@@ -487,7 +487,7 @@ def test_many_outputs():
     assert many.how == "adjoint, 16 largest outputs"
     assert many.cov is not None
     assert many.cov.shape == (1, 4, 120)
-    with pytest.raises(ValueError, match="top must be positive"):
+    with pytest.raises(ValueError, match="top must be at least 1"):
         posterior.predict(x, "adjoint", top=0)
 
 

@@ -167,6 +167,12 @@ class Categorical(Tempered, Classes):
         probs = self.mean(f, params)
         return probs * (1 - probs) * self.factor(f, params) ** 2
 
+    def fisher_product(self, f: Tensor, v: Tensor, params: Params) -> Tensor:
+        """p (v - p^T v), over scale^4."""
+        probs, slope = self.mean(f, params), self.factor(f, params)
+        v = slope * v
+        return slope * probs * (v - (probs * v).sum(-1, keepdim=True))
+
     def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
         """sum_n diag(p_n) - p_n p_n^T, over scale^4."""
         probs = self.mean(f, params).reshape(-1, f.shape[-1])
@@ -194,10 +200,11 @@ class Categorical(Tempered, Classes):
         e^{-m_d})`, after the logits are made to sum to zero."""
         mean, classes = self.logits(f_mean, params), f_mean.shape[-1]
         slope = self.factor(f_mean, params)
+        if link == "probit":  # which needs no matrices
+            variance = f_cov.diagonal(dim1=-2, dim2=-1) if f_cov.ndim > f_mean.ndim else f_cov
+            return mean / (1 + math.pi / 8 * variance * slope**2).sqrt()
         cov = (f_cov if f_cov.ndim > f_mean.ndim else torch.diag_embed(f_cov)) * slope.unsqueeze(-1) * slope.unsqueeze(-2)
         variance = cov.diagonal(dim1=-2, dim2=-1)
-        if link == "probit":
-            return mean / (1 + math.pi / 8 * variance).sqrt()
         if link == "pairwise":
             apart = variance.unsqueeze(-1) + variance.unsqueeze(-2) - 2 * cov  # variances of f_k - f_j
             gaps = (mean.unsqueeze(-2) - mean.unsqueeze(-1)) / (1 + math.pi / 8 * apart.clamp_min(0)).sqrt()  # [k, j]: f_j - f_k

@@ -208,6 +208,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
 
     fisher_root = Likelihood.fisher_root
     fisher_diagonal = Likelihood.fisher_diagonal
+    fisher_product = Likelihood.fisher_product
 
     def _units(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """Shift and unit of the targets, each [C / 2] or []."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "likelihood:"
 NOISE = PREFIX + "log_scale"  # of a likelihood with a learned noise
+PIECE = 2**22  # numbers in matrices that are formed at a time, where only their sum is wanted
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,16 @@ def _unit_nodes(n: int, width: int) -> Tensor:
 
 
 def _make_nodes(n: int, width: int) -> Tensor:
-    half = torch.quasirandom.SobolEngine(width, scramble=True, seed=0).draw(n // 2, dtype=torch.float64)
+    if width <= torch.quasirandom.SobolEngine.MAXDIM:
+        half = torch.quasirandom.SobolEngine(width, scramble=True, seed=0).draw(n // 2, dtype=torch.float64)
+    else:  # a Latin hypercube: every output on its own as evenly spread as there
+        source = torch.Generator().manual_seed(0)
+        place, within = torch.rand(2, n // 2, width, generator=source, dtype=torch.float64)
+        half = (place.argsort(0) + within) / (n // 2)
     nodes = math.sqrt(2) * torch.erfinv(2 * half.clamp(1e-9, 1 - 1e-9) - 1)
     nodes = torch.cat([nodes, -nodes])  # antithetic: all odd moments vanish
+    if width > torch.quasirandom.SobolEngine.MAXDIM:
+        nodes = nodes / nodes.square().mean(0).sqrt()
     if n // 2 > width:  # enough nodes to make the second moments exact as well
         factor = torch.linalg.cholesky(nodes.mT @ nodes / n)
         nodes = torch.linalg.solve_triangular(factor, nodes.mT, upper=False).mT
@@ -293,7 +301,13 @@ class Likelihood(ABC):
 
     def fisher_sum(self, f: Tensor, params: Params) -> Tensor:
         """`fisher` summed over all positions, [C, C]."""
-        return self.fisher(f, params).reshape(-1, f.shape[-1], f.shape[-1]).sum(0)
+        rows = f.reshape(-1, f.shape[-1])
+        pieces = rows.split(max(1, PIECE // f.shape[-1] ** 2))  # pixels are many, and each has a matrix
+        return torch.stack([self.fisher(piece, params).sum(0) for piece in pieces]).sum(0)
+
+    def fisher_product(self, f: Tensor, v: Tensor, params: Params) -> Tensor:
+        """`fisher` times vectors v [..., C]."""
+        return (self.fisher(f, params) @ v.unsqueeze(-1)).squeeze(-1)
 
     def noise_groups(self, width: int) -> Tensor | None:
         """The index of each output's noise in `likelihood:log_scale`, [C], if `fisher` is diag(1 / noise^2) and the noise is learned;
@@ -364,6 +378,10 @@ class DiagonalFisher(Likelihood):
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         """The diagonal matrix of `fisher_diagonal`."""
         return torch.diag_embed(self.fisher_diagonal(f, params))
+
+    def fisher_product(self, f: Tensor, v: Tensor, params: Params) -> Tensor:
+        """`fisher_diagonal` times v."""
+        return self.fisher_diagonal(f, params) * v
 
     def fisher_root(self, f: Tensor, params: Params) -> Tensor:
         """The root of the diagonal matrix, one column for each output."""

@@ -31,19 +31,21 @@ from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
-from dubito.posteriors.predict.linearized import DRAWS, POSITIONS, linearized
+from dubito.posteriors.predict.linearized import POSITIONS, linearized
 from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, is_moments, is_weight, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
+from dubito.posteriors.predict.tangents import DRAWS
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.checks import require
+from dubito.tensors.checks import at_least, require
 from dubito.tensors.covariances import Covariance
 from dubito.tensors.randomness import derive_seed, generator, uniforms_from
 from dubito.tensors.tree import Buffers, Params
 
 MANY, TOP = 100, 16  # outputs above which only the largest are swept back, and how many
+
 SWEPT = 2**26  # outputs times numbers in all layers of an example, up to which every position is swept back
 
 
@@ -81,14 +83,15 @@ def adjoint(
     seed: int = 0,
     fallback: int = 0,
     top: int | None = None,
+    exact: bool = False,
 ) -> LatentMixture:
     """The predictive at x: means by the forward pass, covariances of the outputs by the sweeps backwards.
 
     Where an example has too many outputs at too many positions for a sweep each (large images), draws of the Gaussian that the sweeps
-    would find stand for it, from `seed`; `how` says so.
+    would find stand for it, from `seed`, unless it is to be `exact`; `how` says so.
 
-    `top`: only so many outputs of each example, the largest, are swept back; the others have the variances of the forward pass, and
-    there are no covariances. Of more than MANY outputs it is TOP, unless given."""
+    `top`: only so many outputs at each position, the largest, are swept back; the others have the variances of the forward pass, and
+    there are no covariances. Of one output vector with more than MANY outputs it is TOP, unless given."""
     x = engine.prepare(x)
     if x_var is not None:
         x_var = x_var.to(x).expand_as(x)
@@ -102,17 +105,15 @@ def adjoint(
         params = likelihood_params(engine.params)
         return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
     with torch.inference_mode(False):
-        return _by_linearizing(engine, x, x_var, memory, fallback, top, seed)
+        return _by_linearizing(engine, x, x_var, memory, fallback, top, seed, exact)
 
 
 def _top(trace: Trace, top: int | None) -> int | None:
-    """How many outputs of each example are swept back; None: all."""
+    """How many outputs at each position are swept back; None: all."""
     *rest, outputs = trace.shapes[trace.output]
-    flat = len(rest) == 1
-    if top is None:
-        top = TOP if flat and outputs > MANY else None
-    else:
-        require(flat and top > 0, f"top must be positive, and the network must have one output vector an example; got {top}")
+    at_least(1, top=top)
+    if top is None and len(rest) == 1 and outputs > MANY:
+        top = TOP
     return None if top is None or top >= outputs else top
 
 
@@ -131,7 +132,7 @@ def _known_chain(engine: Streamlined, trace: Trace) -> Chain | None:
 
 
 def _by_linearizing(
-    engine: Streamlined, x: Any, x_var: Tensor | None, memory: float, fallback: int, top: int | None, seed: int
+    engine: Streamlined, x: Any, x_var: Tensor | None, memory: float, fallback: int, top: int | None, seed: int, exact: bool
 ) -> LatentMixture:
     """The long way, for any network: linearize that of the means."""
     base = engine.model
@@ -144,14 +145,14 @@ def _by_linearizing(
     if top is not None:
         with torch.no_grad():
             f = engine.moments(x, x_var=x_var, fallback=fallback)
-        others = top, f.var if is_moments(f) else f.cov.diagonal(dim1=-2, dim2=-1)
+        others = f.var if is_moments(f) else f.cov.diagonal(dim1=-2, dim2=-1)
     given = x if x_var is None else (x, x_var)
     known: dict[str, Any] = {"params": engine.params, "buffers": engine.buffers, "covariance": engine.covariance}
-    if not _swept(trace):
+    if top is None and not exact and not _swept(trace):
         draws, source = fallback or DRAWS, generator(base.device, seed, "adjoint")
         f = sketch(model, given, **known, draws=draws, generator=source, memory=memory)
         return LatentMixture(base.likelihood, f, params=likelihood_params(engine.params), how=f"adjoint, {draws} draws")
-    p = linearized(model, given, **known, fallback=0, memory=memory, top=others)
+    p = linearized(model, given, **known, fallback=0, memory=memory, top=top, others=others)
     return replace(p, how="adjoint" if top is None else f"adjoint, {top} largest outputs")
 
 
@@ -198,13 +199,14 @@ def one_pass(
     )
     if how == "streamlined":
         return engine.predict(x, rank=rank, x_var=x_var, fallback=draws or 0)
-    return adjoint(engine, x, x_var=x_var, memory=memory, seed=seed, fallback=draws or 0, top=top)
+    return adjoint(engine, x, x_var=x_var, memory=memory, seed=seed, fallback=draws or 0, top=top, exact=draws == 0)
 
 
 def refuse_one_pass_options(x_var: Tensor | None, rank: int | None, top: int | None) -> None:
     """Raise where another way to predict is given options that are for one pass."""
-    unused = x_var is None and rank is None and top is None
-    require(unused, 'x_var, rank and top are for predictions in one pass: how="streamlined" or how="adjoint"')
+    unused = x_var is None and rank is None
+    require(unused, 'x_var and rank are for predictions in one pass: how="streamlined" or how="adjoint"')
+    require(top is None, 'top is for how="linearized" or how="adjoint"')
 
 
 HELD = 16  # numbers that a pass holds, for each of a layer's outputs

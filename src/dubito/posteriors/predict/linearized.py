@@ -12,29 +12,30 @@ Where a layer has several positions its gradients are formed example by example,
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.curvature.capture import example_count, select_examples
-from dubito.curvature.generic import Unrolled, along, example_gradients
+from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import Layout, Part, layout, passed
 from dubito.curvature.rows import Layer, layer_rows
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
-from dubito.network.weights import in_mode
-from dubito.posteriors.predict.sampled import draw_groups, read_examples
+from dubito.posteriors.predict.sampled import GIGABYTE, Stack
+from dubito.posteriors.predict.tangents import DRAWS, drawn_functions, drawn_variances, prepared
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.covariances import Covariance
+from dubito.tensors.covariances import Covariance, Dense, Diagonal, Kronecker
 from dubito.tensors.covariances.propagation import WIDE, flat, gram
 from dubito.tensors.tree import Buffers, Params
 
@@ -43,7 +44,10 @@ _UNBATCHED: WeakSet[nn.Module] = WeakSet()  # networks with an operation that ca
 
 
 class Linearization:
-    """The network linearized at some inputs: one forward pass, from which gradients go back to the layers as they are asked for."""
+    """The network linearized at some inputs: one forward pass, from which gradients go back to the layers as they are asked for.
+
+    `memory` bounds, in gigabytes, what the gradients of some outputs may take at a time.
+    """
 
     def __init__(
         self,
@@ -54,10 +58,10 @@ class Linearization:
         x: Inputs,
         found: Layout,
         names: tuple[str, ...],
+        memory: float = math.inf,
     ):
         self.model, self.params, self.buffers, self.x = model, params, buffers, x
-        self.top: Tensor | None = None  # [B, k], outputs to follow, where these are not all
-        self.blocks = covariance.independent_blocks
+        self.blocks, self.memory = covariance.independent_blocks, memory
         self.found, self.done, used = passed(model, params, x, buffers, names, found)
         self.size = self.done.f.shape[0]
         shapes = {name: params[name].shape for name in names}
@@ -77,37 +81,69 @@ class Linearization:
         return [replace(part, bias=None), replace(part, weight=None)]
 
     def _output(self) -> Layer | None:
-        """The layer, if it is the output layer alone."""
-        if len(self.layers) != 1 or self.found.generic or self.done.f.ndim != 2 or self.done.taps:
-            return None
-        (layer,) = self.layers
-        alone = layer.part.matrix is not None and len(layer.uses) == 1
-        return layer if alone and layer.uses[0].edge.node is self.done.f.grad_fn else None
+        """The layer, if it is the output layer alone, with every position as an example of its own."""
+        return self.layers[0].apart() if self.found.alone and len(self.layers) == 1 and not self.done.taps else None
 
     def wide_root(self, factor: float = 1.0) -> Tensor | None:
-        """A root [B, C, C] of the covariance of many outputs, where the weights are the output layer's and its structure knows one."""
-        if self.f.ndim != 2 or self.f.shape[-1] <= WIDE or (layer := self._output()) is None:
+        """A root [B, *D, C, C] of the covariance of many outputs, where the weights are the output layer's and its structure knows
+        one."""
+        if self.f.shape[-1] <= WIDE or (layer := self._output()) is None:
             return None
         with torch.no_grad():
-            return self.blocks[0].output_root(layer, factor)
+            root = self.blocks[0].output_root(layer, factor)
+            return None if root is None else root.unflatten(0, self.f.shape[:-1])
 
     def covariances(self, factors: Sequence[float] = (1.0,)) -> Tensor:
         """[G, B, *D, C, C], or without the last C where outputs are independent: for each multiple of the prior's precision."""
+        shape = self.f.shape
         with torch.no_grad():
-            layer = self._output() if self.top is None else None  # whose Jacobian is its input: nothing is back-propagated
-            if layer is not None:
-                closed = self.blocks[0].propagate_output(layer, self.f.shape[-1], factors)
+            if (layer := self._output()) is not None:  # whose Jacobian is its input: nothing is back-propagated
+                closed = self.blocks[0].propagate_output(layer, shape[-1], factors)
                 if closed is not None:
-                    return closed
-            shape = self.f.shape
-            found = [self._position(i, factors) for i in range(self.f[0].numel() // shape[-1])]
-            outputs = found[0].shape[-1]
-            return torch.stack(found, 2).reshape(len(factors), *shape[:-1], outputs, outputs)
+                    return closed.unflatten(1, shape[:-1])
+            positions = shape[1:-1].numel()
+            if positions == 1:
+                return self._position(0, factors).reshape(len(factors), *shape, shape[-1])
+            whole = self.f.new_empty(len(factors), self.size, positions, shape[-1], shape[-1])
+            for i in range(positions):
+                whole[:, :, i] = self._position(i, factors)
+            return whole.reshape(len(factors), *shape, shape[-1])
 
-    def _gradients(self, position: int) -> tuple[list[Tensor], Tensor]:
-        """Rows [C, B, T, O] of the outputs at a position, for each layer, and the cotangents [C, B, *D, C]."""
-        f, unit = self.done.f, self._units(position)
-        taps = self.done.taps
+    def known_variances(self) -> Tensor | None:
+        """Variances [B, *D, C] of all outputs, where the weights are the output layer's and its structure knows them."""
+        with torch.no_grad():
+            layer = self._output()
+            found = None if layer is None else self.blocks[0].output_variances(layer, self.f.shape[-1])
+            return None if found is None else found.unflatten(0, self.f.shape[:-1])
+
+    def with_exact(self, rough: Tensor, top: int) -> Tensor:
+        """Variances [B, *D, C], with those of the `top` largest outputs at each position by back-propagation."""
+        f, variance = self.f.flatten(1, -2) if self.f.ndim > 2 else self.f.unsqueeze(1), rough.to(self.f).clone()
+        largest, flat = f.topk(top).indices, variance.view_as(f)  # [B, positions, k]
+        with torch.no_grad():
+            for i in range(f.shape[1]):
+                for some in largest[:, i].split(self._at_once(top), 1):
+                    exact = self._block(i, some, (1.0,))[0].diagonal(dim1=1, dim2=2)
+                    flat[:, i].scatter_(1, some, exact)
+        return variance
+
+    def _at_once(self, outputs: int) -> int:
+        """How many outputs at a position are followed at a time: their cotangents, the gradients of layers, and those of weights."""
+        if math.isinf(self.memory):
+            return outputs
+        each = self.size * numbers_of_output(self.found, self.params) + 3 * self._rows()
+        budget = _budget(self.memory, self.f.dtype) - self.size * numbers_of_pass(self.found)
+        return max(1, min(outputs, int(budget / max(1, each))))
+
+    def _rows(self) -> int:
+        """How many numbers of an output's gradient in the weights are formed at a time, for an example."""
+        whole = [block.size for block in self.blocks if not isinstance(block, Diagonal | Kronecker)]
+        shared = [layer for layer in self.layers if layer.part.kind == "affine" and layer.positions > 1]
+        return max([sum(shape.numel() for shape in layer.shapes.values()) for layer in shared] + whole, default=0)
+
+    def _swept_rows(self, unit: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """For cotangents [n, B, *D, C]: rows [n, B, T, O] of each layer, and what noise of no layer adds, [B, n, n] each."""
+        f, taps = self.done.f, self.done.taps
         edges = [use.edge for layer in self.layers for use in layer.uses] + [tap.edge for tap in taps]
         roots = [None] * (len(edges) - len(taps)) + [tap.var.sqrt() for tap in taps]
         found = iter(self._swept(f, edges, unit, roots) if edges else ())
@@ -115,20 +151,14 @@ class Linearization:
         noise = [(tap.axis, g) for tap, g in zip(taps, found, strict=True) if g is not None]
         whole = self.model.coupled
         noise = [g.flatten(1).unsqueeze(1) if whole else g.movedim(axis + 1, 1).flatten(2) for axis, g in noise]  # [C, B, *]
-        self.noise = [gram(g) for g in noise]  # [B, C, C] each
-        return rows, unit
+        return rows, [gram(g) for g in noise]
 
-    def _units(self, position: int) -> Tensor:
-        """The cotangents [C, B, *D, C] of the outputs at a position, or [k, B, C] of the `top` ones of each example."""
+    def _units(self, position: int, outputs: Tensor) -> Tensor:
+        """The cotangents [n, B, *D, C] of `outputs` [B, n] at a position."""
         f = self.done.f
-        classes = f.shape[-1]
-        if self.top is not None:
-            unit = torch.zeros(self.top.shape[1], *f.shape, dtype=f.dtype, device=f.device)
-            return unit.scatter_(2, self.top.mT.unsqueeze(-1), 1.0)
-        unit = torch.zeros(classes, self.size, f[0].numel() // classes, classes, dtype=f.dtype, device=f.device)
-        for c in range(classes):
-            unit[c, :, position, c] = 1
-        return unit.reshape(classes, *f.shape)
+        unit = torch.zeros(outputs.shape[1], self.size, f.shape[1:-1].numel(), f.shape[-1], dtype=f.dtype, device=f.device)
+        unit[:, :, position].scatter_(2, outputs.mT.unsqueeze(-1), 1.0)
+        return unit.reshape(-1, *f.shape)
 
     def _others(self, unit: Tensor) -> Params:
         """Gradients [C, B, *shape] of the weights that belong to no known layer."""
@@ -158,16 +188,29 @@ class Linearization:
         return _swept_one_by_one(f, edges, unit, by)
 
     def _position(self, position: int, factors: Sequence[float]) -> Tensor:
-        """The covariances [G, B, C, C] of the outputs at one position."""
-        rows, unit = self._gradients(position)
-        total = self.f.new_zeros(len(factors), self.size, unit.shape[0], unit.shape[0])
+        """The covariances [G, B, C, C] of the outputs at one position. Where they are too many at a time, pair by pair of portions."""
+        classes = self.f.shape[-1]
+        every, step = torch.arange(classes, device=self.f.device), self._at_once(classes)
+        if step >= classes:
+            return self._block(position, every.expand(self.size, -1), factors)
+        total = self.f.new_empty(len(factors), self.size, classes, classes)
+        for pair in combinations(every.split(max(1, step // 2)), 2):
+            some = torch.cat(pair)
+            total[:, :, some.unsqueeze(1), some] = self._block(position, some.expand(self.size, -1), factors)
+        return total
+
+    def _block(self, position: int, outputs: Tensor, factors: Sequence[float]) -> Tensor:
+        """The covariances [G, B, n, n] of some `outputs` [B, n] at one position."""
+        unit = self._units(position, outputs)
+        rows, noise = self._swept_rows(unit)
+        total = self.f.new_zeros(len(factors), self.size, len(unit), len(unit))
         left = dict(zip(self.layers, rows, strict=True))
         others = self._others(unit)
         for block in self.blocks:
             names = set(block.shapes)
             mine = [(layer, g) for layer, g in left.items() if set(layer.part.names) <= names]
             total += block.propagate(mine, {name: others[name] for name in others if name in names}, total, factors)
-        for cov in self.noise:
+        for cov in noise:
             total += cov
         return total
 
@@ -176,8 +219,8 @@ class Linearization:
         if self.f.ndim != 2:
             raise ValueError("a joint covariance over inputs is for networks with one output vector an input")
         with torch.no_grad():
-            rows, unit = self._gradients(0)
-            leaves = self._others(unit)
+            unit = self._units(0, torch.arange(self.f.shape[-1], device=self.f.device).expand(self.size, -1))
+            (rows, _), leaves = self._swept_rows(unit), self._others(unit)
             for layer, g in zip(self.layers, rows, strict=True):
                 each = [layer.gradients(tree.full_precision(one)) for one in g]
                 leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
@@ -208,13 +251,24 @@ def _swept_one_by_one(f: Tensor, edges: list[GradientEdge], unit: Tensor, by: Se
     return whole
 
 
-GIGABYTE = 2**30
-POSITIONS = 256  # outputs of an example (classes times pixels) above which draws of linearized functions take over
-DRAWS = 30  # of them
+POSITIONS = 256  # outputs of an example (classes times pixels) up to which every one is swept back
+SWEPT = 2**24  # outputs times numbers in all layers of an example, up to which every one is swept back, too
+MATRICES = 2**24  # numbers in all covariances of an example, above which draws stand for them
 COUPLED = 2**31  # the same for rows that are coupled: outputs of all rows, times numbers in the outputs of all layers
 
 
-@torch.inference_mode(False)  # gradients are needed
+def drawn(model: Model, found: Layout, covariance: Covariance) -> bool:
+    """Whether an example has so many outputs that draws of linear functions stand for their Gaussian."""
+    if model.coupled:
+        return found.outputs * found.taps > COUPLED
+    block, *more = covariance.independent_blocks
+    closed = found.alone and not more and isinstance(block, Diagonal | Kronecker | Dense) and not block.picked()
+    swept = closed or found.flat or found.outputs <= POSITIONS or found.outputs * found.taps <= SWEPT
+    variances = closed and block.independent and found.classes > WIDE  # and no matrices
+    return not swept or (found.outputs * found.classes > MATRICES and not variances)
+
+
+@torch.inference_mode(False)
 def linearized(
     model: Model,
     x: Inputs,
@@ -226,71 +280,87 @@ def linearized(
     fallback: int = DRAWS,
     memory: float = 1.0,
     generator: torch.Generator | None = None,
-    top: tuple[int, Tensor] | None = None,
+    top: int | None = None,
+    others: Tensor | None = None,
 ) -> LatentMixture:
     """The predictive of the linearized network at x.
 
-    `top` = (k, variances [B, C]): only the k largest outputs of each example are followed; the others have the variances given, and
-    none of them a covariance. With `draws`, or where an example has very many outputs (segmentation: then `fallback` of them), as so
-    many functions f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x; not with `fallback=0`.
+    With `draws`, or where an example has very many outputs (segmentation: then `fallback` of them), as so many functions
+    f(x) + J(x) (theta - mean) with theta from the posterior, the same functions for every x; `draws=0` draws none, and nor does
+    `fallback=0`. `memory` bounds, in gigabytes, what is needed beside the result.
+
+    `top`: only so many outputs at each position, the largest, have exact variances; the rest have `others` [B, *D, C], or without
+    them the mean squares of draws. There are no covariances. Of the output layer alone all variances are exact.
     """
-    x, params, buffers = _prepared(model, x, params, buffers)
-    names = tuple(covariance.shapes)
-    if not model.coupled and example_count(x) == 0:
+    x, params, buffers = prepared(model, x, params, buffers)
+    known: dict[str, Any] = {"params": params, "buffers": buffers, "covariance": covariance}
+    size, learned = 1 if model.coupled else example_count(x), likelihood_params(params)  # coupled rows are one example
+    if size == 0:
         with torch.no_grad():
             f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
-        return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=likelihood_params(params))
-    found = None if draws is not None else layout(model, params, x, buffers, names)
-    if found is None or (fallback and _takes_draws(model, found)):
-        groups = draw_groups(draws or fallback, covariance, memory)
-        deltas = (covariance.draws(n, generator) for n in groups)
-        means = torch.cat([functions(model, x, params=params, buffers=buffers, deltas=delta) for delta in deltas])
-        check_outputs(x, means)
-        return LatentMixture(model.likelihood, means, params=likelihood_params(params), how=f"linearized, {len(means)} draws")
-    f, cov, root = [], [], []
-    for start, step, some in _portions(model, found, params, x, top, memory):
-        run = Linearization(model, params, buffers, covariance, some, found, names)
+        return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=learned)
+    names = tuple(covariance.shapes)
+    found = None if draws and top is None else layout(model, params, x, buffers, names)
+    top = None if found is None or top is None or top >= found.classes else top
+    if found is None or (top is None and (draws or (draws is None and fallback and drawn(model, found, covariance)))):
+        means = drawn_functions(model, x, **known, draws=draws or fallback, memory=memory, generator=generator)
+        check_outputs(x, means, coupled=model.coupled)
+        return LatentMixture(model.likelihood, means, params=learned, how=f"linearized, {len(means)} draws")
+    rough, how = others, ""
+    if top is not None:
+        how = f"linearized, {top} largest outputs"
+        if others is None and not found.alone:
+            count = draws or fallback or DRAWS
+            rough = drawn_variances(model, x, **known, draws=count, memory=memory, generator=generator)
+            rough = rough.unsqueeze(0) if model.coupled else rough
+            how = f"{how}, others by {count} draws"
+    means, spread, roots = Stack(size), Stack(size), False
+    step = 1 if model.coupled else _examples_at_a_time(found, params, x, covariance, top, memory)
+    for start in range(0, size, step):
+        some = x if model.coupled else select_examples(x, start, step)
+        run = Linearization(model, **known, x=some, found=found, names=names, memory=memory)
         found = run.found
+        means.add(run.f)
         if top is not None:
-            run.top = run.f.topk(top[0]).indices
-            variance = run.covariances()[0].diagonal(dim1=1, dim2=2)
-            cov.append(top[1][start : start + step].to(variance).scatter(1, run.top, variance))
+            exact = run.known_variances()
+            near = torch.zeros_like(run.f) if rough is None else rough[start : start + step]
+            spread.add(run.with_exact(near, top) if exact is None else exact)
         elif (wide := run.wide_root()) is not None:
-            root.append(wide)
+            roots = True
+            spread.add(wide)
         else:
-            cov.append(run.covariances()[0])
-        f.append(run.f)
-    means, whole = (_joined(parts) if model.coupled else _joined(parts).unsqueeze(0) for parts in (f, cov or root))
-    check_outputs(x, means, coupled=model.coupled)
+            spread.add(run.covariances()[0])
+    f, whole = (each.whole if model.coupled else each.whole.unsqueeze(0) for each in (means, spread))
+    check_outputs(x, f, coupled=model.coupled)
     return LatentMixture(
-        model.likelihood, means, whole if cov else None, params=likelihood_params(params), root=None if cov else whole
-    )
+        model.likelihood, f, None if roots else whole, params=learned, root=whole if roots else None, how=how
+    )  # fmt: skip
 
 
-def _takes_draws(model: Model, found: Layout) -> bool:
-    """Whether there are so many outputs that draws of linearized functions stand for their covariances."""
-    return found.outputs * found.taps > COUPLED if model.coupled else found.outputs > POSITIONS and not found.flat
+def _budget(memory: float, dtype: torch.dtype) -> float:
+    """How many numbers there is room for, beside as many that are formed on the way."""
+    return memory * GIGABYTE / 2 / max(4, dtype.itemsize)
 
 
-def _portions(
-    model: Model, found: Layout, params: Params, x: Inputs, top: tuple[int, Tensor] | None, memory: float
-) -> Iterator[tuple[int, int, Inputs]]:
-    """(first, count, inputs) of as many examples at a time as fit the memory; all of them where they are coupled."""
-    if model.coupled:
-        yield 0, 1, x
-        return
-    step = _examples_at_a_time(found, params, x, top, memory)
-    for start in range(0, example_count(x), step):
-        yield start, step, select_examples(x, start, step)
+def numbers_of_output(found: Layout, params: Params) -> int:
+    """Numbers that an output of an example needs: its cotangent, the gradients of all layers, and those of weights that no rule
+    knows."""
+    return found.outputs + found.taps + 3 * sum(params[name].numel() for name in found.generic)
 
 
-def _examples_at_a_time(found: Layout, params: Params, x: Inputs, top: tuple[int, Tensor] | None, memory: float) -> int:
-    """How many examples fit the memory: gradients of every output with respect to every layer's outputs, and those of weights that no
-    rule knows."""
-    size = example_count(x)
-    other = 3 * found.classes * sum(params[name].numel() for name in found.generic)
-    each = 4 * (found.taps * ((found.classes if top is None else top[0]) + 2) + other)  # one position at a time
-    return size if found.alone else max(1, min(size, int(memory * GIGABYTE / 2 / max(1, each))))
+def numbers_of_pass(found: Layout) -> int:
+    """Numbers that a forward pass over an example holds for the way back, about."""
+    return found.outputs + 2 * found.taps
+
+
+def _examples_at_a_time(found: Layout, params: Params, x: Inputs, covariance: Covariance, top: int | None, memory: float) -> int:
+    """How many examples fit the memory, with all outputs at a position."""
+    if found.alone:  # inputs of the layer, and two matrices at each position
+        weights = sum(torch.Size(shape).numel() for shape in covariance.shapes.values())
+        each = found.outputs * (2 * found.classes + 4) + 2 * found.outputs // found.classes * (weights // found.classes)
+    else:
+        each = (top or found.classes) * numbers_of_output(found, params) + numbers_of_pass(found)
+    return max(1, min(example_count(x), int(_budget(memory, next(iter(params.values())).dtype) / max(1, each))))
 
 
 @torch.inference_mode(False)
@@ -302,10 +372,10 @@ def sweep(
     The network runs once, forwards and backwards. What it gives is kept in the basis in which every multiple of the prior is diagonal:
     another one costs one matrix product a layer.
     """
-    x, params, buffers = _prepared(model, x, params, buffers)
+    x, params, buffers = prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
     found = layout(model, params, x, buffers, names)
-    if _takes_draws(model, found):
+    if drawn(model, found, covariance):
         raise ValueError("an example has so many outputs that they are predicted by draws, which cannot be swept over")
     run = Linearization(model, params, buffers, covariance, x, found, names)
     means, learned = run.f if model.coupled else run.f.unsqueeze(0), likelihood_params(params)
@@ -319,48 +389,10 @@ def sweep(
             yield LatentMixture(model.likelihood, means, cov if model.coupled else cov.unsqueeze(0), params=learned)
 
 
-def _prepared(model: Model, x: Inputs, params: Params, buffers: Buffers) -> tuple[Any, Params, Buffers]:
-    """Inputs on the device; and all tensors fit for gradients, which those made in inference mode are not."""
-    x = read_examples(model, x, params, buffers)
-    x, params, buffers = (
-        tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, value) for value in (x, params, buffers)
-    )
-    return x, params, buffers
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 @torch.inference_mode(False)
 def joint(model: Model, x: Inputs, *, params: Params, buffers: Buffers, covariance: Covariance) -> tuple[Tensor, Tensor]:
     """Mean [B, C] and covariance [B, C, B, C] of the linearized outputs of all inputs together."""
-    x, params, buffers = _prepared(model, x, params, buffers)
+    x, params, buffers = prepared(model, x, params, buffers)
     names = tuple(covariance.shapes)
     run = Linearization(model, params, buffers, covariance, x, layout(model, params, x, buffers, names), names)
     return run.f, run.joint()
-
-
-@torch.inference_mode(False)
-def functions(model: Model, x: Inputs, *, params: Params, buffers: Buffers, deltas: Params) -> Tensor:
-    """f(x) + J(x) delta for every delta, [S, B, *D, C]: draws of the linearized function, joint over all inputs."""
-    x, params, buffers = _prepared(model, x, params, buffers)
-    live = {name: params[name].detach() for name in deltas}
-    fixed = {name: leaf.detach() for name, leaf in params.items() if name not in live}
-    buffers = {name: leaf.detach() for name, leaf in buffers.items()}
-
-    def output(live: Params) -> Tensor:
-        """The network's output, as a function of the weights that move."""
-        with Unrolled():
-            return model.call({**fixed, **live}, x, buffers)[0]
-
-    def one(delta: Params) -> Tensor:
-        """One linear function."""
-        f, slope = along(output, live, {name: leaf.to(live[name].dtype) for name, leaf in delta.items()})
-        return f + slope
-
-    with torch.no_grad(), in_mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own deprecated parts
-        found = [one(tree.select(deltas, i)) for i in range(tree.count(deltas))]
-    f = torch.stack(found)
-    return tree.full_precision(f)

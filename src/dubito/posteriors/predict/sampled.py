@@ -97,6 +97,24 @@ class Common(TorchFunctionMode):
         return result
 
 
+class Stack:
+    """Tensors [n, ...] put one after another into one of known length, so that they are not held twice; in full precision, which
+    probabilities and variances need."""
+
+    def __init__(self, count: int):
+        self.count, self.done = count, 0
+        self.whole = torch.empty(0)
+
+    def add(self, part: Tensor) -> None:
+        """The next n."""
+        part = tree.full_precision(part)
+        if not self.done:
+            self.whole = part if len(part) >= self.count else part.new_empty(self.count, *part.shape[1:])
+        if part is not self.whole:
+            self.whole[self.done : self.done + len(part)] = part
+        self.done += len(part)
+
+
 def draw_groups(draws: int, covariance: Covariance, memory: float) -> list[int]:
     """The sizes of groups of draws of the weights, each of which takes a third of the memory in gigabytes. They do not depend on x,
     and whole portions of `Covariance.draws` are in a group, so that all x and all memories see the same functions."""
@@ -143,11 +161,13 @@ def sampled(
     consistent: bool = True,
     weights: Tensor | None = None,
     memory: float = 1.0,
+    stack: Stack | None = None,
 ) -> LatentMixture:
     """The predictive of S draws.
 
     `stacked` holds the leaves that differ between draws, [S, ...]; `shared` all others. With `dropout`, `seeds` [S] stand for the
-    draws of masks. `memory` bounds what the draws may take at a time, in gigabytes.
+    draws of masks. `memory` bounds what the draws may take at a time, in gigabytes, beside the outputs, which go to a `stack` if there
+    is one.
     """
     stacked, x = stacked or {}, read_inputs(x, model.dtype, model.device)
     varying = {**stacked} if seeds is None else {**stacked, "dropout:seed": seeds}
@@ -172,22 +192,25 @@ def sampled(
         return f
 
     seed = derive_seed(*seeds.tolist()) if seeds is not None else 0
+    stack = stack or Stack(draws)
+    start = stack.done
     with torch.no_grad(), in_mode(model.network, False), fork_rng(seed) if dropout is not None else nullcontext():
         if draws == 1:
-            f = once({name: leaf[0] for name, leaf in varying.items()}, None).unsqueeze(0)
+            stack.add(once({name: leaf[0] for name, leaf in varying.items()}, None).unsqueeze(0))
         else:
-            f = _all_draws(once, varying, draws, x, memory * GIGABYTE, known)
+            _add_draws(stack, once, varying, draws, x, memory * GIGABYTE, known)
     learned = likelihood_params({**shared, **stacked})
-    f = tree.full_precision(f)  # probabilities and variances need more than half precision
+    f = stack.whole[start : stack.done]
     check_outputs(x, f, coupled=model.coupled)
     _refuse_one_example(model, x, f, {**shared, **tree.select(stacked, 0)})
     return LatentMixture(model.likelihood, f, weights=weights, params=learned)
 
 
-def _all_draws(once: Callable, varying: Params, draws: int, x: Inputs, budget: float, known: Known) -> Tensor:
+def _add_draws(stack: Stack, once: Callable, varying: Params, draws: int, x: Inputs, budget: float, known: Known) -> None:
+    """The outputs of all draws to the stack, some draws at a time."""
     inputs = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(x))
     sizes = sum(leaf.numel() * leaf.element_size() for leaf in varying.values())
-    common = Common()
+    common, before = Common(), stack.done
 
     def chunk(start: int, size: int) -> Tensor:
         """The outputs of `size` draws in one batched pass."""
@@ -202,16 +225,19 @@ def _all_draws(once: Callable, varying: Params, draws: int, x: Inputs, budget: f
             warnings.filterwarnings(
                 "ignore", message=".*performance drop because we have not yet implemented the batching rule.*"
             )
-            done = [chunk(0, first)]
+            part = chunk(0, first)
             known.peak = max(known.peak, common.peak)
             size = max(1, int(budget / max(1, 2 * known.peak)))
             if first < draws <= size:  # all at once after all: doing one draw again costs less than putting the parts together
-                return chunk(0, draws)
-            done += [chunk(start, min(size, draws - start)) for start in range(first, draws, size)]
+                first, part = draws, chunk(0, draws)
+            stack.add(part)
+            for start in range(first, draws, size):
+                stack.add(chunk(start, min(size, draws - start)))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         # A network that vmap cannot run (Python control flow on values, operators without a rule): one draw after another.
         # An error of the network itself comes back here, with its own message.
-        done = [once(tree.select(varying, i), None).unsqueeze(0) for i in range(draws)]
-    return torch.cat(done)
+        stack.done = before
+        for i in range(draws):
+            stack.add(once(tree.select(varying, i), None).unsqueeze(0))

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import Categorical, align, quadrature
+from dubito.model.likelihoods import Categorical, Classes, align, quadrature
 from dubito.tensors.eigen import eigh
 
 if TYPE_CHECKING:
     from dubito.posteriors.predictive.latent_mixture import LatentMixture
 
+NODES = 128  # of a Gaussian, where they do not follow its spread
+MANY = 2**24  # numbers that all draws or nodes may have together, so that they are all looked at in one go
 CACHE = 2**16  # numbers that the softmax of all draws works on at a time, so that they stay in the cache
 FEWEST, MOST = 128, 4096  # nodes of a position
 WIDEST = 20  # classes up to which nodes follow the spread
@@ -40,6 +42,18 @@ def follows_spread(p: LatentMixture) -> bool:
     return free and isinstance(p.likelihood, Categorical) and 1 < p.means.shape[-1] <= WIDEST
 
 
+def node_count(p: LatentMixture) -> int:
+    """How many nodes stand for a Gaussian where they do not follow its spread; 1 for a draw."""
+    return 1 if p.certain else p.quadrature or NODES
+
+
+def in_pieces(p: LatentMixture) -> bool:
+    """Whether classes are looked at a few positions at a time: with nodes that follow the spread, or where all draws or nodes of all
+    positions are many numbers."""
+    known = isinstance(p.likelihood, Classes) and (p.certain or p.link in ("nodes", "mc"))
+    return follows_spread(p) or (known and p.means.numel() * node_count(p) > MANY)
+
+
 def class_terms(p: LatentMixture, keep: Tensor | None = None, truth: Tensor | None = None) -> ClassTerms:
     """The terms of all positions, or of those in `keep` [B, *D], whose classes may be given as `truth` [n]."""
     picked = None if keep is None or bool(keep.all()) else keep.flatten().nonzero().squeeze(1)
@@ -56,19 +70,32 @@ def class_terms(p: LatentMixture, keep: Tensor | None = None, truth: Tensor | No
 
 def _logits(p: LatentMixture, picked: Tensor | None, n: int) -> Iterator[tuple[Tensor | slice, Tensor, Tensor]]:
     """Some of the n positions, the logits or log probabilities [C, S, rows] of all draws or nodes there, and their weights [S]."""
-    exact = not follows_spread(p)
-    p = p.points if exact else p
+    size = CACHE if p.means.device.type == "cpu" else 2**8 * CACHE
+    yield from (_spread_logits if follows_spread(p) else _plain_logits)(p, picked, n, size)
+
+
+def _plain_logits(p: LatentMixture, picked: Tensor | None, n: int, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of draws, or of as many nodes everywhere. The nodes of a few positions at a time are all that is held."""
+    likelihood: Any = p.likelihood
+    means, cov, root = (None if t is None else t.flatten(1, p.means.ndim - 2) for t in (p.means, p.cov, p.root))
+    assert means is not None
+    step = max(1, size // (len(means) * node_count(p) * means.shape[-1]))
+    for start in range(0, n, step):
+        rows = slice(start, min(n, start + step))
+        at = rows if picked is None else picked[rows]
+        some = replace(
+            p, means=means[:, at], cov=None if cov is None else cov[:, at], root=None if root is None else root[:, at]
+        ).points
+        # classes come first: over a last axis of ten, torch's softmax takes eight times as long
+        logits = likelihood.logits(some.means, align(some.params or {}, some.means))
+        yield rows, logits.permute(2, 0, 1).contiguous(), some.component_weights
+
+
+def _spread_logits(p: LatentMixture, picked: Tensor | None, n: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of the nodes of Gaussian logits, as many as each position asks for."""
     likelihood: Any = p.likelihood
     means = p.means.flatten(1, -2) if picked is None else p.means.flatten(1, -2)[:, picked]  # [S, n, C]
     params = align(p.params or {}, means)
-    size = CACHE if means.device.type == "cpu" else 2**8 * CACHE
-    if exact:
-        step = max(1, size // (len(means) * means.shape[-1]))
-        for start in range(0, n, step):
-            rows = slice(start, start + step)
-            # classes come first: over a last axis of ten, torch's softmax takes eight times as long
-            yield rows, likelihood.logits(means[:, rows], params).permute(2, 0, 1).contiguous(), p.component_weights
-        return
     cov = p.covariances.flatten(1, -2 if p.covariances.ndim == p.means.ndim else -3)
     cov, slope = cov if picked is None else cov[:, picked], likelihood.logits(torch.ones_like(means[..., :1]), params)[..., 0]
     roots, counts = _principal(cov, slope, dense=p.covariances.ndim > p.means.ndim)

@@ -14,10 +14,12 @@ from torch.distributions import Distribution, Independent, Normal
 from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
 from dubito.network.examples import as_arrays
 from dubito.posteriors.predictive.classes import (
+    NODES,
     ClassTerms,
     class_terms,
-    follows_spread,
+    in_pieces,
     joint_scores,
+    node_count,
     symmetric_root,
 )
 from dubito.posteriors.predictive.predictive import (
@@ -33,7 +35,6 @@ from dubito.tensors.checks import between, one_of, require
 from dubito.tensors.randomness import fork_rng, fresh_generator, generator
 from dubito.tensors.tree import Params
 
-NODES = 128
 LINKS = ("nodes", "mc", "pairwise", "probit", "bridge")
 
 
@@ -116,12 +117,15 @@ class LatentMixture(Predictive):
             return self.cov.clamp_min(0).sqrt()
         return symmetric_root(self.cov)
 
-    @cached_property
+    @property
     def points(self) -> LatentMixture:
         """The same predictive without covariances: every Gaussian as nodes with its mean and covariance."""
-        if self.certain:
-            return self
-        n, width = self.quadrature or NODES, (self.means if self.root is None else self.root).shape[-1]
+        return self if self.certain else self._nodes  # itself in its own cache would be freed by the garbage collector alone
+
+    @cached_property
+    def _nodes(self) -> LatentMixture:
+        """The nodes of all Gaussians."""
+        n, width = node_count(self), (self.means if self.root is None else self.root).shape[-1]
         if self.link == "mc":
             unit, weights = torch.randn(n, width, generator=generator("cpu", "link"), dtype=torch.float64).to(self.means), None
         else:
@@ -132,11 +136,14 @@ class LatentMixture(Predictive):
             spread = torch.einsum("s...cr,nr->sn...c", self._root, unit)
         return self._finer(self.means.unsqueeze(1) + spread, None, weights)
 
-    @cached_property
+    @property
     def _resolved(self) -> LatentMixture:
         """The same predictive, of components whose distribution of y has a closed form: as many as that takes."""
-        if self.certain or self._exact is not None:
-            return self
+        return self if self.certain or self._exact is not None else self._split
+
+    @cached_property
+    def _split(self) -> LatentMixture:
+        """The same, where its own components have none."""
         if self.likelihood.discrete:
             return self.points
         finer = self.likelihood.resolve(self.means, self.covariances, self.quadrature or NODES)
@@ -160,13 +167,16 @@ class LatentMixture(Predictive):
             return None
         return self.likelihood.convolve(self.means, self.covariances, self.aligned_params)
 
-    @cached_property
+    @property
     def marginal_points(self) -> LatentMixture:
         """Points with the right distribution of every output on its own, as labels need them: exact nodes of one dimension, which all
         outputs share. For other likelihoods they are `points`."""
-        width = self.means.shape[-1]
-        if self.certain or self.link == "mc" or width == 1 or not self.likelihood.separate:
-            return self.points
+        free = self.certain or self.link == "mc" or self.means.shape[-1] == 1 or not self.likelihood.separate
+        return self.points if free else self._line_nodes
+
+    @cached_property
+    def _line_nodes(self) -> LatentMixture:
+        """Nodes of one dimension, which all outputs share."""
         unit, weights = quadrature(self.quadrature or NODES, self.means[..., :1])
         spread = self.variances.clamp_min(0).sqrt().unsqueeze(1) * unit.reshape(1, -1, *[1] * (self.means.ndim - 1))
         return self._finer(self.means.unsqueeze(1) + spread, None, weights)
@@ -183,8 +193,8 @@ class LatentMixture(Predictive):
 
     @cached_property
     def _class_terms(self) -> ClassTerms | None:
-        """Means over the nodes of Gaussian logits, as many as each position asks for; None where there is a shorter way."""
-        return class_terms(self) if follows_spread(self) else None
+        """Means over draws or nodes, some positions at a time; None where there is a shorter way."""
+        return class_terms(self) if in_pieces(self) else None
 
     @cached_property
     def linked_points(self) -> LatentMixture | None:
@@ -200,7 +210,7 @@ class LatentMixture(Predictive):
         if self.linked_points is not None:
             return self.linked_points.mean
         if self._class_terms is not None:
-            return self._class_terms.probs.clamp(0, 1).reshape(self.means.shape[1:])
+            return self._class_terms.probs.clamp(0, 1).unflatten(0, self.means.shape[1:-1])
         if isinstance(self.likelihood, MultiTask) and not self.certain:  # each task with the nodes that it asks for
             return torch.cat([self.task(name).mean for name in self.likelihood.tasks], -1)
         mean = average(self.probs, self.draw_weights)
@@ -222,7 +232,7 @@ class LatentMixture(Predictive):
         if self.linked_points is not None:
             return self.linked_points.log_forecasts
         if self._class_terms is not None:
-            return self._class_terms.log_probs.double().reshape(self.means.shape[1:])
+            return self._class_terms.log_probs.double().unflatten(0, self.means.shape[1:-1])
         points = self.marginal_points
         return self.likelihood.log_forecasts(points.means, points.component_weights, points.aligned_params)
 
@@ -268,7 +278,7 @@ class LatentMixture(Predictive):
         if self.likelihood.indexed:
             self.likelihood.check(self.means[0], y)
         y = self.likelihood.target(y, self.means[0])
-        if follows_spread(self):
+        if in_pieces(self):
             score = self._class_scores(y)
         elif self._joint:
             score = joint_scores(self, y)
@@ -322,7 +332,7 @@ class LatentMixture(Predictive):
         return (score.reshape(*score.shape[:2], -1).sum(-1) + log_weights).logsumexp(0)
 
     def _class_scores(self, y: Tensor) -> Tensor:
-        """Log scores [B, *D] of classes, by nodes that follow the spread."""
+        """Log scores [B, *D] of classes, some positions at a time."""
         seen = self.likelihood.observed(y)
         keep = torch.ones_like(y, dtype=torch.bool) if seen is None else seen
         scores = torch.zeros(y.shape, dtype=torch.promote_types(self.means.dtype, torch.float32), device=y.device)

@@ -179,6 +179,11 @@ class Covariance(ABC):
         None where there is no shorter way."""
         return None
 
+    def output_variances(self, layer: LayerRows, classes: int) -> Tensor | None:
+        """Variances [B, C] of the outputs of the output layer; None where there is no shorter way."""
+        closed = self.propagate_output(layer, classes, (1.0,))
+        return closed if closed is None else closed[0] if closed.ndim == 3 else closed[0].diagonal(dim1=1, dim2=2)
+
     def output_root(self, layer: LayerRows, factor: float = 1.0) -> Tensor | None:
         """A root [B, C, C] of the covariance of the output layer, where one is known."""
         return None

@@ -105,6 +105,10 @@ class Diagonal(Covariance):
         v = torch.stack([single_position(layer, self.times(factor).variance()) for factor in factors])
         return v if v.shape[-1] > WIDE else torch.diag_embed(v)  # a thousand classes need no thousand times a thousand zeros
 
+    def output_variances(self, layer: LayerRows, classes: int) -> Tensor:
+        """Expected squares of the inputs times the variances."""
+        return single_position(layer, self.variance())
+
     def noise(self, weight: str, bias: str | None) -> None:
         """None: independent weights need no matrix."""
         return

@@ -213,6 +213,10 @@ class Kronecker(Covariance):
         each = [squared @ self.times(factor).variances.mT for factor in factors]  # [B, O]
         return torch.stack([(self.left * v.unsqueeze(1)) @ self.left.mT for v in each])
 
+    def output_variances(self, layer: LayerRows, classes: int) -> Tensor:
+        """The diagonal of L diag(v) L^T."""
+        return layer.energy(self.inputs) @ (self.left**2 @ self.variances).mT
+
     def output_root(self, layer: LayerRows, factor: float = 1.0) -> Tensor:
         """L diag(v)^(1/2)."""
         v = layer.energy(self.inputs) @ self.times(factor).variances.mT  # [B, O]
