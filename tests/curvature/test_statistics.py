@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import unfold
 
+import dubito
 from curvature.networks import (
     DOUBLE,
     NETWORKS,
@@ -23,7 +24,8 @@ from curvature.networks import (
     tokens,
 )
 from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, Model, MultiTask
-from dubito.curvature import Spec, curvature
+from dubito.curvature import Setup, Spec, curvature
+from dubito.curvature.statistics import STATISTICS
 from dubito.tensors.covariances import Blocks, Dense, Diagonal, Kronecker
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")  # torch, of its own accord
@@ -501,3 +503,37 @@ def test_the_module_is_as_it_was_also_when_it_raises():
         assert [id(p) for p in net.parameters()] == before[1]
         assert all(m.training for m in net.modules())
         assert all(torch.equal(a, b) for a, b in zip(model.buffers().values(), before[2].values(), strict=True))
+
+
+# --- many outputs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
+def test_labels_drawn_for_many_outputs_give_the_exact_curvature_on_average(structure, monkeypatch):
+    """A text of 5 x 7 outputs, with tokens that nobody asks for: means over seeds within their standard errors."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(7, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 7)
+    model, x = Model(nn.Sequential(*layers).double(), dubito.NextToken()), torch.randint(7, (4, 5))
+    y = x.clone()
+    y[1, 3:] = -100
+    params = model.parameters()
+
+    def sums(seed: int, draws: int | None) -> torch.Tensor:
+        made = Setup(model, params, {}, tuple(params), Spec(structure, draws=draws))
+        statistic = STATISTICS[structure](made)
+        total = statistic.zeros(made.layout(x))
+        statistic.add(total, (x, y), generator=torch.Generator().manual_seed(seed))
+        return torch.cat([leaf.flatten() for leaf in total.values()])
+
+    exact = sums(0, 0)
+    assert torch.equal(sums(0, None), exact)  # 35 outputs are few
+    monkeypatch.setattr("dubito.curvature.cotangents.MANY", 30)
+    assert torch.equal(sums(0, 0), exact)
+    assert torch.equal(sums(3, None), sums(3, 1))
+    found = torch.stack([sums(seed, None) for seed in range(400)])
+    error = (found.mean(0) - exact).abs()
+    allowed = 5 * found.std(0) / 400**0.5
+    assert bool((error <= allowed + 1e-9).all())
+    assert float(error.norm() / exact.norm()) < 0.1
+    twice = torch.stack([sums(seed, 2) for seed in range(400)])
+    assert float(twice.var(0).sum() / found.var(0).sum()) == pytest.approx(0.5, abs=0.1)

@@ -15,19 +15,31 @@ from torch import Tensor
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Targets
+from dubito.tensors.checks import at_least, require
 from dubito.tensors.covariances.covariance import normal
 from dubito.tensors.tree import Params, full_precision
 
 Kind = Literal["ggn", "fisher", "empirical", "hessian"]
 KINDS = ("ggn", "fisher", "empirical", "hessian")
-MANY = 256  # outputs of an example above which `draws=None` takes one Monte Carlo draw instead of all of them
+MANY = 256  # outputs of an example (classes times pixels or tokens) up to which the GGN is exact unless draws are asked for
 
 
-def monte_carlo(kind: Kind, draws: int | None, f: Tensor) -> int | None:
-    """How many random cotangents there will be; None for the exact ones."""
-    if kind == "fisher":
-        return draws or 1
-    return draws or (1 if f[0].numel() > MANY else None) if kind == "ggn" else None
+def monte_carlo(kind: Kind, draws: int | None, outputs: int) -> int | None:
+    """How many random cotangents there will be for so many outputs of an example; None for the exact ones.
+
+    The one rule: labels are drawn once for each example where there are more than `MANY` outputs, or `draws` times, so 0 is never.
+    """
+    if kind not in ("ggn", "fisher"):
+        return None
+    if draws is not None:
+        return draws or None
+    return 1 if kind == "fisher" or outputs > MANY else None
+
+
+def check_draws(kind: str, draws: int | None) -> None:
+    """Raise for a number of draws that `monte_carlo` has no use for."""
+    at_least(0, draws=draws)
+    require(kind != "fisher" or draws != 0, "curvature='fisher' draws labels, at least once; with draws=0 use curvature='ggn'")
 
 
 def cotangents(
@@ -49,7 +61,7 @@ def cotangents(
         slope = likelihood.slope(f, target, params)
         yield 0, slope if seen is None else slope * (seen > 0)
         return
-    count = monte_carlo(kind, draws, f)
+    count = monte_carlo(kind, draws, f[0].numel())
     if groups is not None:  # unit noise: unit vectors, one group of outputs at a time
         units = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
         if count is None:

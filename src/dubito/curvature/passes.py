@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dubito.curvature import statistics
 from dubito.curvature.capture import forward
+from dubito.curvature.cotangents import monte_carlo
 from dubito.curvature.layout import Layout, Part
 from dubito.curvature.memory import DOUBLE, Need, evidence_matrices, least_room, refusal
 from dubito.curvature.products import HessianColumns, Products
@@ -68,6 +69,10 @@ class Passes(ABC):
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
         """The covariance, from the sums of all passes."""
 
+    def label_draws(self, setup: Setup, layout: Layout) -> int | None:
+        """How many labels are drawn for each example; None where none are: all outputs are followed, or the data's own labels."""
+        return monte_carlo(setup.spec.kind, setup.spec.draws, layout.outputs)
+
     @abstractmethod
     def need(self, setup: Setup, layout: Layout, by: str = "layer") -> Need:
         """Bytes that this takes if prior precisions are fitted "layer" by layer, by "parameter" or as "one"."""
@@ -88,6 +93,10 @@ class SinglePass(Passes):
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
         """That of the structure."""
         return _statistic(setup), sums
+
+    def label_draws(self, setup: Setup, layout: Layout) -> int | None:
+        """None of the output layer alone, however many outputs it has."""
+        return None if _statistic(setup).closed(layout) else super().label_draws(setup, layout)
 
     def covariance(self, setup: Setup, sums: Params, estimate: Estimate) -> Blocks:
         """As the structure of the sums."""
@@ -227,6 +236,10 @@ class TopEigen(Passes):
         squares = statistics.Diagonal(setup).zeros(layout) if products.count < setup.size else {}
         first = {f"Q|{name}": leaf for name, leaf in first.items()} | {f"D|{name}": leaf for name, leaf in squares.items()}
         return products.zeros(layout) | first
+
+    def label_draws(self, setup: Setup, layout: Layout) -> int | None:
+        """None: products with the curvature take no more for many outputs than for one."""
+        return None
 
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
         """Products of the curvature with the directions, and squared gradients."""

@@ -47,10 +47,9 @@ def batch_product(
     def ggn(delta: Params) -> Params:
         """The GGN times a vector."""
         f, slope = along(output, live, delta)
-        fisher = model.likelihood.fisher(f.detach(), learned)
         seen = observed(model, model.likelihood.target(y, f), f, learned)
         slope = slope if seen is None else slope * seen
-        weighted = (fisher @ slope.unsqueeze(-1)).squeeze(-1)
+        weighted = model.likelihood.fisher_product(f.detach(), slope, learned)
         return back(weighted if seen is None else weighted * seen)
 
     def hessian(delta: Params) -> Params:

@@ -23,7 +23,7 @@ class Spec:
 
     structure: Structure = "kronecker"
     kind: Kind = "ggn"
-    draws: int | None = None  # Monte Carlo draws of cotangents; None is exact
+    draws: int | None = None  # Monte Carlo draws of cotangents; 0 is exact, None too unless outputs are many
     shared: Literal["expand", "reduce"] = "expand"  # KFAC's two forms for weights shared over positions
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dubito.curvature import Setup
+from dubito.curvature.layout import Layout
 from dubito.curvature.memory import Need, available, refusal, written
-from dubito.curvature.passes import SinglePass, Subnetwork, alternatives
+from dubito.curvature.passes import Passes, SinglePass, Subnetwork, alternatives
 from dubito.inference.method import Method, Start, with_budget
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.inference.methods.swag import batch_norms, statistic_names
@@ -50,6 +51,7 @@ class Plan:
     total: float | None = None  # seconds of all steps; decompositions at the end come on top
     free: int | None = None  # bytes, as given or as measured; None where nothing tells
     advice: str = ""  # what would fit
+    curvature: str = ""  # what it is made of; empty for methods without
 
     @property
     def fits(self) -> bool:
@@ -65,6 +67,8 @@ class Plan:
         rows = {"parameters": f"{self.parameters:,}"}
         rows["posterior"] = "grows with the draws" if self.posterior is None else written(self.posterior)
         rows["peak of the fit"] = written(self.peak) + ("" if self.free is None else f", of {written(self.free)} that are free")
+        if self.curvature:
+            rows["curvature"] = self.curvature
         rows["prediction"] = f"{written(self.prediction)} an input"
         if self.step is not None:
             rows["step"] = _duration(self.step)
@@ -132,7 +136,7 @@ def _plan(case: _Case) -> Plan:
     estimate = Plan(
         type(method).__name__, tree.size({name: leaf for name, leaf in start.params.items() if ":" not in name}),
         measured.posterior if costs.posterior is None else costs.posterior, max(measured.peak, costs.end), measured.state,
-        _prediction(case, costs, start), measured.step, steps, total, case.limit,
+        _prediction(case, costs, start), measured.step, steps, total, case.limit, "", costs.curvature,
     )  # fmt: skip
     return estimate if estimate.fits else replace(estimate, advice=_advice(case, costs, estimate, _bytes(start)))
 
@@ -161,6 +165,7 @@ def _ensemble(case: _Case, method: Ensemble) -> Plan:
         None if last.posterior is None else n * last.posterior, peak, state,
         last.prediction * (1 if isinstance(method.method, Laplace | OnlineLaplace) else n),
         n * max(step) if tried else None, method.steps(case.batches), n * sum(total) if tried else None, case.limit,
+        "", last.curvature,
     )  # fmt: skip
     if estimate.fits:
         return estimate
@@ -182,6 +187,7 @@ class _Costs(NamedTuple):
     setup: Setup | None = None  # what curvature is gathered over, and in which structure
     structure: str = ""
     need: Need | None = None  # of the curvature
+    curvature: str = ""  # in words
     later: Callable[[Any], None] | None = None  # takes a state to where steps of another kind begin
     share: float = 0.0  # of all steps that are of that kind
 
@@ -213,15 +219,16 @@ def _(method: SWAG, case: _Case, start: Start) -> _Costs:
 def _(method: Laplace, case: _Case, start: Start) -> _Costs:
     target, prior = Target(case.model, 1), case.model.prior.normal
     setup = method.setup(target, start.params, start.buffers, method.names(target, start, case.batch))
-    need = method.passes.need(setup, setup.layout(case.x), by=method.prior_groups)
+    passes = method.passes
+    need = passes.need(setup, setup.layout(case.x), by=method.prior_groups)
     evidence = method.optimize_evidence and (method.optimize_noise or (prior is not None and prior.learned))
-    costs = _curvature_costs(start, setup, method.structure, need, evidence=evidence)
+    costs = _curvature_costs(case, start, setup, method.structure, passes, need, evidence=evidence)
 
     def later(state: Any) -> None:
         """The second pass of a subnetwork is the dense one."""
         state.step = state.steps // 2
 
-    two = isinstance(method.passes, Subnetwork) and method.passes.count == 2
+    two = isinstance(passes, Subnetwork) and passes.count == 2
     return costs._replace(later=later, share=0.5) if two else costs
 
 
@@ -234,15 +241,27 @@ def _(method: OnlineLaplace, case: _Case, start: Start) -> _Costs:
         """The first pass that gathers curvature."""
         state.made = method.first * state.period
 
-    costs = _curvature_costs(start, setup, method.structure, need, evidence=True)
+    costs = _curvature_costs(case, start, setup, method.structure, SinglePass(), need, evidence=True)
     return costs._replace(later=later, share=1 - method.passes_over_data / method.passes)
 
 
-def _curvature_costs(start: Start, setup: Setup, structure: str, need: Need, *, evidence: bool) -> _Costs:
+def _curvature_costs(
+    case: _Case, start: Start, setup: Setup, structure: str, passes: Passes, need: Need, *, evidence: bool
+) -> _Costs:
     """The costs of a method that gathers curvature, and perhaps maximizes the evidence in the end."""
     point = _bytes(start)
     end = point + need.least + (need.evidence if evidence else 0)
-    return _Costs(end, point + need.covariance, setup=setup, structure=structure, need=need)
+    words = _curvature_words(setup, passes, setup.layout(case.x))
+    return _Costs(end, point + need.covariance, setup=setup, structure=structure, need=need, curvature=words)
+
+
+def _curvature_words(setup: Setup, passes: Passes, layout: Layout) -> str:
+    """What the curvature is made of."""
+    kind, draws = setup.spec.kind, passes.label_draws(setup, layout)
+    if draws is None:
+        return {"ggn": "exact GGN", "empirical": "empirical Fisher", "hessian": "Hessian"}[kind]
+    times = {1: "once", 2: "twice"}.get(draws, f"{draws} times")
+    return f"GGN of labels drawn {times} for each example of {layout.outputs:,} outputs"
 
 
 def _prediction(case: _Case, costs: _Costs, start: Start) -> int:

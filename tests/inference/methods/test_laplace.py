@@ -15,6 +15,7 @@ from curvature.networks import DOUBLE, Net, build, ggn, gradients, hessian, numb
 from curvature.test_evidence import STRUCTURES, Linear, every, fitted, problem
 from dubito import Categorical, Gaussian, HeteroscedasticGaussian, Laplace, Model
 from dubito.data import digits
+from dubito.inference.plan import _Tracked
 from dubito.priors import Normal, Prior
 from dubito.tensors import tree
 from dubito.tensors.covariances import Kronecker
@@ -368,7 +369,7 @@ def test_a_trained_network_with_padding_is_not_warned_of():
         (dict(structure="dense", subnetwork=0), "k >= 1"),
         (dict(structure="dense", subnetwork=3, curvature="hessian"), "not for curvature='hessian'"),
         (dict(damping=-1.0), "damping must be at least 0"),
-        (dict(draws=0), "draws must be at least 1"),
+        (dict(draws=-1), "draws must be at least 0"),
         (dict(rank=0), "rank must be at least 1"),
     ],
 )
@@ -645,3 +646,45 @@ def test_adapters_of_a_frozen_network(structure):
         torch.testing.assert_close(posterior.covariance.dense(), exact)
         torch.testing.assert_close(p.f_var.flatten(), (rows @ exact @ rows.mT).diagonal())
     assert (posterior.predict(x, "adjoint").f_var > 0).all()
+
+
+def test_labels_are_drawn_where_outputs_are_many_and_only_there(monkeypatch):
+    model, data = perceptron()
+    plain, none, once = Laplace(check=False), Laplace(check=False, draws=0), Laplace(check=False, draws=1)
+    exact = fitted(model, plain, data).covariance.dense()
+    assert torch.equal(exact, fitted(model, none, data).covariance.dense())
+    assert not torch.equal(exact, fitted(model, once, data).covariance.dense())
+    assert dubito.plan(model, plain, data).curvature == "exact GGN"
+    monkeypatch.setattr("dubito.curvature.cotangents.MANY", 1)
+    drawn = fitted(model, plain, data).covariance.dense()
+    assert torch.equal(drawn, fitted(model, once, data).covariance.dense())
+    assert torch.equal(exact, fitted(model, none, data).covariance.dense())
+    last = replace(plain, subset="last_layer")
+    assert torch.equal(
+        fitted(model, last, data).covariance.dense(), fitted(model, replace(last, draws=0), data).covariance.dense()
+    )
+    outputs = model.network(data[0]).shape[-1]
+    words = f"GGN of labels drawn once for each example of {outputs} outputs"
+    assert dubito.plan(model, plain, data).curvature == words
+    assert words in str(dubito.plan(model, dubito.Ensemble(plain, 2), data))
+    assert dubito.plan(model, replace(plain, draws=3), data).curvature == words.replace("once", "3 times")
+    for exactly in (none, last, Laplace("lowrank", check=False)):
+        assert dubito.plan(model, exactly, data).curvature == "exact GGN"
+    online, free = dubito.OnlineLaplace(epochs=2, every=1, burn_in=0.0), Model(model.network, Categorical(), Normal())
+    assert dubito.plan(free, online, data).curvature == words
+    assert dubito.plan(free, replace(online, draws=0), data).curvature == "exact GGN"
+    assert dubito.plan(model, Laplace("diagonal", "empirical"), data).curvature == "empirical Fisher"
+    assert dubito.plan(model, dubito.MAP(epochs=1), data).curvature == ""
+    for method in (Laplace, dubito.OnlineLaplace):
+        with pytest.raises(ValueError, match="with draws=0 use curvature='ggn'"):
+            method(curvature="fisher", draws=0)
+
+
+def test_low_rank_of_a_text_takes_no_matrix_for_each_token():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(300, 2), nn.Tanh(), nn.Linear(2, 300))
+    model, x = Model(net, dubito.NextToken()), torch.randint(300, (4, 20))
+    tracked = _Tracked()
+    with tracked:
+        fitted(model, Laplace("lowrank", rank=2, check=False), (x, x))
+    assert tracked.peak < 4 * x.numel() * 300 * 300  # it was more than the matrices of all tokens

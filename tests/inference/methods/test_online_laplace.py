@@ -323,7 +323,7 @@ def test_what_cannot_be_learned_is_refused():
         dubito.fit(Model(nn.Linear(6, 1), Gaussian(), Normal(scale=1.0)), OnlineLaplace("diagonal"), (x, y))
     with pytest.raises(ValueError, match="leave no training after an evidence step"):
         OnlineLaplace(epochs=1)
-    for wrong in (dict(every=0), dict(burn_in=1.0), dict(evidence_rate=0.0), dict(draws=0), dict(structure="lowrank")):
+    for wrong in (dict(every=0), dict(burn_in=1.0), dict(evidence_rate=0.0), dict(draws=-1), dict(structure="lowrank")):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             OnlineLaplace(**wrong)
     assert traits_of(MCDropout()).stacks

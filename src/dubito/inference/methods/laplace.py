@@ -12,6 +12,7 @@ import torch
 
 from dubito.curvature import Setup, Spec
 from dubito.curvature.accumulate import Accumulated
+from dubito.curvature.cotangents import check_draws
 from dubito.curvature.evidence import Approximation, shared_precisions
 from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwork, TopEigen, last_layer
 from dubito.inference.method import Info, Start, Traits
@@ -47,6 +48,10 @@ class Laplace:
     So is a learned noise with `optimize_noise`, which a dense or Kronecker structure can judge; a diagonal one overrates it grossly.
     Predictions are linearized.
 
+    The GGN follows every output of an example back, up to 256 (classes times pixels or tokens). Of more, a label is drawn from the
+    model for each position, and their one gradient is followed, which is the GGN on average; `draws` says how many times, 0 for every
+    output whatever it takes. The last layer alone is exact in any case, and so is the low-rank structure in its main directions.
+
     `subset` chooses the weights: "all" the Bayesian ones, "last_layer", or a pattern of names; what is left out stays a point. With
     `subnetwork=k` the k weights of largest marginal variance (or magnitude) get a dense covariance.
 
@@ -66,7 +71,8 @@ class Laplace:
     subset: str = field(default="all", kw_only=True)  # all, last_layer, or a pattern of parameter names
     prior_groups: Literal["layer", "one", "parameter"] = field(default="layer", kw_only=True)  # what shares a learned precision
     optimize_noise: bool = field(default=False, kw_only=True)  # the learned noise, too, rather than as it was trained
-    draws: int | None = field(default=None, kw_only=True)  # Monte Carlo draws of cotangents; None is exact where that is feasible
+    # labels drawn for each example in the place of all its outputs; 0: none; None: none, or one of more than 256 outputs
+    draws: int | None = field(default=None, kw_only=True)
     shared: Literal["expand", "reduce"] = field(default="expand", kw_only=True)  # Kronecker, for weights shared over positions
     corrected: bool = field(default=False, kw_only=True)  # Kronecker with corrected eigenvalues (EKFAC), in a second pass
     rank: int = field(default=20, kw_only=True)  # directions of a low-rank structure
@@ -106,7 +112,8 @@ class Laplace:
             "a subnetwork of k >= 1 weights has structure='dense' and is not for curvature='hessian'",
         )
         at_least(0, damping=self.damping)
-        at_least(1, draws=self.draws, rank=self.rank)
+        at_least(1, rank=self.rank)
+        check_draws(self.curvature, self.draws)
 
     @property
     def data(self) -> Literal["batches", "full"]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dubito.curvature import Setup, Spec
 from dubito.curvature.accumulate import Accumulated
+from dubito.curvature.cotangents import check_draws
 from dubito.curvature.evidence import maximize, shared_precisions
 from dubito.curvature.passes import SinglePass
 from dubito.inference.descent import Descent, DescentState
@@ -98,7 +99,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
 
     structure: Literal["kronecker", "diagonal", "dense"] = "kronecker"  # of the covariance
     curvature: Literal["ggn", "fisher", "empirical"] = "ggn"  # exact, Monte Carlo over labels, at the labels
-    draws: int | None = field(default=None, kw_only=True)  # Monte Carlo draws of cotangents; None is exact where that is feasible
+    draws: int | None = field(default=None, kw_only=True)  # labels drawn for each example, as in `Laplace`
     shared: Literal["expand", "reduce"] = field(default="expand", kw_only=True)  # Kronecker, for weights shared over positions
     prior_groups: Literal["layer", "one", "parameter"] = field(default="layer", kw_only=True)  # what shares a learned precision
     optimize_noise: bool | None = field(default=None, kw_only=True)  # by the evidence, not descent; None: unless diagonal
@@ -114,7 +115,8 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
         one_of(("ggn", "fisher", "empirical"), curvature=self.curvature)
         one_of(("expand", "reduce"), shared=self.shared)
         one_of(("layer", "one", "parameter"), prior_groups=self.prior_groups)
-        at_least(1, every=self.every, draws=self.draws)
+        at_least(1, every=self.every)
+        check_draws(self.curvature, self.draws)
         between(0, 1, burn_in=self.burn_in, include="low")
         between(0, 1, evidence_rate=self.evidence_rate, include="high")
         require(
