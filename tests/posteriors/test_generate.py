@@ -98,6 +98,13 @@ def test_a_text_ends_at_stop_or_in_doubt():
     assert bool(careful.doubted.any())
     assert float(careful.uncertainty.epistemic.max()) <= bound
     assert bool((careful.lengths[careful.doubted] < 4).all())
+    whole = post.generate(prompt, 6, seed=1).uncertainty.epistemic.double().cumsum(1)
+    bound = float(whole[:, -1].median())
+    text = post.generate(prompt, 6, seed=1, text_doubt=bound)
+    assert torch.equal(text.lengths, (whole <= bound + 1e-7).sum(1))
+    assert torch.equal(text.doubted, text.lengths < 6)
+    assert 0 < int(text.doubted.sum()) < 50
+    assert float(text.text_uncertainty.epistemic.max()) <= bound + 1e-6
     first = post.generate(prompt, 4, doubt=-1.0)
     assert bool(first.doubted.all())
     assert first.lengths.tolist() == [0] * 50
@@ -191,3 +198,122 @@ def test_labels_that_are_the_inputs_train():
     torch.testing.assert_close(joint.float(), post.predict(ids).log_prob(ids), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="draws of functions"):
         LatentMixture(dubito.NextToken(), torch.zeros(1, 1, 2, 3), torch.ones(1, 1, 2, 3)).joint_log_prob(ids[:1, :2])
+
+
+# --- scores, against enumeration -----------------------------------------------------------------------------------------
+
+
+def test_scores_of_texts_are_those_of_an_enumeration():
+    """Of all texts of four tokens that begin with a 1: both ways of averaging are distributions, and score padding as nothing."""
+    post = posterior(3, torch.tensor([0.5, 0.3, 0.2]))
+    every = torch.tensor([(1, *text) for text in itertools.product(range(WORDS), repeat=3)])
+    p = post.predict(every)
+    logs = post.params["table.weight"].log_softmax(-1)
+    each = torch.stack([logs[:, every[:, t], every[:, t + 1]] for t in range(3)], -1)  # [S, texts, 3]
+    shares = post.weights.reshape(3, 1, 1)
+    tokens = (each.exp() * shares).sum(0).log()
+    torch.testing.assert_close(p.log_prob_by_position(every)[:, :3], tokens)
+    assert bool((p.log_prob_by_position(every)[:, 3] == 0).all())
+    torch.testing.assert_close(p.log_prob(every), tokens.sum(1))
+    joint = (each.sum(-1).exp() * post.weights.unsqueeze(1)).sum(0)
+    torch.testing.assert_close(p.joint_log_prob(every).exp().float(), joint)
+    assert float(p.log_prob(every).exp().sum()) == pytest.approx(1, rel=1e-5)
+    assert float(p.joint_log_prob(every).exp().sum()) == pytest.approx(1, rel=1e-5)
+    short = every.clone()
+    short[::2, 2:] = -100  # padding
+    kept = tokens.clone()
+    kept[::2, 1:] = 0
+    torch.testing.assert_close(p.log_prob(short), kept.sum(1))
+    inside = each.clone()
+    inside[:, ::2, 1:] = 0
+    torch.testing.assert_close(p.joint_log_prob(short).exp().float(), (inside.sum(-1).exp() * post.weights.unsqueeze(1)).sum(0))
+    count = 3 * 27 - 2 * 14
+    assert float(dubito.metrics.perplexity(p, short)) == pytest.approx(math.exp(-float(kept.sum()) / count), rel=1e-5)
+    judged = dubito.judge(post, [{"input_ids": every, "labels": short}], metrics=["nll"])
+    assert judged.n == count
+    assert float(judged["nll"]) == pytest.approx(-float(kept.sum()) / count, rel=1e-5)
+
+
+# --- adapters of a small transformer, with padding -------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base, (outputs, inputs) = base, base.weight.shape
+        self.lora_a, self.lora_b = nn.Parameter(torch.empty(rank, inputs)), nn.Parameter(torch.empty(outputs, rank))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.lora_a, std=0.3)
+        nn.init.zeros_(self.lora_b)
+
+    def forward(self, x):
+        return self.base(x) + nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b)
+
+
+class Letters(nn.Module):
+    def __init__(self, letters=6, width=8):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(letters, width), nn.Embedding(16, width)
+        self.attend, self.head = nn.Linear(width, 3 * width), nn.Linear(width, letters)
+
+    def forward(self, input_ids, attention_mask=None):
+        h = self.embed(input_ids) + self.place(torch.arange(input_ids.shape[1]))
+        q, k, v = self.attend(h).chunk(3, -1)
+        attention, length = nn.functional.scaled_dot_product_attention, input_ids.shape[1]
+        if attention_mask is None or bool(attention_mask.all()):
+            return self.head(torch.tanh(h + attention(q, k, v, is_causal=True)))
+        seen = torch.ones(length, length).tril().bool() & attention_mask.bool().unsqueeze(1)
+        return self.head(torch.tanh(h + attention(q, k, v, attn_mask=seen)))
+
+
+METHODS = {
+    "map": dubito.MAP(epochs=2, check=False),
+    "laplace": dubito.Laplace(check=False),
+    "laplace, last layer": dubito.Laplace(subset="head", check=False),
+    "laplace, low rank": dubito.Laplace("lowrank", rank=3, check=False),
+    "online laplace": dubito.OnlineLaplace(epochs=3, every=1, check=False),
+    "ivon": dubito.IVON(epochs=2, check=False),
+    "swag": dubito.SWAG(epochs=4, check=False),
+    "sghmc": dubito.SGHMC(draws=4, burn_in=4, thin=1),
+    "variational": dubito.Variational(epochs=2, check=False),
+    "ensemble": dubito.Ensemble(dubito.MAP(epochs=2, check=False), 3),
+    "ensemble of ivon": dubito.Ensemble(dubito.IVON(epochs=2, check=False), 2),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_adapters_and_padding(name):
+    torch.manual_seed(0)
+    net = Letters()
+    net.attend, net.head = LoRA(net.attend), LoRA(net.head)
+    ids = torch.randint(6, (12, 8))
+    mask = torch.ones_like(ids)
+    mask[::3, 5:] = 0
+    labels = torch.where(mask.bool(), ids, -100)
+    batches = [{"input_ids": ids[i : i + 6], "attention_mask": mask[i : i + 6], "labels": labels[i : i + 6]} for i in (0, 6)]
+    model = dubito.Model(net, dubito.NextToken(), dubito.priors.Normal(), only="lora")
+    before = {key: leaf.clone() for key, leaf in net.state_dict().items()}
+    post = dubito.fit(model, METHODS[name], batches, seed=1)
+    assert all(torch.equal(leaf, before[key]) for key, leaf in net.state_dict().items())
+    x = {"input_ids": ids, "attention_mask": mask}
+    p = post.predict(x, seed=1)
+    assert p.uncertainty.total.shape == (12, 8)
+    other = torch.where(mask.bool(), ids, (ids + 1) % 6)  # what stands in the padding is nobody's concern
+    again = post.predict({"input_ids": other, "attention_mask": mask}, seed=1)
+    torch.testing.assert_close(again.log_prob(labels), p.log_prob(labels), rtol=1e-4, atol=1e-5)
+    judged = dubito.judge(post, batches, metrics=["nll", "accuracy"])
+    assert judged.n == int((labels[:, 1:] != -100).sum())
+    # the texts have the probability that the predictive of the same functions gives them
+    made = post.generate({"input_ids": ids[:2, :1], "attention_mask": mask[:2, :1]}, 5, "sequences", seed=1)
+    whole = torch.cat([ids[:2, :1], made.tokens], 1)
+    functions = post.functions(seed=1)
+    scores = functions(whole).joint_log_prob(whole)
+    torch.testing.assert_close(made.log_prob.double(), scores.double(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(post.generate(ids[:2, :1], 5, "sequences", seed=1).tokens, made.tokens)
+    if isinstance(post, dubito.posteriors.Gaussian):
+        same = post.predict(whole, draws=post.draws, seed=1).joint_log_prob(whole)
+        torch.testing.assert_close(made.log_prob.double(), same.double(), rtol=1e-4, atol=1e-4)
+    quiet = post.generate(ids[:2, :1], 5, text_doubt=-1.0)
+    assert bool(quiet.doubted.all())

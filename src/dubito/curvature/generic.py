@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -71,16 +73,14 @@ def _plain_backward(output: Callable[[Params], Tensor], live: Params, *, again: 
 
 def along(output: Callable[[Params], Tensor], live: Params, delta: Params) -> tuple[Tensor, Tensor]:
     """f and J delta: by forward mode, or where some function has none by differentiating J^T u in u."""
-    try:
-        f, slope, *_ = jvp(output, (live,), (delta,))
-        return f, slope
-    except RuntimeError:
-        pass
-    try:
-        f, back, *_ = vjp(output, live)
-        _, twice, *_ = vjp(lambda u: back(u)[0], torch.zeros_like(f))
-        return f, twice(delta)[0]
-    except RuntimeError:
+    with sdpa_kernel(SDPBackend.MATH):  # torch's fast attention has neither
+        with suppress(RuntimeError):
+            f, slope, *_ = jvp(output, (live,), (delta,))
+            return f, slope
+        with suppress(RuntimeError):
+            f, back, *_ = vjp(output, live)
+            _, twice, *_ = vjp(lambda u: back(u)[0], torch.zeros_like(f))
+            return f, twice(delta)[0]
         return _plain_along(output, live, delta)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ class Generation:
     log_probs: Tensor  # [B, n] of each token, given those before it
     uncertainty: Uncertainty  # about each token before it was chosen, [B, n], in nats
     lengths: Tensor  # [B], `stop` included
-    doubted: Tensor  # [B]: the text ended because the next token was too doubtful
+    doubted: Tensor  # [B]: the text ended because the next token, or the text with it, was too doubtful
     weights: Tensor  # [B, S] of the functions after the last token
 
     @property
@@ -53,18 +54,20 @@ def write(
     greedy: bool = False,
     stop: int | None = None,
     doubt: float | None = None,
+    text_doubt: float | None = None,
     memory: float = 1.0,
 ) -> Generation:
     """What `Posterior.generate` gives."""
     prompt = _prompt(x)
-    writing = _Writing(len(prompt), functions.shares.to(prompt.device), way)
+    bounds = tuple(math.inf if bound is None else bound for bound in (doubt, text_doubt))
+    writing = _Writing(len(prompt), functions.shares.to(prompt.device), way, bounds)
     pieces: list[Functions] | None = None
     for _ in range(n):
         if pieces is None:
             pieces, logs = _first(functions, x, memory)
         else:
             logs = torch.cat([_next_token(piece, x) for piece in pieces])
-        token = writing.step(logs, source, greedy, stop, doubt)
+        token = writing.step(logs, source, greedy, stop)
         if bool(writing.ended.all()):
             break
         x = _extended(x, token)
@@ -74,21 +77,23 @@ def write(
 class _Writing:
     """The texts so far."""
 
-    def __init__(self, texts: int, shares: Tensor, way: Way):
-        self.way = way
+    def __init__(self, texts: int, shares: Tensor, way: Way, bounds: tuple[float, ...]):
+        self.way, self.bounds = way, bounds  # of the epistemic uncertainty of a token, and of a text
+        self.doubt = torch.zeros(texts, dtype=torch.float64, device=shares.device)
         self.log_weights = shares.double().log().unsqueeze(1).repeat(1, texts)  # [S, B]
         self.ended = torch.zeros(texts, dtype=torch.bool, device=shares.device)
         self.doubted, self.lengths = self.ended, torch.zeros(texts, dtype=torch.long, device=shares.device)
         self.steps: list[tuple[Tensor, ...]] = []  # token, log probability, total, aleatoric and whether it counts, [B] each
 
-    def step(self, logs: Tensor, source: torch.Generator, greedy: bool, stop: int | None, doubt: float | None) -> Tensor:
+    def step(self, logs: Tensor, source: torch.Generator, greedy: bool, stop: int | None) -> Tensor:
         """Choose a token for every text, given log probabilities [S, B, C]."""
         weights = self.log_weights.softmax(0).unsqueeze(-1)
         probs = torch.einsum("sbc,sbk->bc", logs.double().exp(), weights)
         split = Uncertainty.of(entropy(probs), (entropy(logs.double().exp()) * weights.squeeze(-1)).sum(0))
-        if doubt is not None:
-            self.doubted = self.doubted | (~self.ended & (split.epistemic > doubt))
-            self.ended = self.ended | self.doubted
+        self.doubt = self.doubt + split.epistemic
+        over = (split.epistemic > self.bounds[0]) | (self.doubt > self.bounds[1])
+        self.doubted = self.doubted | (~self.ended & over)
+        self.ended = self.ended | self.doubted
         token = probs.argmax(-1) if greedy else torch.multinomial(probs.to(source.device), 1, generator=source).squeeze(1)
         token = token.to(probs.device)
         found = logs.gather(-1, token.expand(len(logs), -1).unsqueeze(-1)).squeeze(-1).double()  # [S, B]

@@ -155,6 +155,7 @@ class Posterior(ABC):
         greedy: bool = False,
         stop: int | None = None,
         doubt: float | None = None,
+        text_doubt: float | None = None,
         memory: float = 1.0,
         seed: int = 0,
     ) -> Generation:
@@ -165,14 +166,17 @@ class Posterior(ABC):
         probabilities of whole texts: functions that found the tokens so far improbable count less, as Bayes' rule has it.
 
         Tokens are drawn at random, or with `greedy` the most probable ones are taken. A text ends with the token `stop`, or before a
-        token whose epistemic uncertainty is above `doubt`, in nats. Doubt about tokens is not doubt about meaning, because one thing
-        can be said in many ways. `how`, `draws` and `memory` are those of `predict`; `seed` decides the functions and the tokens.
+        token whose epistemic uncertainty is above `doubt`, or with which that of the text, the sum over its tokens, would be above
+        `text_doubt`, both in nats. Doubt about tokens is not doubt about meaning, because one thing can be said in many ways. `how`,
+        `draws` and `memory` are those of `predict`; `seed` decides the functions and the tokens.
         """
         at_least(1, n=n)
         one_of(("tokens", "sequences"), way=way)
         x = tree.move({key: x[key] for key in x} if hasattr(x, "keys") else x, self.model.device)  # pyright: ignore
         functions, source = self.functions(how, draws=draws, seed=seed), generator("cpu", seed, "tokens")
-        return write(functions, x, n, way, source=source, greedy=greedy, stop=stop, doubt=doubt, memory=memory)
+        return write(
+            functions, x, n, way, source=source, greedy=greedy, stop=stop, doubt=doubt, text_doubt=text_doubt, memory=memory
+        )
 
     def settings(self, draws: int = 10) -> list[Setting]:
         """Weights that stand for the posterior, with shares that sum to 1: those at its center, or at most about `draws` of them.

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.curvature.generic import Unrolled, along
 from dubito.model import Model
@@ -91,7 +90,7 @@ def _each(
     """Hand f(x) and J(x) delta to `use`, for one delta after another of several groups."""
     x, params, buffers = prepared(model, x, params, buffers)
     buffers = {name: leaf.detach() for name, leaf in buffers.items()}
-    with torch.no_grad(), in_mode(model.network, False), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+    with torch.no_grad(), in_mode(model.network, False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own deprecated parts
         for group in deltas:
             live = {name: params[name].detach() for name in group}

@@ -272,8 +272,21 @@ class LatentMixture(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y | x, D) for every input, [B]."""
+        score = self.log_prob_by_position(y)
+        return score.flatten(1).sum(1) if score.ndim > 1 else score
+
+    def log_prob_by_position(self, y: Tensor) -> Tensor:
+        """log p(y | x, D) at every position (pixel, token) on its own, [B, *D], whose sum is `log_prob`; 0 where there is no target.
+
+        Of a text, each position has the score of the token that follows.
+
+        >>> import dubito
+        >>> p = LatentMixture(dubito.NextToken(), torch.zeros(1, 1, 3, 8))
+        >>> p.log_prob_by_position(torch.tensor([[4, 2, 7]]))
+        tensor([[-2.0794, -2.0794,  0.0000]])
+        """
         if self.linked_points is not None:
-            return self.linked_points.log_prob(y)
+            return self.linked_points.log_prob_by_position(y)
         y = tree.tensors(as_arrays(y))
         if self.likelihood.indexed:
             self.likelihood.check(self.means[0], y)
@@ -284,7 +297,7 @@ class LatentMixture(Predictive):
             score = joint_scores(self, y)
         else:
             score = self.position_scores(y)
-        return score.flatten(1).sum(1) if score.ndim > 1 else score
+        return score
 
     @property
     def _joint(self) -> bool:
@@ -325,7 +338,7 @@ class LatentMixture(Predictive):
         `log_prob` averages over draws at each position and adds the logs. Here the probabilities of all positions are multiplied within
         each draw, and averaged afterwards, because one function gives all positions.
         """
-        require(self.certain, "a joint probability needs draws of functions: use predict(..., how='sampled')")
+        require(self.certain, "a joint probability needs draws of functions: use predict(..., draws=30)")
         y = self.likelihood.target(tree.tensors(y), self.means[0])
         score = self.likelihood.log_prob(self.means, y, self.aligned_params).double()  # [S, B, *D]
         log_weights = self.component_weights.double().log().unsqueeze(1)
