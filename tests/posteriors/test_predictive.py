@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import NormalDist
 
 import pytest
@@ -9,11 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
-from scipy.stats import kstest, norm
+from scipy.stats import kstest, norm, t
 from torch import Tensor
 from torch.distributions import Independent
 
-from dubito import Bernoulli, Categorical, Gaussian, HeteroscedasticCategorical, HeteroscedasticGaussian, MultiTask
+from dubito import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticCategorical,
+    HeteroscedasticGaussian,
+    HeteroscedasticStudentT,
+    MultiTask,
+    NextToken,
+    StudentT,
+)
 from dubito.likelihoods import Likelihood, align, entropy, nodes
 from dubito.posteriors.predictive import LatentMixture, concatenate, mix
 
@@ -771,3 +782,45 @@ def test_labels_and_tasks_that_go_together_against_draws(deviation):
     torch.testing.assert_close(labels.log_prob(y).exp(), together, rtol=0, atol=0.004)
     few = replace(labels, means=labels.means[:, 3:4], cov=labels.cov[:, 3:4])  # an input's nodes do not depend on the others
     torch.testing.assert_close(few.log_prob(y[:1]), labels.log_prob(y)[3:4])
+
+
+@pytest.mark.parametrize("scale", [0.001, 0.05, 1.0, 5.0])
+@pytest.mark.parametrize("dof", [2.2, 4.0, 60.0])
+def test_student_noise_that_is_small_beside_the_spread_of_the_outputs(scale, dof):
+    y = torch.tensor([[0.0], [0.013], [1.0], [4.0]], dtype=DOUBLE)
+    p = LatentMixture(StudentT(scale, dof=dof), torch.zeros(1, 4, 1, dtype=DOUBLE), cov=torch.ones(1, 4, 1, dtype=DOUBLE))
+
+    def density(at: float) -> float:
+        near = [at + sign * scale * 10**k for sign in (-1, 1) for k in range(5)]
+        parts = pairwise(sorted({max(-9.0, min(9.0, mark)) for mark in (-9.0, at, 9.0, *near)}))
+        return sum(quad(lambda f: norm.pdf(f) * t.pdf((at - f) / scale, dof) / scale, *ends, limit=500)[0] for ends in parts)
+
+    exact = torch.tensor([density(float(at)) for at in y]).log()
+    torch.testing.assert_close(p.log_prob(y), exact.double(), rtol=0, atol=1e-4)
+
+
+def test_student_outputs_that_hang_together_have_exact_quantiles_one_by_one():
+    cov = torch.tensor([[1.0, 0.9], [0.9, 1.0]], dtype=DOUBLE)
+    p = LatentMixture(StudentT(0.01, dof=4.0), torch.zeros(1, 1, 2, dtype=DOUBLE), cov=cov.expand(1, 1, 2, 2))
+    alone = replace(p, cov=torch.ones(1, 1, 2, dtype=DOUBLE))
+    for level in (0.3, 0.95):
+        torch.testing.assert_close(p.quantile(level), alone.quantile(level))
+    torch.testing.assert_close(p.quantile(0.95), torch.full((1, 2), 1.645, dtype=DOUBLE), atol=2e-3, rtol=0)
+
+
+def test_a_predicted_student_scale_under_a_gaussian_against_draws():
+    f, spread = torch.tensor([[[0.0, -6.0]]], dtype=DOUBLE), torch.tensor([[[1.0, 0.5]]], dtype=DOUBLE)
+    y = torch.tensor([[0.1], [2.5]], dtype=DOUBLE)
+    p = LatentMixture(HeteroscedasticStudentT(dof=4.0), f.expand(1, 2, 2), cov=spread.expand(1, 2, 2))
+    unit = torch.randn(400_000, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    scale = (-3.0 + 0.5 * math.sqrt(0.5) * unit[:, 1]).exp()
+    exact = torch.stack([torch.distributions.StudentT(4.0, unit[:, 0], scale).log_prob(at).exp().mean().log() for at in y])
+    torch.testing.assert_close(p.log_prob(y), exact, rtol=0, atol=0.03)
+
+
+def test_a_joint_score_reads_targets_as_other_scores_do():
+    p = LatentMixture(NextToken(), torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(0)))
+    tokens = [[0, 1, 2, 3], [4, 3, 2, 1]]
+    torch.testing.assert_close(p.joint_log_prob(tokens), p.joint_log_prob(torch.tensor(tokens)))
+    with pytest.raises(ValueError, match="the targets go from 0 to 5, but the network has 5 classes"):
+        p.joint_log_prob(torch.tensor([[0, 5, 1, 1], [0, 0, 0, 0]]))

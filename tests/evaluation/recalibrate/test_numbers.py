@@ -9,7 +9,20 @@ from dubito.recalibrate.predictives import below, cdf, log_density
 from scipy import stats
 from scipy.optimize import minimize_scalar
 
-from dubito import Categorical, Gaussian, HeteroscedasticGaussian, metrics
+from dubito import (
+    Categorical,
+    CensoredGaussian,
+    CensoredLogNormal,
+    CensoredWeibull,
+    Gaussian,
+    GaussianMixture,
+    HeteroscedasticGaussian,
+    HeteroscedasticStudentT,
+    NaturalGaussian,
+    Poisson,
+    metrics,
+)
+from dubito import StudentT as StudentTNoise
 from dubito.evaluation.judge import Judge
 from dubito.likelihoods import NOISE
 from dubito.posteriors.predictive import LatentMixture, StudentT
@@ -221,7 +234,7 @@ def test_errors_in_words():
             method.fit(p, y[:3])
         with pytest.raises(ValueError, match="was fitted to 2 outputs; this predictive has 1"):
             method.fit(p, y + torch.randn(40, 2, dtype=DOUBLE, generator=source()))(student(3))
-        with pytest.raises(ValueError, match="mixtures of Gaussians and for Student-t"):
+        with pytest.raises(ValueError, match="a RecalibratedNumbers is neither"):
             method.fit(warped(p), y)
     with pytest.raises(ValueError, match=r"100% of the held-out targets .* fit Variance first"):
         Quantiles().fit(p, y + 100)
@@ -233,6 +246,84 @@ def test_errors_in_words():
         Quantiles(pieces=0)
     with pytest.raises(ValueError, match="level must be above 0 and below 1"):
         warped(p).quantile(1.0)
+
+
+# --- every likelihood of numbers ---
+
+LIKELIHOODS = {  # and outputs for each of two targets
+    "student": (StudentTNoise(0.5, dof=5.0), 1),
+    "predicted student": (HeteroscedasticStudentT(dof=6.0), 2),
+    "natural": (NaturalGaussian(), 2),
+    "mixture": (GaussianMixture(2), 6),
+    "censored": (CensoredGaussian(0.5), 1),
+    "log-normal": (CensoredLogNormal(0.5), 1),
+    "weibull": (CensoredWeibull(0.6), 1),
+}
+POSITIVE = ("log-normal", "weibull")
+
+
+def predicted(kind, n=4, *, spread=False):
+    """Draws of the outputs, or a Gaussian over each."""
+    likelihood, width = LIKELIHOODS[kind]
+    f = 0.7 * torch.randn(3, 1, 2 * width, dtype=DOUBLE, generator=source(3)).expand(-1, n, -1)
+    return LatentMixture(likelihood, f, cov=torch.full_like(f, 0.2) if spread else None)
+
+
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_draws_of_every_likelihood_have_the_moments_and_quantiles_of_the_map(kind):
+    p = warped(predicted(kind, 1, spread=kind in ("student", "censored")))
+    draws = p.before.sample(50_000, source(5))  # weighed by the slope of the map, these are draws of p
+    weights = p._slopes[p._piece(cdf(p.before, draws)), torch.arange(2)].squeeze(1)
+    draws = draws.squeeze(1)
+    mean = (weights * draws).mean(0)
+    scale = p.uncertainty.total[0].sqrt()
+    assert (weights.mean(0) - 1).abs().max() < 0.02
+    assert ((p.mean[0] - mean) / scale).abs().max() < 0.02
+    assert ((weights * (draws - mean) ** 2).mean(0) / scale**2 - 1).abs().max() < 0.12
+    for level in (0.1, 0.5, 0.9):
+        share = (weights * (draws <= p.quantile(level))).mean(0)
+        assert (share - level).abs().max() < 0.01
+    assert stats.kstest(share_of(p, p.sample(1000, source())), "uniform").pvalue > 1e-3
+    line = p.quantile(0.001) + (p.quantile(0.999) - p.quantile(0.001)) * torch.linspace(0, 1, 2001, dtype=DOUBLE).unsqueeze(-1)
+    rows = warped(predicted(kind, len(line), spread=kind in ("student", "censored")))
+    density = log_density(rows.before, line).exp() * rows._slopes[rows._piece(rows.before.cdf(line)), torch.arange(2)]
+    assert (torch.trapezoid(density, line, dim=0) - 0.998).abs().max() < 0.005
+    torch.testing.assert_close(rows.log_prob(line), density.log().sum(-1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LIKELIHOODS if kind not in POSITIVE])
+def test_every_likelihood_on_a_line_is_stretched_around_its_means(kind):
+    p = predicted(kind, 300)
+    y = p.mean + 3 * (p.sample(300, source(1)).diagonal(dim1=0, dim2=1).mT - p.mean)
+    fix = Variance().fit(p, y)
+    q = fix(p)
+    assert ((fix.factor - 3).abs() < 0.8).all()
+    torch.testing.assert_close(q.mean, p.mean)
+    torch.testing.assert_close(q.uncertainty.total, p.uncertainty.total * fix.factor**2)
+    torch.testing.assert_close(q.uncertainty.epistemic, p.uncertainty.epistemic * fix.factor**2)
+    torch.testing.assert_close(q.cdf(p.mean + fix.factor * (y - p.mean)), p.cdf(y))
+    torch.testing.assert_close(log_density(q, p.mean + fix.factor * (y - p.mean)), log_density(p, y) - fix.factor.log())
+    assert metrics.nll(q, y) < metrics.nll(p, y) - 0.5
+    level = Quantiles().fit(q, y)(q)
+    assert abs(float(metrics.coverage(level, y)) - 0.9) < 0.04
+
+
+def test_what_cannot_be_stretched_or_mapped_exactly_is_refused():
+    for kind in POSITIVE:
+        with pytest.raises(ValueError, match="no outputs of Censored.* do that: use Quantiles"):
+            Variance().fit(predicted(kind), torch.ones(4, 2))
+    with pytest.raises(ValueError, match="Variance needs draws of the outputs of NaturalGaussian"):
+        Variance().fit(predicted("natural", spread=True), torch.ones(4, 2))
+    for method in (Variance(), Quantiles()):
+        with pytest.raises(ValueError, match="Poisson predicts counts"):
+            method.fit(LatentMixture(Poisson(), torch.zeros(2, 3, 1)), torch.tensor([0.0, 1.0, 2.0]))
+
+
+def test_a_target_that_is_missing_counts_nothing():
+    p = LatentMixture(HeteroscedasticGaussian(missing=True), torch.zeros(1, 2, 2, dtype=DOUBLE))
+    score = warped(p).log_prob(torch.tensor([[0.3], [math.nan]], dtype=DOUBLE))
+    assert score[0] != 0
+    assert score[1] == 0
 
 
 def test_a_recalibrated_predictive_is_judged_by_all_metrics():

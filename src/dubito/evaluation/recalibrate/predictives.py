@@ -1,18 +1,17 @@
-"""Predictives whose probabilities or quantiles were recalibrated, and what a map of quantiles needs to know of single outputs."""
+"""Predictives whose probabilities or quantiles were recalibrated."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dubito.model.likelihoods import Likelihood, Uncertainty, average
-from dubito.model.likelihoods.likelihood import log_average
-from dubito.model.likelihoods.special import log_beta, student_t_tail
-from dubito.posteriors.predictive import LatentMixture, Predictive, StudentT, Units
+from dubito.evaluation.recalibrate.outputs import Exact, below, cdf, log_density, quantile_at
+from dubito.model.likelihoods import Likelihood, Uncertainty
+from dubito.network.examples import as_arrays
+from dubito.posteriors.predictive import LatentMixture, Predictive, Units
 from dubito.tensors import tree
 from dubito.tensors.checks import between
 from dubito.tensors.randomness import fresh_generator
@@ -116,76 +115,6 @@ def recalibrated(before: Predictive, logits: Tensor) -> RecalibratedClasses:
     return RecalibratedClasses(before, logits.to(torch.promote_types(before.means.dtype, torch.float32)))
 
 
-Exact = LatentMixture | StudentT
-
-
-def exact(name: str, p: Predictive) -> Exact:
-    """The predictive, if the distribution of its outputs is known in closed form; else an error in words."""
-    if isinstance(p, StudentT):
-        return p
-    if p.mixture is not None and p.mixture.gaussian:
-        return p.mixture
-    raise ValueError(f"{name} is for mixtures of Gaussians and for Student-t predictives; a {type(p).__name__} is neither")
-
-
-def log_density(p: Exact, y: Tensor) -> Tensor:
-    """The log density of every output, [B, *D, C], in float64."""
-    if isinstance(p, StudentT):
-        return _log_student_t(((y - p.mean) / p.scale).double(), 2 * p.shape.double()) - p.scale.log()
-    marginal, weights = p.marginals
-    return log_average(marginal.log_prob(y.to(p.means)), weights)
-
-
-def below(p: Exact, q: Tensor) -> tuple[Tensor, Tensor]:
-    r"""E[d 1(d <= q)] and E[d^2 1(d <= q)] of d, an output's distance from its mean, for q [B, *D, C], in float64.
-
-    For a Gaussian :math:`N(m, s^2)` with :math:`z = (q - m) / s` they are :math:`m \Phi(z) - s \varphi(z)` and
-    :math:`(m^2 + s^2) \Phi(z) - s (m + q) \varphi(z)`; for a standard Student-t :math:`-\frac{\nu + q^2}{\nu - 1} t_\nu(q)` and
-    :math:`\nu (\frac{\nu - 1}{\nu - 2} F_{\nu - 2}(q \sqrt{(\nu - 2) / \nu}) - F_\nu(q))`, where these exist.
-    """
-    if isinstance(p, StudentT):
-        z, dof = (q / p.scale).double(), 2 * p.shape.double()
-        first = -(dof + z * z) / (dof - 1) * _log_student_t(z, dof).exp()
-        less = (dof - 2).clamp_min(1e-3)
-        second = dof * ((dof - 1) / less * _student_t_cdf(z * (less / dof).sqrt(), less) - _student_t_cdf(z, dof))
-        return torch.where(dof > 1, p.scale * first, math.nan), torch.where(dof > 2, p.scale**2 * second, torch.inf)
-    marginal, weights = p.marginals
-    mean, scale = (marginal.mean - p.mean).double(), marginal.stddev.double()
-    z = (q - mean) / scale
-    share, density = torch.special.ndtr(z), torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    first = mean * share - scale * density
-    second = (mean**2 + scale**2) * share - scale * (mean + q) * density
-    return average(first, weights), average(second, weights)
-
-
-def quantile_at(p: Exact, levels: Tensor) -> Tensor:
-    """Quantiles whose levels [n, B, *D, C] differ, by bisection."""
-    low, high = (p.quantile(level).double().expand_as(levels) for level in (1e-9, 1 - 1e-9))
-    for _ in range(60 if p.means.dtype == torch.float64 else 35):
-        middle = (low + high) / 2
-        less = cdf(p, middle) < levels
-        low, high = torch.where(less, middle, low), torch.where(less, high, middle)
-    return (low + high) / 2
-
-
-def cdf(p: Exact, y: Tensor) -> Tensor:
-    """P(Y <= y) for y [n, B, *D, C], in float64; component by component, since all at once might not fit."""
-    if isinstance(p, StudentT):
-        return _student_t_cdf((y - p.mean) / p.scale, 2 * p.shape.double())
-    marginal, weights = p.marginals
-    parts = zip(weights.double(), marginal.mean.double(), marginal.stddev.double(), strict=True)
-    return sum((w * torch.special.ndtr((y - mean) / scale) for w, mean, scale in parts), torch.zeros_like(y))
-
-
-def _log_student_t(z: Tensor, dof: Tensor) -> Tensor:
-    return -(dof + 1) / 2 * torch.log1p(z * z / dof) - 0.5 * dof.log() - log_beta(dof.new_tensor(0.5), dof / 2)
-
-
-def _student_t_cdf(z: Tensor, dof: Tensor) -> Tensor:
-    tail = student_t_tail(z.abs(), dof)
-    return torch.where(z > 0, 1 - tail, tail)
-
-
 FAR = (1e-7, 1e-5, 1e-4, 1e-3, 1e-2)  # levels of the tails at which the integral of the CRPS is cut
 GAUSS = (  # five nodes and weights on [-1, 1]
     (0.0, 0.5688888888888889),
@@ -282,10 +211,14 @@ class RecalibratedNumbers(Recalibrated):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """ln p(y | x, D), outputs and positions added up, [B]."""
-        y = self.likelihood.target(tree.tensors(y), self.means[0])
+        y = self.likelihood.target(tree.tensors(as_arrays(y)), self.means[0])
+        seen, y = self.likelihood.observed(y), self.likelihood.numbers(y)
+        if seen is not None:
+            y = torch.where(seen.unsqueeze(-1), y, self.before.mean)
         k = self._piece(self.before.cdf(y).double())
         slope = self._slopes[k, torch.arange(y.shape[-1], device=y.device).expand_as(k)]
         score = log_density(self.before, y) + slope.log()
+        score = score if seen is None else score * seen.unsqueeze(-1)
         return score.flatten(1).sum(1).to(self.before.mean)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor
 from dubito.evaluation.metrics.reading import Array
 from dubito.evaluation.recalibrate import forecasts
 from dubito.evaluation.recalibrate.forecasts import Batches
-from dubito.evaluation.recalibrate.predictives import Exact, RecalibratedNumbers, exact, log_density
+from dubito.evaluation.recalibrate.outputs import Exact, exact, log_density
+from dubito.evaluation.recalibrate.predictives import RecalibratedNumbers
+from dubito.model.likelihoods import NaturalGaussian
 from dubito.posteriors.predictive import Predictive
 from dubito.tensors.checks import at_least, one_of, require
 
@@ -49,6 +51,7 @@ class Variance:
         squares, kept, plain = [], [], True
         for p, target in forecasts.numbers("Variance", predictive, y):
             p = exact("Variance", p)
+            _moved(p, torch.zeros_like(p.mean))
             ratio = (target - p.mean).double() ** 2 / p.uncertainty.total.double()
             squares.append(ratio.flatten(0, -2))
             plain = plain and _gaussian(p)
@@ -79,14 +82,23 @@ class Stretched:
         p = exact("Variance", predictive)
         factor = self.factor.to(p.means)
         wide = p.rescaled(torch.zeros_like(factor), factor)
-        means, width = wide.means.clone(), len(factor)
-        means[..., :width] += (1 - factor) * p.mean  # beyond these a network may have predicted log variances
-        return replace(wide, means=means)
+        return replace(wide, means=_moved(wide, (1 - factor) * p.mean))
+
+
+def _moved(p: Exact, offset: Tensor) -> Tensor:
+    """The outputs [S, B, *D, C] that move the targets by an offset [B, *D, T]; an error in words where there are none."""
+    moved, name = p.likelihood.moved(p.means, offset), type(p.likelihood).__name__
+    if moved is None:
+        raise ValueError(f"Variance stretches numbers around their means, and no outputs of {name} do that: use Quantiles")
+    if isinstance(p.likelihood, NaturalGaussian) and p.mixture is not None and not p.mixture.certain:
+        raise ValueError(
+            f"Variance needs draws of the outputs of {name}, which are not means: predict(..., how='sampled'), or use Quantiles"
+        )
+    return moved
 
 
 def _gaussian(p: Exact) -> bool:
-    marginals = getattr(p, "marginals", None)
-    return marginals is not None and len(marginals[1]) == 1
+    return p.mixture is not None and p.mixture.gaussian and len(p.mixture.marginals[1]) == 1
 
 
 def _search(kept: list[tuple[Exact, Tensor]], start: Tensor, *, shared: bool) -> Tensor:

@@ -111,6 +111,10 @@ class Censored(Scaled):
         density = torch.where(open_below, -torch.inf, density)  # a positive number is never 0
         return torch.where(exact, density, mass).sum(-1)
 
+    def moved(self, f: Tensor, offset: Tensor) -> Tensor | None:
+        """f + offset, but for positive numbers, which cannot move."""
+        return None if self.logarithm else f + offset
+
     def _is_least(self, y: Tensor) -> Tensor:
         return y <= 0 if self.logarithm else y == -torch.inf
 

@@ -64,6 +64,10 @@ class Counts(DiagonalFisher):
         """Counts have no other units."""
         raise ValueError(f"the targets of {type(self).__name__} are counts, which have no units: do not standardize them")
 
+    def moved(self, f: Tensor, offset: Tensor) -> Tensor | None:
+        """None: counts are whole numbers."""
+        return None
+
 
 @dataclass(frozen=True)
 class Poisson(Counts):

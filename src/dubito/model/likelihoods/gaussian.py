@@ -255,6 +255,12 @@ class NaturalGaussian(HeteroscedasticGaussian):
         zeros = torch.zeros(2 * len(scale), dtype=scale.dtype, device=scale.device)
         return replace(self, units=(tuple(units[0]), tuple(units[1]))), zeros, zeros + 1, params
 
+    def moved(self, f: Tensor, offset: Tensor) -> Tensor | None:
+        """The first outputs move by offset / variance, in the units of the network."""
+        precision = super().moments(f)[1].exp()
+        first = offset / self._units(f)[1] * precision
+        return f + torch.cat([first, torch.zeros_like(first)], -1)
+
 
 @dataclass(frozen=True)
 class BetaNLL(HeteroscedasticGaussian):

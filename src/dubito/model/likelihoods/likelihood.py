@@ -361,6 +361,10 @@ class Likelihood(ABC):
         """The likelihood of shift + scale * y, each [C]: (likelihood, a, b, params), where its outputs are a + b f, each [C]."""
         raise ValueError(f"{type(self).__name__} has classes, which have no units")
 
+    def moved(self, f: Tensor, offset: Tensor) -> Tensor | None:
+        """Outputs [..., C] with which each number of the target is what it is for f, plus an offset; None where there are none."""
+        return None
+
     def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
         """Split each Gaussian over f, [S, ...], into n Gaussians of equal weight, [S, n, ...], for which `convolve` has a closed form;
         None if there is no such split, and plain nodes are used."""

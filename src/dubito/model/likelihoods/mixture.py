@@ -117,3 +117,8 @@ class GaussianMixture(Likelihood):
         shift, scale = (part.repeat_interleave(self.components) for part in (shift, scale))
         ones = torch.ones_like(scale)
         return self, torch.cat([shift, 2 * scale.log(), 0 * ones]), torch.cat([scale, ones, ones]), params
+
+    def moved(self, f: Tensor, offset: Tensor) -> Tensor | None:
+        """The means of all components move."""
+        each = offset.repeat_interleave(self.components, -1)
+        return f + torch.cat([each, torch.zeros_like(each), torch.zeros_like(each)], -1)

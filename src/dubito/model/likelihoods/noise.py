@@ -73,6 +73,10 @@ class Scaled(DiagonalFisher):
         learned = {name: leaf + scale.log() if name == NOISE else leaf for name, leaf in params.items()}
         return replace(self, outputs=len(scale)), shift, scale, learned
 
+    def moved(self, f: Tensor, offset: Tensor) -> Tensor | None:
+        """f + offset."""
+        return f + offset
+
 
 @dataclass(frozen=True)
 class Heteroscedastic(DiagonalFisher):
@@ -131,6 +135,10 @@ class Heteroscedastic(DiagonalFisher):
     def rescaled(self, shift: Tensor, scale: Tensor, params: Params) -> tuple[Likelihood, Tensor, Tensor, Params]:
         """Scaling y shifts the log variances."""
         return self, torch.cat([shift, 2 * scale.log()]), torch.cat([scale, torch.ones_like(scale)]), params
+
+    def moved(self, f: Tensor, offset: Tensor) -> Tensor | None:
+        """The means move."""
+        return f + torch.cat([offset, torch.zeros_like(offset)], -1)
 
 
 def given_nodes(f_mean: Tensor, f_cov: Tensor, free: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Normal
 from torch.distributions import StudentT as StudentTDistribution
 
 from dubito.model.likelihoods.likelihood import PREFIX, DiagonalFisher
-from dubito.model.likelihoods.noise import Heteroscedastic, Scaled
+from dubito.model.likelihoods.noise import Heteroscedastic, Scaled, given_nodes, known_noise
 from dubito.model.likelihoods.special import student_t_tail
 from dubito.tensors.checks import require
 from dubito.tensors.tree import Params
 
 LOG_DOF = PREFIX + "log_dof"
 PRIOR = (2.0, 0.1)  # shape and rate of the Gamma prior of dof - 2 (Juarez & Steel 2010)
+PRECISIONS = 48  # nodes of a quadrature over the precision of the noise
 
 
 class _StudentT(StudentTDistribution):
@@ -39,6 +40,22 @@ def log_density(z: Tensor, dof: Tensor) -> Tensor:
     """The log density of a standard Student-t."""
     constant = torch.lgamma((dof + 1) / 2) - torch.lgamma(dof / 2) - 0.5 * (math.pi * dof).log()
     return constant - (dof + 1) / 2 * torch.log1p(z * z / dof)
+
+
+def blurred_student_t(dof: Tensor, mean: Tensor, spread: Tensor, scale: Tensor) -> Distribution:
+    """The sum of N(mean, spread), for variances [..., C], and Student-t noise: a mixture of Gaussians over the precision of the noise.
+
+    The precision g is Gamma(dof / 2, dof / 2). The trapezoidal rule in u = ln g sums the density e^(dof / 2 (u - e^u)).
+    """
+    dof, steps = dof.double().unsqueeze(-1), torch.linspace(0, 1, PRECISIONS, dtype=torch.float64, device=mean.device)
+    wide = (80 / dof).sqrt()  # where the density has fallen to e^-20 if dof is large
+    low, high = -(60 / dof + wide.clamp_max(1.0)), (1 + 40 / dof + wide).log()  # and whatever it is
+    u = low + (high - low) * steps  # [..., 1, n]
+    logits = 0.5 * dof * (u - u.exp())
+    variance = spread.unsqueeze(-1) + (scale.unsqueeze(-1) ** 2 * (-u).exp()).to(mean)
+    components = Normal(mean.unsqueeze(-1).expand_as(variance), variance.sqrt(), validate_args=False)
+    shares = Categorical(logits=logits.to(mean).expand_as(variance), validate_args=False)
+    return Independent(MixtureSameFamily(shares, components, validate_args=False), 1, validate_args=False)
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,13 @@ class StudentT(Tails, Scaled):
         dof = self.degrees(f_mean, params)
         return (dof / (dof - 2) * self.noise(f_mean, params) ** 2).expand_as(f_mean)
 
+    def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
+        """A mixture of Gaussians over the precision of the noise; for one output, or independent ones."""
+        if f_cov.ndim > f_mean.ndim and f_mean.shape[-1] > 1:
+            return None
+        spread = f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1)
+        return blurred_student_t(self.degrees(f_mean, params), f_mean, spread, self.noise(f_mean, params))
+
 
 @dataclass(frozen=True)
 class HeteroscedasticStudentT(Tails, Heteroscedastic):
@@ -140,3 +164,19 @@ class HeteroscedasticStudentT(Tails, Heteroscedastic):
         """dof / (dof - 2) times the mean of e^s."""
         dof, square = self.degrees(f_mean, params), super().noise_variance(f_mean, f_var, params)
         return None if square is None else dof / (dof - 2) * square
+
+    def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
+        """As of `StudentT`, if the scales are certain."""
+        mean, log_square = self.moments(f_mean)
+        spread = known_noise(f_cov, f_mean, mean.shape[-1])
+        if spread is None or (spread.ndim > mean.ndim and mean.shape[-1] > 1):
+            return None
+        spread = spread if spread.ndim == mean.ndim else spread.diagonal(dim1=-2, dim2=-1)
+        return blurred_student_t(self.degrees(f_mean, params), mean, spread, (0.5 * log_square).exp())
+
+    def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
+        """Nodes over the scales, where the means then have a closed form."""
+        if f_cov.ndim > f_mean.ndim and self.width(f_mean) > 1:
+            return None
+        free = torch.arange(f_mean.shape[-1], device=f_mean.device) >= self.width(f_mean)
+        return given_nodes(f_mean, f_cov, free, n)

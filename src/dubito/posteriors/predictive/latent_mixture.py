@@ -287,10 +287,7 @@ class LatentMixture(Predictive):
         """
         if self.linked_points is not None:
             return self.linked_points.log_prob_by_position(y)
-        y = tree.tensors(as_arrays(y))
-        if self.likelihood.indexed:
-            self.likelihood.check(self.means[0], y)
-        y = self.likelihood.target(y, self.means[0])
+        y = self._target(y)
         if in_pieces(self):
             score = self._class_scores(y)
         elif self._joint:
@@ -298,6 +295,13 @@ class LatentMixture(Predictive):
         else:
             score = self.position_scores(y)
         return score
+
+    def _target(self, y: Tensor) -> Tensor:
+        """Targets in the layout of the likelihood; those of classes checked, since torch's indexing does not say what is wrong."""
+        y = tree.tensors(as_arrays(y))
+        if self.likelihood.indexed:
+            self.likelihood.check(self.means[0], y)
+        return self.likelihood.target(y, self.means[0])
 
     @property
     def _joint(self) -> bool:
@@ -339,7 +343,7 @@ class LatentMixture(Predictive):
         each draw, and averaged afterwards, because one function gives all positions.
         """
         require(self.certain, "a joint probability needs draws of functions: use predict(..., draws=30)")
-        y = self.likelihood.target(tree.tensors(y), self.means[0])
+        y = self._target(y)
         score = self.likelihood.log_prob(self.means, y, self.aligned_params).double()  # [S, B, *D]
         log_weights = self.component_weights.double().log().unsqueeze(1)
         return (score.reshape(*score.shape[:2], -1).sum(-1) + log_weights).logsumexp(0)
@@ -428,7 +432,11 @@ class LatentMixture(Predictive):
         """Every component's distribution of each output on its own, batch [S, B, *D, C], and the weights."""
         if self.likelihood.discrete or self.likelihood.task_names:
             raise ValueError(f"intervals and quantiles are for regression; {type(self.likelihood).__name__} has classes")
-        exact, weights = self._resolved._exact, self._resolved.component_weights
+        resolved = self._resolved
+        if resolved.certain and not self.certain:  # outputs that hang together may still have closed forms one by one
+            alone = replace(self, cov=self.variances, root=None)
+            resolved = resolved if alone._exact is None else alone
+        exact, weights = resolved._exact, resolved.component_weights
         if isinstance(exact, torch.distributions.MultivariateNormal):
             return Normal(exact.mean, exact.stddev, validate_args=False), weights
         assert isinstance(exact, Independent)
