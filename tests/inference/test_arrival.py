@@ -35,6 +35,9 @@ def fit(method, *, classes: bool = False, layers: bool = False, **options):
 
 SHORT = [
     MAP(epochs=100),
+    MAP(epochs=3),
+    MAP(epochs=300, learning_rate=1e-6),
+    Variational(epochs=3),
     MAP(epochs=30, learning_rate=0.003),
     Variational(epochs=100),
     Ensemble(MAP(epochs=100), 3),

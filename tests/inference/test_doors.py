@@ -218,6 +218,13 @@ def test_a_network_is_a_start():
         dubito.fit(model(), dubito.MAP(epochs=0), (X, Y), start=nn.Linear(3, 4), progress=False)
 
 
+def test_what_is_no_start_and_no_ensemble_is_told():
+    with pytest.raises(TypeError, match="start must be a network, weights by their names, .* got the class Linear"):
+        fit((X, Y), start=nn.Linear)
+    with pytest.raises(TypeError, match=r"such as Ensemble\(5\) or Ensemble\(MAP\(\), 5\); got 2.5"):
+        dubito.Ensemble(2.5)
+
+
 def test_a_list_of_starts_is_for_methods_with_several():
     with pytest.raises(ValueError, match="a list of 2 settings; this method begins at one"):
         fit((X, Y), start=[nn.Linear(3, 3), nn.Linear(3, 3)])

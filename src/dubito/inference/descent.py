@@ -28,10 +28,9 @@ from dubito.tensors.tree import Buffers, Params
 PACE, FARTHEST = 10.0, 0.01  # of learned noises: times the learning rate, and no more than this for it
 EPOCHS, STEPS = 100, 3000  # of training that is left to follow the data: so many passes, and at least so many steps
 RATE, DISTANCE = 1e-3, 20.0  # learning rate of Adam, and how far it must take a weight in all steps at its peak
-STEADY, FLUKE = (
-    0.2,
-    0.4,
-)  # a gradient is no noise if its running mean has such a share of its squares, and more where weights are few
+# a gradient is no noise if its running mean has such a share of its squares, and more where weights or steps are few
+STEADY, FLUKE = 0.2, 0.4
+REACH = 0.1  # how far weights go on at least, where it is asked whether training has arrived: by 100 steps at the least rate
 
 
 @dataclass
@@ -180,11 +179,14 @@ class Descent(ABC, Generic[Trained]):
         return weights * (3 if self.optimizer == "adam" else 2)
 
     def rise(self, target: Target, state: Trained) -> float:
-        """By how many nats the objective (the log joint, or the evidence bound) would rise in as many steps again, with the gradient
-        that Adam ends with. Zero where this is mostly noise, as at an optimum; and with SGD, where nothing tells."""
+        """By how many nats the objective (the log joint, or the evidence bound) would rise in as many steps again, and at least in
+        those that take a weight .1 further, with the gradient that Adam ends with. Zero where this is mostly noise, as at an optimum;
+        and with SGD, where nothing tells."""
         if not self.check or self.optimizer != "adam" or not state.step:
             return 0.0
         (first, second), signal, size, fourth, gain = state.optimizer.param_groups[0]["betas"], 0.0, 0.0, 0.0, 0.0
+        fresh = first**state.step
+        noise = (1 - first) / (1 + first) * (1 + fresh) / (1 - fresh)  # what pure noise leaves of its squares in the running mean
         for moments in state.optimizer.state.values():
             mean = moments["exp_avg"].double() / (1 - first ** float(moments["step"]))
             square = moments["exp_avg_sq"].double() / (1 - second ** float(moments["step"]))
@@ -193,8 +195,8 @@ class Descent(ABC, Generic[Trained]):
                 fourth + float(square.square().sum()),
                 gain + float((mean.square() / square.sqrt().clamp_min(1e-12)).sum()),
             )
-        steady = signal > size * STEADY + FLUKE * fourth**0.5  # size^2 / fourth is how many weights have a say
-        return gain * self.peak_rate * state.step * target.n_data / target.temperature if steady else 0.0
+        steady = signal > size * max(STEADY, 2 * noise) + FLUKE * fourth**0.5  # size^2 / fourth is how many weights have a say
+        return gain * max(self.peak_rate * state.step, REACH) * target.n_data / target.temperature if steady else 0.0
 
     def draw(self, state: Trained) -> Params | None:
         """None: descent has no draws."""

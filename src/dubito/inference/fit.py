@@ -189,8 +189,8 @@ def _warn_if_unfinished(rise: float) -> None:
     """Warn of training that ends on its way."""
     if rise > RISE:
         warnings.warn(
-            f"The training has not arrived: in as many steps again its objective would rise by about {rise:.2g} nats. Give more epochs "
-            "or a higher learning_rate, or neither, so that both follow the data (check=False says nothing).",
+            f"The training has not arrived: going on, its objective would rise by about {rise:.2g} nats. Give more epochs or a higher "
+            "learning_rate, or neither, so that both follow the data (check=False says nothing).",
             stacklevel=4,  # the call of fit
         )
 

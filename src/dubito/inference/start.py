@@ -11,7 +11,7 @@ from dubito.model import Model
 from dubito.network.examples import Targets
 from dubito.posteriors import Posterior
 from dubito.tensors import tree
-from dubito.tensors.checks import require
+from dubito.tensors.checks import require, type_of
 from dubito.tensors.tree import Buffers, Params
 
 Weights = Params | Posterior | nn.Module  # a setting of the weights, or a posterior with one or several
@@ -28,7 +28,9 @@ def make_start(model: Model, start: Weights | Sequence[Weights] | None, y: Targe
         return Start(params, buffers, tuple(name for name in params if ":" in name))
     if isinstance(start, nn.Module):
         start = {**dict(start.named_parameters()), **dict(start.named_buffers())}
-    if not isinstance(start, dict | Posterior):
+    if not isinstance(start, dict | Posterior | list | tuple):
+        raise TypeError(f"start must be a network, weights by their names, a posterior, or a list of these; got {type_of(start)}")
+    if isinstance(start, list | tuple):
         require(
             many and len(start),
             f"start is a list of {len(start)} settings; this method begins at one: give weights or a posterior",

@@ -111,6 +111,10 @@ class Ensemble:
         if isinstance(self.method, int):  # Ensemble(5)
             object.__setattr__(self, "size", self.method)
             object.__setattr__(self, "method", DEFAULT)
+        if isinstance(self.method, type) or not hasattr(self.method, "step"):
+            raise TypeError(
+                f"Ensemble takes a number of members or a method, such as Ensemble(5) or Ensemble(MAP(), 5); got {self.method!r}"
+            )
         if self.method is DEFAULT and self.hold_out is None and not (self.anchored or self.start):
             object.__setattr__(self, "hold_out", HELD_OUT)
         at_least(1, size=self.size)
