@@ -16,7 +16,7 @@ from dubito.apps.tables import TableModel, fit_table
 from dubito.apps.tables.calibration import Scales, at_least, mixture, stretch, temperature
 from dubito.apps.tables.cells import date_format, missing, numbers, seconds, words
 from dubito.apps.tables.columns import BUCKETS, LEVELS, Encoder, describe
-from dubito.apps.tables.fit import _heavy, _shares
+from dubito.apps.tables.fit import _heavy, _shares, prepare
 from dubito.apps.tables.forest import TREES, Forest
 from dubito.apps.tables.frames import as_frame, with_targets
 from dubito.apps.tables.network import TableNetwork
@@ -184,6 +184,45 @@ def check_frame(frame):
     assert frame["b"] == ["x", "", "z"]
     assert [cell[:10] for cell in frame["d"]] == ["2024-01-02", "", ""]
     assert frame["t"] == ["True", "", "False"]
+
+
+def test_commas_are_read_as_in_training_whatever_else_a_file_holds(tmp_path):
+    source = np.random.default_rng(0)
+    size, pay = source.normal(size=60), source.uniform(1000, 9999, size=60)
+
+    def line(a: float | str, b: float) -> str:
+        cells = (a if isinstance(a, str) else f"{a:.3f}", f"{b:,.2f}", f"{2 + a:.2f}" if not isinstance(a, str) else "")
+        return ";".join(cell.translate(str.maketrans(",.", ".,")) for cell in cells)
+
+    (tmp_path / "a.csv").write_text("\n".join(["size;pay;y", *map(line, size, pay)]))
+    training = prepare(tmp_path / "a.csv", "y", "auto", ())
+    assert training.y[:, 0] == pytest.approx(2 + size, abs=0.006)
+    (tmp_path / "b.csv").write_text("\n".join(["size;pay;y", line(0.126, 6203.26), line("n/k", 1234.5), line(1.234, 9000.0)]))
+    found = training.encoder.encode(as_frame(tmp_path / "b.csv", training.encoder.commas))
+    assert ["size" in note for note in found.notes] == [False, True, False]
+    plain = training.encoder.encode({"size": np.array([0.126, np.nan, 1.234]), "pay": np.array([6203.26, 1234.5, 9000.0])})
+    assert np.array_equal(found.x, plain.x)
+    one = {"size": ["1,234"], "pay": ["6.203"]}  # alone, 1,234 might be a thousand
+    assert as_frame(one, training.encoder.commas) == {"size": ["1.234"], "pay": ["6203"]}
+    assert Encoder.from_json(training.encoder.to_json()) == training.encoder
+
+
+def test_commas_between_thousands_and_before_decimals():
+    thousands = as_frame({"a": ["1,234", "950"], "b": ["1,234.5", "0.5"]})
+    assert numbers(thousands["a"]).tolist() == [1234, 950]
+    assert numbers(thousands["b"]).tolist() == [1234.5, 0.5]
+    decimals = as_frame({"a": ["1,234", "950"], "b": ["0,5", "odd"], "c": ["€ 1.234,5", "-"], "d": ["a, b", "1"]})
+    assert numbers(decimals["a"]).tolist() == [1.234, 950]
+    assert numbers(decimals["b"])[0] == 0.5
+    assert numbers(decimals["c"])[0] == 1234.5
+    assert decimals["d"] == ["a, b", "1"]
+
+
+def test_a_tab_does_not_make_thousands_decimals(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\tb\n1,250\tx\n950\ty\n")
+    assert numbers(as_frame(tmp_path / "a.tsv")["a"]).tolist() == [1250, 950]
+    (tmp_path / "a.csv").write_text("a;b\n1,250;x\n950;y\n")
+    assert numbers(as_frame(tmp_path / "a.csv")["a"]).tolist() == [1.25, 950]
 
 
 def test_polars():
@@ -626,6 +665,7 @@ def test_several_targets_and_seeds():
 
 
 def test_budget_ends_the_training_aloud(monkeypatch):
+    assert "budget" not in " ".join(fit_table(people(), "pay", budget=600.0).remarks)
     monkeypatch.setattr("dubito.apps.tables.fit._steps", lambda network, settings, rows: 10**6)
     x = torch.linspace(-1, 1, 40).unsqueeze(1)
     model = fit_table(x, x.flatten(), budget=0.3)
@@ -638,7 +678,7 @@ def test_budget_bounds_the_other_experts_too(monkeypatch):
     x = torch.linspace(-1, 1, 40).unsqueeze(1)
     model = fit_table(x, x.flatten(), budget=0.3)
     assert list(model.shares) == ["networks"]
-    assert any("the budget allowed only networks" in remark for remark in model.remarks)
+    assert any("no time for a Gaussian process, boosted trees, a forest of random trees:" in r for r in model.remarks)
     with pytest.raises(TimeoutError):
         Trees.fit(x, x, torch.arange(40).unsqueeze(0) % 5, end=0.0)
 
@@ -652,11 +692,30 @@ def test_budget_bounds_the_other_experts_too(monkeypatch):
         ({"a": np.arange(20.0), "y": np.arange(20.0)}, "y", {"ignore": ("b",)}, "the table has no column 'b'"),
         ({"y": np.arange(20.0)}, "y", {}, "no column is left for the inputs"),
         ({"a": np.arange(20.0)}, "b", {}, "no column is called 'b'"),
+        ({"a": np.arange(20.0) ** 2, "y": [f"2024-01-{i:02d}" for i in range(1, 21)]}, "y", {}, "20 different values in 20 rows"),
+        ({"a": np.arange(20.0) ** 2, "y": ["x", "z"] * 10}, "y", {"kind": "regression"}, "the target y holds text, such as 'x'"),
+        ({"a": np.arange(20.0) ** 2, "y": np.arange(20.0)}, "y", {"budget": "5m"}, "a number of seconds; got '5m'"),
     ],
 )
 def test_what_cannot_be_fitted(table, target, options, message):
     with pytest.raises(ValueError, match=message):
         fit_table(table, target, **options)
+
+
+def test_what_is_no_table_is_told():
+    class Repeated:
+        columns = ("a", "a")
+
+    class Row:
+        def to_frame(self): ...
+
+    with pytest.raises(ValueError, match="two columns are called 'a'"):
+        as_frame(Repeated())
+    with pytest.raises(TypeError, match="a Row is one row or one column: give a table of one row"):
+        as_frame(Row())
+    for cell in (1.5, "Rome"):
+        with pytest.raises(TypeError, match=f"column 'a' must hold a cell for every row; got {cell!r}. For one row"):
+            as_frame({"a": cell})
 
 
 def test_top_level_name():

@@ -75,6 +75,7 @@ class Encoder:
 
     columns: tuple[Column, ...]
     left_out: dict[str, str] = field(default_factory=dict)  # column: why it is no input
+    commas: dict[str, bool] = field(default_factory=dict)  # column with commas in its numbers: whether decimals follow
 
     @staticmethod
     def fit(frame: Frame) -> Encoder:
@@ -127,7 +128,7 @@ class Encoder:
         columns: list[dict[str, Any]] = [
             {key: tuple(value) if isinstance(value, list) else value for key, value in c.items()} for c in content["columns"]
         ]
-        return Encoder(tuple(Column(**column) for column in columns), dict(content["left_out"]))
+        return Encoder(tuple(Column(**column) for column in columns), dict(content["left_out"]), dict(content.get("commas", {})))
 
 
 def describe(name: str, raw: Raw) -> Column | None:

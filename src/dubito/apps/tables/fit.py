@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from dubito.apps.tables.cells import Raw, is_numeric
 from dubito.apps.tables.columns import Encoder
 from dubito.apps.tables.forest import Forest
 from dubito.apps.tables.frames import as_frame, with_targets
-from dubito.apps.tables.model import Design, Kind, OutOfFold, TableModel
+from dubito.apps.tables.model import NAMES, Design, Kind, OutOfFold, TableModel
 from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_names, class_positions, detect, target_numbers
 from dubito.apps.tables.training import CrossFit, CrossFitted, best_weights, deal
@@ -74,6 +73,7 @@ def fit_table(
     torch.Size([1, 1])
     """
     one_of(("auto", "regression", "classification"), kind=kind)
+    require(budget is None or isinstance(budget, int | float), f"budget is a number of seconds; got {budget!r}")
     started = time.monotonic()
     data = prepare(table, target, kind, ignore)
     end = math.inf if budget is None else started + budget
@@ -113,7 +113,8 @@ class Prepared(NamedTuple):
 
 def prepare(table: Any, target: Any, kind: str, ignore: Sequence[str]) -> Prepared:
     """Read a table, leave out what is of no use, and encode the rest."""
-    inputs, targets = with_targets(as_frame(table), target)
+    frame = as_frame(table)
+    inputs, targets = with_targets(frame, target)
     for name in ignore:
         require(name in inputs, f"ignore: the table has no column {name!r}")
     inputs = {name: raw for name, raw in inputs.items() if name not in ignore}
@@ -124,7 +125,7 @@ def prepare(table: Any, target: Any, kind: str, ignore: Sequence[str]) -> Prepar
     remarks = [] if bool(kept.all()) else [f"{int((~kept).sum())} rows without a target were left out"]
     y, inputs = y[kept], {name: _select(raw, kept) for name, raw in inputs.items()}
     require(len(y) >= FEWEST, f"at least {FEWEST} rows with a target are needed; got {len(y)}")
-    encoder = Encoder.fit(inputs)
+    encoder = replace(Encoder.fit(inputs), commas=dict(frame.commas))
     remarks += [f"column {name} was left out: {why}" for name, why in encoder.left_out.items()]
     remarks += [f"{len(y)} rows are few: the calibration is rough"] if len(y) < SMALL else []
     x = torch.from_numpy(encoder.encode(inputs).x)
@@ -156,9 +157,10 @@ def _calibrated(data: Prepared, design: Design, fitted: CrossFitted, seed: int, 
     if fitted.done < 1:
         done = f"the budget ended the training after {fitted.done:.0%} of its steps"
         remarks = (*remarks, f"{done}: a larger one may give better predictions")
-    experts = _experts(data, fitted, seed, end)
-    if time.monotonic() > end:
-        remarks = (*remarks, f"the budget allowed only {' and '.join(experts)}: a larger one may give better predictions")
+    experts, late = _experts(data, fitted, seed, end)
+    if late:
+        left_out = ", ".join(NAMES[name] for name in late)
+        remarks = (*remarks, f"the budget left no time for {left_out}: a larger one may give better predictions")
     shares = _shares({name: expert.out_of_fold for name, expert in experts.items()}, y)
     before = mixture([experts[name].out_of_fold for name in shares], list(shares.values()))
     fix = _map(before, y)
@@ -188,22 +190,27 @@ class Expert(NamedTuple):
     out_of_fold: LatentMixture
 
 
-def _experts(data: Prepared, fitted: CrossFitted, seed: int, end: float) -> dict[str, Expert]:
-    """The networks, and those that are worth a try beside them and are ready in time."""
+def _experts(data: Prepared, fitted: CrossFitted, seed: int, end: float) -> tuple[dict[str, Expert], list[str]]:
+    """The networks, those that are worth a try beside them and are ready in time, and the names of those that are not."""
     networks = fitted.predictive if data.classes else fitted.gaussians
     experts = {"networks": Expert(fitted.posterior, networks)}
     rows, width = data.x.shape
     fold = deal(data.standardized, FOLDS, generator("cpu", seed, "experts"))
-    if not data.classes and width <= process.WIDEST and rows <= process.LONGEST and time.monotonic() < end:
-        made = Process.fit(data.x, data.standardized, seed)
-        experts["process"] = Expert(made, made.out_of_fold(data.x, fold))
+    late = []
+    if not data.classes and width <= process.WIDEST and rows <= process.LONGEST:
+        if time.monotonic() > end:
+            late.append("process")
+        else:
+            made = Process.fit(data.x, data.standardized, seed)
+            experts["process"] = Expert(made, made.out_of_fold(data.x, fold))
     classes = len(data.classes)
     if rows * width <= trees.LARGEST and all(len(data.y[fold != k].unique()) >= classes for k in range(FOLDS)):
-        with suppress(TimeoutError):
-            for name, kind in (("trees", Trees), ("forest", Forest)):
-                made, out = kind.fit(data.x, data.standardized, fold, classes, seed, end)
-                experts[name] = Expert(made, out)
-    return experts
+        for name, kind in (("trees", Trees), ("forest", Forest)):
+            try:
+                experts[name] = Expert(*kind.fit(data.x, data.standardized, fold, classes, seed, end))
+            except TimeoutError:
+                late.append(name)
+    return experts, late
 
 
 def _shares(experts: Mapping[str, LatentMixture], y: Tensor) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dubito.apps.tables.cells import Raw, is_numeric
 from dubito.evaluation.data.cells import require_name
+from dubito.evaluation.data.commas import decimal_commas, with_points
 from dubito.evaluation.data.csv_table import CsvFile, as_cell, is_table
 from dubito.tensors.checks import require
 
@@ -18,18 +19,34 @@ Table = Any  # what the user gives: see ACCEPTED
 ACCEPTED = "a DataFrame, a dict of columns, an array or tensor [N, F], or the path of a .csv, .tsv or .parquet file"
 
 
-def as_frame(table: Table) -> dict[str, Raw]:
-    """The columns of a table.
+class Frame(dict[str, Raw]):
+    """The columns of a table by name, with decimal points; `commas` says of columns that had commas whether decimals followed."""
+
+    commas: Mapping[str, bool] = {}
+
+
+def as_frame(table: Table, commas: Mapping[str, bool] | None = None) -> Frame:
+    """The columns of a table. `commas` says what commas in the numbers of some columns are, which the table else tells.
 
     >>> as_frame({"city": ["Rome", None], "size": [1, 2]})
     {'city': ['Rome', ''], 'size': array([1., 2.])}
     """
+    if isinstance(table, Frame):
+        return table
     if isinstance(table, str | Path):
-        return _read(Path(table))
+        return _read(Path(table), commas)
     if isinstance(table, Mapping):
+        _check_cells(table)
         frame = {str(name): as_column(values) for name, values in table.items()}
     elif hasattr(table, "columns"):  # of pandas and of polars
+        names = [str(name) for name in table.columns]
+        require(len(set(names)) == len(names), f"two columns are called {max(names, key=names.count)!r}: give each its own name")
         frame = {str(name): as_column(table[name]) for name in table.columns}
+    elif hasattr(table, "to_frame"):
+        raise TypeError(
+            f"a {type(table).__name__} is one row or one column: give a table of one row, frame.iloc[[0]], or of one column, "
+            "frame[['a']]"
+        )
     else:
         frame = _from_matrix(table)
     lengths = {len(column) for column in frame.values()}
@@ -37,6 +54,22 @@ def as_frame(table: Table) -> dict[str, Raw]:
         len(lengths) == 1 and lengths != {0},
         f"the columns of a table have the same, positive number of rows; got {sorted(lengths)}",
     )
+    found = decimal_commas({name: raw for name, raw in frame.items() if not is_numeric(raw)}, likely=False) | dict(commas or {})
+    return _framed(
+        {name: with_points(raw) if found.get(name) and not is_numeric(raw) else raw for name, raw in frame.items()}, found
+    )
+
+
+def _check_cells(table: Mapping[str, Any]) -> None:
+    """Raise where a dict holds single cells in the place of columns."""
+    for name, values in table.items():
+        if isinstance(values, str) or not hasattr(values, "__len__"):
+            raise TypeError(f"column {name!r} must hold a cell for every row; got {values!r}. For one row give lists of one cell")
+
+
+def _framed(columns: Mapping[str, Raw], commas: Mapping[str, bool]) -> Frame:
+    frame = Frame(columns)
+    frame.commas = commas
     return frame
 
 
@@ -67,11 +100,12 @@ def _from_matrix(table: Table) -> dict[str, Raw]:
     return {f"x{i}": as_column(array[:, i]) for i in range(array.shape[1])}
 
 
-def _read(path: Path) -> dict[str, Raw]:
+def _read(path: Path, commas: Mapping[str, bool] | None) -> Frame:
     require(is_table(path) or path.suffix.lower() == ".npz", f"{path}: a table is {ACCEPTED}")
     require(path.is_file(), f"{path}: there is no such file")
     if path.suffix.lower() != ".npz":
-        return dict(CsvFile.read(path, unnamed=True).columns)
+        file = CsvFile.read(path, unnamed=True, commas=commas)
+        return _framed(file.columns, file.commas)
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     require(
@@ -79,7 +113,7 @@ def _read(path: Path) -> dict[str, Raw]:
         f"{path}: an NPZ table has its inputs in the array x [N, F]; for images and the like choose a method, as in `dubito fit map`",
     )
     others = {name: as_column(array) for name, array in arrays.items() if name != "x" and array.shape == arrays["x"].shape[:1]}
-    return {**_from_matrix(arrays["x"]), **others}
+    return Frame({**_from_matrix(arrays["x"]), **others})
 
 
 def with_targets(frame: dict[str, Raw], target: Any) -> tuple[dict[str, Raw], dict[str, Raw]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dubito.apps.tables.calibration import Scales, at_least, mixture
 from dubito.apps.tables.columns import Encoder
 from dubito.apps.tables.forest import Forest
-from dubito.apps.tables.frames import Table, as_frame
+from dubito.apps.tables.frames import Frame, Table, as_frame
 from dubito.apps.tables.network import TableNetwork
 from dubito.apps.tables.process import Process
 from dubito.apps.tables.targets import class_positions, target_numbers
@@ -105,11 +105,15 @@ class TableModel:
 
     def inputs(self, frame: Table) -> Tensor:
         """A table as inputs of the network, [N, F]."""
-        return torch.from_numpy(self.encoder.encode(as_frame(frame)).x)
+        return torch.from_numpy(self.encoder.encode(self.read(frame)).x)
 
     def notes(self, frame: Table) -> list[str]:
         """What is odd about each row, "" for nothing: an empty cell or a word that training did not have, a number far outside."""
-        return self.encoder.encode(as_frame(frame)).notes
+        return self.encoder.encode(self.read(frame)).notes
+
+    def read(self, frame: Table) -> Frame:
+        """The columns of a table, with its numbers written as those of the training rows were."""
+        return as_frame(frame, self.encoder.commas)
 
     def predict(self, frame: Table) -> Predictive:
         """The calibrated predictive of every row, in the units of the target.
@@ -120,7 +124,7 @@ class TableModel:
 
     def answer(self, frame: Table) -> tuple[Predictive, list[str]]:
         """The predictive of every row, and its note."""
-        encoded = self.encoder.encode(as_frame(frame))
+        encoded = self.encoder.encode(self.read(frame))
         x, odd = torch.from_numpy(encoded.x), torch.from_numpy(encoded.odd)
         floor = self.out_of_fold.uncertainty.double().quantile(DOUBT, 0)
         parts = []

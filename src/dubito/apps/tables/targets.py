@@ -46,6 +46,12 @@ def class_names(raw: Raw, name: str) -> tuple[str, ...]:
     """The classes of a column in order: numbers by size, then words."""
     found = Counter(label for label in labels(raw) if label)
     require(len(found) > 1, f"every row of {name} is of the one class {listed(list(found)) or '(none)'}; at least two are needed")
+    most = max(2, sum(found.values()) // 2)
+    require(
+        len(found) <= most,
+        f"{name} holds {len(found)} different values in {sum(found.values())} rows, such as {next(iter(found))!r}, too many for "
+        "classes: write it as numbers (a date as days), or in fewer words",
+    )
     return tuple(sorted(found, key=_order))
 
 
@@ -64,4 +70,11 @@ def class_positions(raw: Raw, classes: Sequence[str]) -> Tensor:
 
 def target_numbers(columns: Mapping[str, Raw], names: Sequence[str]) -> Tensor:
     """Columns as numbers [N, T] float64; NaN where a cell is missing."""
+    for name in names:
+        texts = [] if is_numeric(columns[name]) or mostly(numbers(columns[name]), missing(columns[name])) else columns[name]
+        text = next((cell for cell in texts if not is_missing(cell)), None)
+        require(
+            text is None,
+            f"the target {name} holds text, such as {text!r}, where numbers are needed; classes are one target alone",
+        )
     return torch.from_numpy(np.stack([numbers(columns[name]) for name in names], 1))

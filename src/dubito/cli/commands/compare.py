@@ -231,7 +231,8 @@ def _own_table(options: CompareOptions, own: TableOptions, training: TrainingOpt
     @lru_cache(maxsize=1)
     def columns() -> Columns:
         """The table as it is in the file, and below it the unfamiliar ones."""
-        return Columns(joined([as_frame(name) for name in (options.data, *options.unfamiliar)]), own.target)
+        first = as_frame(options.data)
+        return Columns(joined([first, *(as_frame(name, first.commas) for name in options.unfamiliar)]), own.target)
 
     more = {"batch_size": training.batch_size or 32, "columns": columns}
     return of_table(path.name, read, held_out=own.held_out, unfamiliar=unfamiliar, **more)

@@ -12,7 +12,6 @@ from torch import Tensor
 from tyro.conf import Positional, arg
 
 from dubito.apps.tables import TableModel
-from dubito.apps.tables.frames import as_frame
 from dubito.cli.commands.errors import UsageError, usage_errors
 from dubito.cli.commands.notes import RELY, calibration_note
 from dubito.cli.commands.recipe import NAME, Recipe
@@ -169,12 +168,12 @@ class FittedTable:
     def answers(self, path: Path) -> Iterator[tuple[Predictive, list[str]]]:
         """The predictive of all rows, and a note on each."""
         with usage_errors(ValueError, about=str(path)):
-            yield self.model.answer(as_frame(path))
+            yield self.model.answer(path)
 
     def judged(self, path: Path) -> tuple[Predictive, Tensor]:
         """The predictive of all rows, and the targets."""
         with usage_errors(ValueError):
-            frame = as_frame(path)
+            frame = self.model.read(path)
             for name in self.model.targets:
                 require_name(path, name, frame, "column")
             y = self.model.encode_targets(frame)

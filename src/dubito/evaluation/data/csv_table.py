@@ -8,7 +8,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dubito.evaluation.data.cells import encode, first_line, is_missing, listed, number, refuse_number, require_name, usable
+from dubito.evaluation.data.commas import decimal_commas, with_points
 from dubito.tensors.checks import require
 
 MOST = 100  # different texts of a column, each of which is an input
@@ -23,7 +24,6 @@ TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*TEXT, *PARQUET)
 SEPARATORS = (",", ";", "\t", "|")
-COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*[%€$£]?")  # a number with a decimal comma
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,12 @@ class CsvFile:
     path: Path
     columns: dict[str, list[str]]
     lines: list[int]
+    commas: Mapping[str, bool] = field(default_factory=dict)  # of columns with commas in their numbers: whether decimals follow
 
     @staticmethod
-    def read(path: Path, *, unnamed: bool = False) -> CsvFile:
-        """Read and check a file: a header with different names, and rows of as many cells. `unnamed` gives names to columns without."""
+    def read(path: Path, *, unnamed: bool = False, commas: Mapping[str, bool] | None = None) -> CsvFile:
+        """Read and check a file: a header with different names, and rows of as many cells. `unnamed` gives names to columns without;
+        `commas` says what commas in the numbers of some columns are, which the file else tells."""
         if path.suffix.lower() in PARQUET:
             return _read_parquet(path)
         numbered, separator = _rows(path)
@@ -50,8 +52,9 @@ class CsvFile:
             if len(cells) != len(header):
                 raise ValueError(f"{path}, row {row + 1} (line {line}): {len(cells)} cells, the header has {len(header)}")
         columns = dict(zip(header, map(list, zip(*(cells for _, cells in numbered[1:]), strict=True)), strict=True))
-        columns = columns if separator == "," else _with_points(columns)
-        return CsvFile(path, columns, [line for line, _ in numbered[1:]])
+        found = decimal_commas(columns, likely=separator == ";") | dict(commas or {})
+        columns = {name: with_points(cells) if found.get(name) else cells for name, cells in columns.items()}
+        return CsvFile(path, columns, [line for line, _ in numbered[1:]], found)
 
     def where(self, row: int) -> str:
         """A row in words, as it is named in error messages."""
@@ -182,22 +185,6 @@ def _separator(header: str) -> str:
     """
     plain = re.sub(r'"[^"]*"', "", header)
     return max(SEPARATORS, key=plain.count)
-
-
-def _with_points(columns: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The columns of a file that may have decimal commas, with decimal points."""
-    comma = {name for name, cells in columns.items() if _has_commas(cells)}
-
-    def point(cell: str) -> str:
-        """1.234,5 as 1234.5."""
-        return cell if is_missing(cell) else cell.replace(".", "").replace(",", ".")
-
-    return {name: list(map(point, cells)) if name in comma else cells for name, cells in columns.items()}
-
-
-def _has_commas(cells: list[str]) -> bool:
-    there = [cell for cell in cells if not is_missing(cell)]
-    return any("," in cell for cell in there) and all(COMMA.fullmatch(cell) for cell in there)
 
 
 def _read_parquet(path: Path) -> CsvFile:
