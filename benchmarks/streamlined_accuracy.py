@@ -3,7 +3,7 @@ weights, KL(draws || way); the mean error of its standard deviation; and what ea
 
 "SUQ's rules" are written here from the formulas of Li et al. (2024), whose released code cannot be installed: means as in the plain
 network, g'(m)^2 v for an activation, nothing but variances, and A^2 on the values of an attention; "Taylor" is this library's pass
-with first-order activations. "forward" carries variances only, "rank 64" 64 directions in which units move together, "full" all.
+with `rule="taylor"`. "forward" carries variances only, "rank 64" 64 directions in which units move together, "full" all.
 
 The networks are like those of which such errors are known: trained on a smooth function, with variances by hand (a share of the
 weights' own scale), or on real data with a posterior by Laplace, at a given prior or (evidence) at that which maximises the

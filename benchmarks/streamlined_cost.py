@@ -74,12 +74,12 @@ def synchronised(run: Callable[[], object]) -> Callable[[], None]:
 def cases(posterior: Gaussian, x: Tensor, precision: torch.dtype | None, draws: int) -> dict[str, Callable[[], object]]:
     network, engine = posterior.model.network.eval(), posterior.streamlined
     x = engine.prepare(x) if precision is None else x.to(precision)
-    weights = [engine.weights[name] for name in engine.trace(x).weights.values()]
+    weights, first_order = engine.given(engine.trace(x)), engine.given(engine.trace(x), taylor=True)
     taylor, exact = engine.program(x, taylor=True), engine.program(x)
     quiet = torch.no_grad()
     return {
         "plain": quiet(lambda: network(x)),
-        "forward, Taylor": quiet(lambda: taylor(x, *weights)),
+        "forward, Taylor": quiet(lambda: taylor(x, *first_order)),
         "forward, exact moments": quiet(lambda: exact(x, *weights)),
         "forward, predict": lambda: posterior.predict(x, "streamlined", rank=0),
         "adjoint": lambda: posterior.predict(x, "adjoint"),
@@ -112,14 +112,16 @@ def _compiled(posterior: Gaussian, x: Tensor, precision: torch.dtype | None, rep
     """The same with torch.compile, over the plain network with torch.compile."""
     network, engine = posterior.model.network.eval(), posterior.streamlined
     x = engine.prepare(x) if precision is None else x.to(precision)
-    weights = [engine.weights[name] for name in engine.trace(x).weights.values()]
+    trace = engine.trace(x)
     programs = {"Taylor": engine.program(x, taylor=True), "exact moments": engine.program(x)}
+    given = {"Taylor": engine.given(trace, taylor=True), "exact moments": engine.given(trace)}
     runs: dict[str, Callable[[], object]] = {}
     with torch.no_grad():
         plain = torch.compile(network, fullgraph=True)
         runs["plain"] = torch.no_grad()(lambda: plain(x))
         for key, program in programs.items():
-            fast = torch.compile(lambda x, program=program: program(x, *weights), fullgraph=True)
+            weights = given[key]
+            fast = torch.compile(lambda x, program=program, weights=weights: program(x, *weights), fullgraph=True)
             runs[key] = torch.no_grad()(lambda fast=fast: fast(x))
     if x.is_cuda:
         runs = {key: synchronised(run) for key, run in runs.items()}

@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,6 +99,11 @@ def tapped_inputs(h: Tensor, var: Callable[[], Tensor]) -> Tensor:
         with torch.no_grad():
             capture.taps.append(Tap(get_gradient_edge(h), var(), 0))
     return h
+
+
+def watched() -> AbstractContextManager:
+    """While what runs is the network itself: a `Capture` that listens sees all it calls."""
+    return _LISTENING.capture or nullcontext()
 
 
 def rescaled(x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:

@@ -16,7 +16,7 @@ elimination, written out, since ONNX knows neither eigenvectors nor Cholesky fac
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, TypedDict
 
 import torch
@@ -28,15 +28,16 @@ from dubito.model.likelihoods import Likelihood, align, average, likelihood_para
 from dubito.network.examples import Inputs, arguments, outputs_last
 from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior, Samples
-from dubito.posteriors.predict.adjoint import Means
+from dubito.posteriors.predict.adjoint import RULES, Means
 from dubito.posteriors.predict.chain import find_chain, sweep
 from dubito.posteriors.predict.linearized import Linearization
 from dubito.posteriors.predict.streamlined import Moments, Streamlined, Weight
 from dubito.posteriors.predict.streamlined.engine import covariance_of
-from dubito.posteriors.predict.streamlined.moments import Output
+from dubito.posteriors.predict.streamlined.moments import Output, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.streamlined.rules import linear
 from dubito.tensors import tree
+from dubito.tensors.checks import one_of
 from dubito.tensors.tree import Params
 
 NODES = 128
@@ -56,15 +57,22 @@ class Prediction(TypedDict):
     f_cov: Tensor  # [B, *D, C], or [B, *D, C, C] where outputs move together
 
 
-def as_module(posterior: Posterior, x: Inputs, *, how: str | None = None, rank: int | None = None) -> fx.GraphModule:
+def as_module(
+    posterior: Posterior, x: Inputs, *, how: str | None = None, rank: int | None = None, rule: str = "moments"
+) -> fx.GraphModule:
     """The posterior's prediction as a module that is called as the network is and gives a `Prediction`; x is an example input.
 
     A set of samples (an ensemble, the draws of a sampler) or a point becomes as many networks, each with its weights, and a pass goes
     through all of them. Other posteriors become one pass of means and variances, `how="streamlined"` or `"adjoint"`.
 
     `rank` is as in `predict`: directions in which units move together, 0 none, -1 all; None picks. The `mean.*`, `var.*` and `second.*`
-    (E[w^2]) in its `state_dict` have the network's names. `how="adjoint"` takes longer to make: its sweeps backwards become part of the
-    graph, at the level of single torch operations, where buffers have no names, and where dtype and device are those of now.
+    (E[w^2]) in its `state_dict` have the network's names. `rule` is as in `predict`, too. `how="adjoint"` takes longer to make: its
+    sweeps backwards become part of the graph, at the level of single torch operations, where buffers have no names, and where dtype and
+    device are those of now.
+
+    A network may decide by the values of its inputs (`if mask.all()`). Such decisions are those for the example x, and the module
+    raises where other inputs ask for another. The network is told that it is being exported (`torch.compiler.is_compiling()`); many
+    then have nothing to decide.
 
     >>> import dubito
     >>> model = dubito.Model(nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=0.1))
@@ -80,8 +88,8 @@ def as_module(posterior: Posterior, x: Inputs, *, how: str | None = None, rank: 
     if isinstance(posterior, Point):
         posterior = Samples(posterior.model, tree.repeat(posterior.params, 1), posterior.buffers)
     if isinstance(posterior, Samples):
-        if how is not None or rank is not None:
-            raise ValueError("a module of samples runs each network as it is: leave out `how` and `rank`")
+        if how is not None or rank is not None or rule != "moments":
+            raise ValueError("a module of samples runs each network as it is: leave out `how`, `rank` and `rule`")
         with torch.inference_mode(False), torch.no_grad():
             return _side_by_side(posterior, x)
     how = how or "streamlined"
@@ -95,39 +103,61 @@ def as_module(posterior: Posterior, x: Inputs, *, how: str | None = None, rank: 
         raise ValueError(f"a module predicts in one pass, how='streamlined' or 'adjoint'; got {how!r}")
     if how == "adjoint" and rank is not None:
         raise ValueError("rank is for how='streamlined': the adjoint keeps all correlations")
+    one_of(RULES, rule=rule)
+    taylor = rule == "taylor"
     scale = float(getattr(posterior, "variance_scale", 1.0))
     with torch.inference_mode(False), torch.no_grad():
         x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, engine.prepare(x))
-        if not engine.trace(x).dynamic:
+        found = _traced(engine, x)
+        if not found.dynamic:
             raise ValueError(
-                "the network computes differently for another number of examples, so no module serves all: use posterior.predict"
+                "the network computes differently for another number of examples, or decides by the values of each example, so no "
+                "module serves all: use posterior.predict"
             )
-        rank = engine.rank(x) if rank is None else rank
-        f = engine.moments(x, rank=rank)
+        rank = engine.rank(found) if rank is None else rank
+        f = engine.moments(x, rank=rank, taylor=taylor, path=found)
         readout = Readout(engine.model.likelihood, likelihood_params(engine.params), f.mean.shape[-1], scale).to(f.mean)
-        return _swept(engine, x, readout) if how == "adjoint" else _joined(engine, x, readout, rank)
+        return _swept(engine, found, x, readout, taylor) if how == "adjoint" else _joined(engine, found, x, readout, rank, taylor)
 
 
-def _joined(engine: Streamlined, x: Inputs, readout: Readout, rank: int) -> fx.GraphModule:
+def _traced(engine: Streamlined, x: Inputs) -> Trace:
+    """The trace that an export would take, if the network has one."""
+    try:
+        found = engine.trace(x, exported=True)
+    except (ValueError, RuntimeError, TypeError):
+        return engine.trace(x)
+    return found if found.dynamic else engine.trace(x)
+
+
+def _joined(engine: Streamlined, found: Trace, x: Inputs, readout: Readout, rank: int, taylor: bool) -> fx.GraphModule:
     """The program with its weights as buffers in the place of arguments, and the readout behind it."""
     if rank > 0:  # the signs by which directions are mixed
         torch.compiler.assume_constant_result(linear.mixing_signs)
-    found, program = engine.trace(x), engine.program(x, rank=rank)
-    graph, root, values = fx.Graph(), nn.Module(), {}
+    graph, root = fx.Graph(), nn.Module()
     root.add_module("readout", readout)
-    names, weights = iter(_names(x)), iter(found.weights.values())
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and len(values) < len(found.inputs):
-            values[node] = graph.placeholder(next(names))
-        elif node.op == "placeholder":
-            values[node] = _weight(graph, root, name := next(weights), engine.weights[name])
+    inputs = [graph.placeholder(name) for name in _names(x)]
+    given = zip(found.weights.values(), engine.given(found, taylor=taylor), strict=True)
+    weights = [_weight(graph, root, name, weight) for name, weight in given]
+    if found.checks is not None:
+        means = [graph.call_function(mean_of, (weight,)) for weight in weights]
+        _copied(found.checks, graph, root, [*inputs, *means])
+    f = _copied(engine.lowered(found, rank=rank, taylor=taylor), graph, root, [*inputs, *weights])
+    graph.output(graph.call_module("readout", (f,)))
+    return fx.GraphModule(root, graph, "Streamlined")
+
+
+def _copied(program: fx.GraphModule, graph: fx.Graph, root: nn.Module, given: list[fx.Node]) -> fx.Node | None:
+    """What a program gives, as a part of the graph; its buffers are the root's."""
+    values: dict[fx.Node, fx.Node] = {}
+    *nodes, output = program.graph.nodes
+    for node in nodes:
+        if node.op == "placeholder":
+            values[node] = given[len(values)]
         elif node.op == "get_attr":
             values[node] = _held(graph, root, node.target, program.get_buffer(node.target))
-        elif node.op == "output":
-            graph.output(graph.call_module("readout", (values[node.args[0]],)))
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
-    return fx.GraphModule(root, graph, "Streamlined")
+    return values.get(output.args[0])  # pyright: ignore[reportArgumentType]
 
 
 def _names(x: Inputs) -> list[str]:
@@ -285,31 +315,16 @@ def elimination(cov: Tensor) -> Tensor:
     return torch.stack(columns, -1)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """In the place of an engine, whatever the shapes: they are symbols while the adjoint is traced."""
-
-    found: Trace
-    lowered: fx.GraphModule
-    weights: dict[str, Any]
-
-    def program(self, x: Inputs, **_: Any) -> fx.GraphModule:
-        """The program for inputs like x."""
-        return self.lowered
-
-    def trace(self, x: Inputs) -> Trace:
-        """The recorded calls for inputs like x."""
-        return self.found
-
-
-def _swept(engine: Streamlined, x: Inputs, readout: Readout) -> fx.GraphModule:
+def _swept(engine: Streamlined, found: Trace, x: Inputs, readout: Readout, taylor: bool) -> fx.GraphModule:
     """The adjoint, forwards and backwards, as one graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    base, names, found = engine.model, tuple(engine.covariance.shapes), engine.trace(x)
-    short = find_chain(engine, found)
-    known: Any = _Known(found, engine.program(x, adjoint=True), engine.weights)
-    means = Means(base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output, engine=known)
+    base, names = engine.model, tuple(engine.covariance.shapes)
+    short = None if taylor else find_chain(engine, found)
+    means = Means(
+        base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output, engine=engine, path=found,
+        taylor=taylor,
+    )  # fmt: skip
     # a number of examples that is no other size: those that are the same would be taken to be one symbol
     sizes = {size for leaf in tree.leaves(x) for size in leaf.shape[1:]}
     count, old = next(n for n in range(11, 99, 2) if n not in sizes), example_count(x)
@@ -328,6 +343,8 @@ def _swept(engine: Streamlined, x: Inputs, readout: Readout) -> fx.GraphModule:
     def predict(*leaves: Tensor) -> Prediction:
         """The prediction for x."""
         given = iter(leaves)
+        if found.checks is not None:
+            found.checks(*leaves, *(mean_of(engine.weights[name]) for name in found.weights.values()))
         mean, cov = moments(tree.apply_leaves(lambda _: next(given), x))
         return readout(Moments(mean, cov) if cov.ndim == mean.ndim else Output(mean, cov))
 

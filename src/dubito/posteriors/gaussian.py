@@ -136,6 +136,7 @@ class Gaussian(Posterior):
         x_var: Tensor | None = None,
         rank: int | None = None,
         top: int | None = None,
+        rule: str = "moments",
     ) -> LatentMixture:
         """The predictive at x. Linearized with `draws`, it is made of so many linear functions instead of their exact Gaussian.
 
@@ -144,7 +145,8 @@ class Gaussian(Posterior):
         `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
         variances of the input, and `draws` is how often an operation without a rule is drawn; for `"streamlined"`, `rank` says how
-        many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what.
+        many directions are carried in which units move together: 0 none, -1 all; None picks, and `p.how` tells what. `rule="taylor"`
+        takes functions of random numbers to first order, at the mean, where `"moments"` takes their moments.
 
         `top`, linearized or for `"adjoint"`, is how many outputs at each position (pixel, token) have exact variances, the largest;
         the others have rougher ones, and there are no covariances. None: all, for `"adjoint"` 16 of more than 100. Of large images
@@ -156,9 +158,11 @@ class Gaussian(Posterior):
         self._only(how, "linearized", "sampled", "streamlined", "adjoint", "point", draws=drawn)
         one_of(LINKS, link=link)
         if how in ONE_PASS:
-            p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top)
+            p = one_pass(
+                self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top, rule=rule
+            )
             return p.stretched(self.variance_scale).linked(link)
-        refuse_one_pass_options(x_var, rank, None if how == "linearized" else top)
+        refuse_one_pass_options(x_var, rank, None if how == "linearized" else top, rule)
         at_least(1, top=top)
         if how == "point":
             return sampled(self.model, x, shared={**self.buffers, **self.params}, memory=memory)
@@ -295,7 +299,9 @@ class Gaussian(Posterior):
             raise ValueError("there is no held-out data: the loader gave no batch")
         return batches
 
-    def calibrated(self, data: Iterable[Batch], how: str = "streamlined", *, rank: int | None = None) -> Gaussian:
+    def calibrated(
+        self, data: Iterable[Batch], how: str = "streamlined", *, rank: int | None = None, rule: str = "moments"
+    ) -> Gaussian:
         """The posterior whose predictions in one pass have their variances of f multiplied by the factor, `variance_scale`, that scores
         held-out data best, (x, y) or batches. It is positive by construction, and 1 unless this is called."""
         self._only(how, "streamlined", "adjoint")
@@ -303,7 +309,7 @@ class Gaussian(Posterior):
         found = []
         for batch in self._held_out(data):
             x, y = self.model.split(batch)
-            found.append((plain.predict(x, how, rank=rank if how == "streamlined" else None), y))
+            found.append((plain.predict(x, how, rank=rank if how == "streamlined" else None, rule=rule), y))
 
         def _total(log: float) -> float:
             return sum(float(p.stretched(math.exp(log)).log_prob(y).double().sum()) for p, y in found)

@@ -74,15 +74,18 @@ class Stochastic(Posterior):
         x_var: Tensor | None = None,
         rank: int | None = None,
         top: int | None = None,
+        rule: str = "moments",
     ) -> LatentMixture:
         """The predictive at x, by draws of masks, in one pass, or (`how="point"`) of the network with dropout off, as it is
-        used without Bayes; `link`, `x_var`, `rank` and `top` are as in `Gaussian.predict`."""
+        used without Bayes; `link`, `x_var`, `rank`, `top` and `rule` are as in `Gaussian.predict`."""
         self._only(how, "sampled", "streamlined", "adjoint", "point", draws=draws)
         one_of(LINKS, link=link)
         if how is not None and how in ONE_PASS:
-            p = one_pass(self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top)
+            p = one_pass(
+                self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top, rule=rule
+            )
             return p.linked(link)
-        refuse_one_pass_options(x_var, rank, top)
+        refuse_one_pass_options(x_var, rank, top, rule)
         shared = {**self.buffers, **self.params}
         if how == "point":
             return sampled(self.model, x, shared=shared, memory=memory)

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dubito.curvature.capture import Capture, example_count, select_examples, tapped
+from dubito.curvature.capture import Capture, example_count, select_examples, tapped, watched
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
@@ -39,7 +40,7 @@ from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.tangents import DRAWS
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
-from dubito.tensors.checks import at_least, require
+from dubito.tensors.checks import at_least, one_of, require
 from dubito.tensors.covariances import Covariance
 from dubito.tensors.randomness import derive_seed, generator, uniforms_from
 from dubito.tensors.tree import Buffers, Params
@@ -54,7 +55,9 @@ class Means(Model):
     """A model whose network is that of the means: what it gives for x is E[f(x)]."""
 
     engine: Any = None
+    path: Trace | None = None  # for inputs of any number; None: what the engine has for the inputs
     noisy: bool = False  # x is then (x, variances of x)
+    taylor: bool = False  # the plain network, at the mean of its weights
     fallback: int = 0
     tells: ClassVar[bool] = True  # the rules tell a `Capture` of their layers
 
@@ -62,15 +65,19 @@ class Means(Model):
         """E[f(x)], with the given means of the weights; its derivatives are expected slopes."""
         engine: Streamlined = self.engine
         inputs = x[0] if self.noisy else x
-        program, means = engine.program(inputs, adjoint=True, noisy=self.noisy, fallback=self.fallback), {**buffers, **params}
+        path = engine.trace(inputs) if self.path is None else self.path
+        program = engine.lowered(path, adjoint=True, noisy=self.noisy, taylor=self.taylor, fallback=self.fallback)
         weights: list[Any] = []
-        for name in engine.trace(inputs).weights.values():
+        means = {**buffers, **params}
+        for name in path.weights.values():
             known = engine.weights[name]
-            weights.append(known._replace(mean=means[name]) if is_weight(known) else means[name])
+            weights.append(known._replace(mean=means[name]) if is_weight(known) and not self.taylor else means[name])
         leaves: list[Any] = list(tree.leaves(inputs))
         if self.noisy:
-            leaves[0] = Moments(tapped(leaves[0].detach().requires_grad_(), x[1], 0), x[1])
-        f = program(*leaves, *weights)
+            mean = tapped(leaves[0].detach().requires_grad_(), x[1], 0)
+            leaves[0] = mean if self.taylor else Moments(mean, x[1])
+        with watched() if self.taylor else nullcontext():
+            f = program(*leaves, *weights)
         return mean_of(f), buffers
 
 
@@ -84,6 +91,7 @@ def adjoint(
     fallback: int = 0,
     top: int | None = None,
     exact: bool = False,
+    taylor: bool = False,
 ) -> LatentMixture:
     """The predictive at x: means by the forward pass, covariances of the outputs by the sweeps backwards.
 
@@ -91,13 +99,16 @@ def adjoint(
     would find stand for it, from `seed`, unless it is to be `exact`; `how` says so.
 
     `top`: only so many outputs at each position, the largest, are swept back; the others have the variances of the forward pass, and
-    there are no covariances. Of one output vector with more than MANY outputs it is TOP, unless given."""
+    there are no covariances. Of one output vector with more than MANY outputs it is TOP, unless given.
+
+    `taylor`: to first order, which is the linearized network, with noise of inputs and dropout."""
     x = engine.prepare(x)
-    if x_var is not None:
-        x_var = x_var.to(x).expand_as(x)
     trace = engine.trace(x)
+    if x_var is not None:
+        engine.refuse_decisions(trace)
+        x_var = x_var.to(x).expand_as(x)
     top = _top(trace, top)
-    chain = _known_chain(engine, trace)
+    chain = None if taylor else _known_chain(engine, trace)
     if chain is not None and top is None and (x_var is None or chain.start == trace.inputs[0]):
         with torch.no_grad():
             mean, cov = (tree.full_precision(t) for t in _in_chunks(engine, trace, chain, x, x_var, memory))
@@ -105,7 +116,8 @@ def adjoint(
         params = likelihood_params(engine.params)
         return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
     with torch.inference_mode(False):
-        return _by_linearizing(engine, x, x_var, memory, fallback, top, seed, exact)
+        p = _by_linearizing(engine, trace, x, x_var, memory, fallback, top, seed, exact, taylor)
+        return replace(p, how=p.how.replace("adjoint", "adjoint, Taylor", 1)) if taylor else p
 
 
 def _top(trace: Trace, top: int | None) -> int | None:
@@ -126,25 +138,27 @@ def _swept(trace: Trace) -> bool:
 
 
 def _known_chain(engine: Streamlined, trace: Trace) -> Chain | None:
-    if id(trace) not in engine.chains:
-        engine.chains[id(trace)] = find_chain(engine, trace)
-    return engine.chains[id(trace)]
+    if trace not in engine.chains:
+        engine.chains[trace] = find_chain(engine, trace)
+    return engine.chains[trace]
 
 
 def _by_linearizing(
-    engine: Streamlined, x: Any, x_var: Tensor | None, memory: float, fallback: int, top: int | None, seed: int, exact: bool
-) -> LatentMixture:
+    engine: Streamlined, trace: Trace, x: Any, x_var: Tensor | None, memory: float, fallback: int, top: int | None, seed: int,
+    exact: bool, taylor: bool,
+) -> LatentMixture:  # fmt: skip
     """The long way, for any network: linearize that of the means."""
     base = engine.model
     model = Means(
         base.network, base.likelihood, base.prior, base.only, split=base.split, output=base.output, coupled=base.coupled,
-        engine=engine, noisy=x_var is not None, fallback=fallback,
+        engine=engine, path=trace if trace.dynamic else None, noisy=x_var is not None, taylor=taylor,
+        fallback=fallback,
     )  # fmt: skip
     x = tree.apply_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
-    trace, others = engine.trace(x), None
+    others = None
     if top is not None:
         with torch.no_grad():
-            f = engine.moments(x, x_var=x_var, fallback=fallback)
+            f = engine.moments(x, x_var=x_var, taylor=taylor, fallback=fallback, path=trace)
         others = f.var if is_moments(f) else f.cov.diagonal(dim1=-2, dim2=-1)
     given = x if x_var is None else (x, x_var)
     known: dict[str, Any] = {"params": engine.params, "buffers": engine.buffers, "covariance": engine.covariance}
@@ -152,7 +166,15 @@ def _by_linearizing(
         draws, source = fallback or DRAWS, generator(base.device, seed, "adjoint")
         f = sketch(model, given, **known, draws=draws, generator=source, memory=memory)
         return LatentMixture(base.likelihood, f, params=likelihood_params(engine.params), how=f"adjoint, {draws} draws")
-    p = linearized(model, given, **known, fallback=0, memory=memory, top=top, others=others)
+    try:
+        p = linearized(model, given, **known, fallback=0, memory=memory, top=top, others=others)
+    except NotImplementedError as error:
+        if trace.dynamic:
+            raise
+        raise ValueError(
+            "the network decides by the values of each example, which the adjoint follows only where all random weights are those of "
+            "known layers: make the others certain by `only=`, or predict with how='streamlined' or 'sampled'"
+        ) from error
     return replace(p, how="adjoint" if top is None else f"adjoint, {top} largest outputs")
 
 
@@ -173,6 +195,7 @@ def _in_chunks(
 
 
 ONE_PASS = ("streamlined", "adjoint")
+RULES = ("moments", "taylor")  # what a function of a random number gives: its exact moments, or those of its tangent
 
 
 def one_pass(
@@ -186,26 +209,35 @@ def one_pass(
     x_var: Tensor | None = None,
     rank: int | None = None,
     top: int | None = None,
+    rule: str = "moments",
 ) -> LatentMixture:
-    """The predictive at x; `draws` is how often an operation without a rule is drawn."""
+    """The predictive at x; `draws` is how often an operation without a rule is drawn, `rule` one of RULES."""
+    one_of(RULES, rule=rule)
+    refuse_one_pass(engine.model)
+    taylor = rule == "taylor"
+    if how == "streamlined":
+        return engine.predict(x, rank=rank, x_var=x_var, taylor=taylor, fallback=draws or 0)
+    return adjoint(
+        engine, x, x_var=x_var, memory=memory, seed=seed, fallback=draws or 0, top=top, exact=draws == 0, taylor=taylor
+    )
+
+
+def refuse_one_pass(model: Model) -> None:
+    """Raise where moments cannot be carried through a network."""
     otherwise = "predict with how='sampled' or, a Gaussian, how='linearized'"
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in engine.model.network.modules())
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.network.modules())
     require(
         not scripted, f"one pass sees nothing of what a ScriptModule does: give the module that it was made from, or {otherwise}"
     )
     require(
-        not engine.model.coupled,
-        f"one pass follows examples that are independent, and the rows of this model are coupled: {otherwise}",
+        not model.coupled, f"one pass follows examples that are independent, and the rows of this model are coupled: {otherwise}"
     )
-    if how == "streamlined":
-        return engine.predict(x, rank=rank, x_var=x_var, fallback=draws or 0)
-    return adjoint(engine, x, x_var=x_var, memory=memory, seed=seed, fallback=draws or 0, top=top, exact=draws == 0)
 
 
-def refuse_one_pass_options(x_var: Tensor | None, rank: int | None, top: int | None) -> None:
+def refuse_one_pass_options(x_var: Tensor | None, rank: int | None, top: int | None, rule: str) -> None:
     """Raise where another way to predict is given options that are for one pass."""
-    unused = x_var is None and rank is None
-    require(unused, 'x_var and rank are for predictions in one pass: how="streamlined" or how="adjoint"')
+    unused = x_var is None and rank is None and rule == "moments"
+    require(unused, 'x_var, rank and rule are for predictions in one pass: how="streamlined" or how="adjoint"')
     require(top is None, 'top is for how="linearized" or how="adjoint"')
 
 

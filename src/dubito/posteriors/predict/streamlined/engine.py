@@ -24,14 +24,15 @@ from dubito.posteriors.predict.dropout import Dropout
 from dubito.posteriors.predict.sampled import read_examples
 from dubito.posteriors.predict.streamlined.moments import Moments, Output, Weight, block_of, is_weight, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
-from dubito.posteriors.predict.streamlined.program import WIDE, lower
+from dubito.posteriors.predict.streamlined.program import WIDE, OtherWay, lower
 from dubito.posteriors.predict.streamlined.prune import pool_first, prune
-from dubito.posteriors.predict.streamlined.trace import trace
+from dubito.posteriors.predict.streamlined.trace import DECIDES, trace
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance
 from dubito.tensors.tree import Buffers, Params
 
+KEPT = 32  # traces: of inputs of several shapes, and of several decisions by their values
 NARROW = 512  # units of a network, all operations together, up to which all directions are carried
 
 
@@ -50,10 +51,10 @@ class Streamlined:
         covariance = Blocks(()) if covariance is None else covariance
         self.model, self.params, self.buffers, self.covariance = model, params, buffers, covariance
         self.dropout = dropout
-        self.traces: dict[tuple, Trace] = {}
+        self.traces: list[tuple[tuple, Trace]] = []  # with the kinds of input they are for; the latest first
         self.programs: dict[tuple, fx.GraphModule] = {}
         self.squares: dict[str, Tensor] = {}
-        self.chains: dict[int, Any] = {}  # of `predict.chain`, by trace
+        self.chains: dict[Trace, Any] = {}  # of `predict.chain`
         self.blocks = covariance.independent_blocks
         self.correlated = {name for block in self.blocks if not block.independent for name in block.shapes}
         kernels = {block.layer[0]: block.noise(*block.layer) for block in self.blocks if block.layer is not None}
@@ -68,23 +69,51 @@ class Streamlined:
         """x as tensors of the network's type, on its device."""
         return read_examples(self.model, x, self.params, self.buffers)
 
-    def trace(self, x: Inputs) -> Trace:
-        """The trace of the network for inputs like x; made once."""
-        kind = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves(x))
-        count = example_count(x)
-        for key in (kind, (count, kind)):
-            if key in self.traces:
-                return self.traces[key]
+    def trace(self, x: Inputs, *, exported: bool = False) -> Trace:
+        """The trace of the network for inputs like x, by whose values it decides as it did; made once.
+
+        `exported`: the network is asked to do without shortcuts for some inputs, so that the trace is for more of them."""
+        kind: tuple = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves(x))
+        kind = ("exported", *kind) if exported else kind
+        alone = (example_count(x), kind)
+        for place, (known, made) in enumerate(self.traces):
+            if known in (kind, alone) and self._decides_alike(made, x):
+                self.traces.insert(0, self.traces.pop(place))
+                return made
+        plain = self._plain()
         with torch.inference_mode(False):
-            plain = {name: mean_of(weight) for name, weight in self.weights.items()}
             params = {name: plain[name] for name in self.params if ":" not in name}
-            made = trace(self.model, params, x, {name: plain[name] for name in self.buffers}, self.dropout)
+            buffers = {name: plain[name] for name in self.buffers}
+            made = trace(self.model, params, x, buffers, self.dropout, self.random, exported)
             made = pool_first(prune(made))
-        self.traces[kind if made.dynamic else (count, kind)] = made
+        self._keep(kind if made.dynamic else alone, made)
         for step in made.steps:
             if step.name == "linear":
                 self._pair(made.weight_name(step.argument(1, "weight")), made.weight_name(step.argument(2, "bias")))
         return made
+
+    def _plain(self) -> dict[str, Tensor]:
+        return {name: mean_of(weight) for name, weight in self.weights.items()}
+
+    def _decides_alike(self, made: Trace, x: Inputs) -> bool:
+        """Whether the network decides by the values of x as it did in the trace."""
+        if made.checks is None:
+            return True
+        plain = self._plain()
+        try:
+            with torch.no_grad():
+                made.checks(*tree.leaves(x), *(plain[name] for name in made.weights.values()))
+        except OtherWay:
+            return False
+        return True
+
+    def _keep(self, kind: tuple, made: Trace) -> None:
+        """Keep a trace, and forget those that were not used for longest."""
+        self.traces.insert(0, (kind, made))
+        for _, old in self.traces[KEPT:]:
+            self.programs = {key: program for key, program in self.programs.items() if key[0] is not old}
+            self.chains.pop(old, None)
+        del self.traces[KEPT:]
 
     def _pair(self, name: str | None, bias: str | None) -> None:
         """Give a layer's matrix the noise that it makes together with its bias, and a bias apart from it its own."""
@@ -114,7 +143,7 @@ class Streamlined:
         leaves = list(tree.leaves(x))
         if slot in trace.inputs:
             return leaves[trace.inputs.index(slot)]
-        key = (id(trace), slot)
+        key = (trace, slot)
         if key not in self.programs:
             self.programs[key] = lower(replace(trace, output=slot), ())
         return self.programs[key](*leaves, *(mean_of(self.weights[name]) for name in trace.weights.values()))
@@ -133,12 +162,42 @@ class Streamlined:
         self, x: Inputs, *, adjoint: bool = False, rank: int = 0, noisy: bool = False, taylor: bool = False, fallback: int = 0
     ) -> fx.GraphModule:
         """The program for inputs like x; made once. Operations without a rule are drawn `fallback` times, if that is not 0."""
-        trace = self.trace(x)
-        key = (id(trace), adjoint, rank, noisy, taylor, fallback)
+        return self.lowered(self.trace(x), adjoint=adjoint, rank=rank, noisy=noisy, taylor=taylor, fallback=fallback)
+
+    def lowered(
+        self,
+        trace: Trace,
+        *,
+        adjoint: bool = False,
+        rank: int = 0,
+        noisy: bool = False,
+        taylor: bool = False,
+        fallback: int = 0,
+    ) -> fx.GraphModule:
+        """The program of a trace, see `program`."""
+        key = (trace, adjoint, rank, noisy, taylor, fallback)
         if key not in self.programs:
             options = {"adjoint": adjoint, "rank": rank, "noisy": noisy, "taylor": taylor, "fallback": fallback}
-            self.programs[key] = lower(trace, self.random, fixed=self.weights, **options)
+            self.programs[key] = lower(trace, self.random, square=self.square, **options)
         return self.programs[key]
+
+    def given(
+        self, trace: Trace, *, taylor: bool = False, weights: Mapping[str, Tensor | Weight] | None = None
+    ) -> list[Tensor | Weight]:
+        """What a program takes after the inputs: `weights`, or else the engine's own; to first order E[w^2] is the mean's square."""
+        new, given = weights or {}, []
+        for name in trace.weights.values():
+            weight = new.get(name, self.weights[name])
+            if taylor and is_weight(weight):
+                weight = weight._replace(second=weight.mean.square() if name in new else self.square(name))
+            given.append(weight)
+        return given
+
+    def refuse_decisions(self, trace: Trace) -> None:
+        """Raise where the network decides by the first of its inputs, which is uncertain."""
+        for guard in trace.guards:
+            if trace.inputs[0] in trace.behind({guard.slot}):
+                raise ValueError(DECIDES.format(guard.where or "the network"))
 
     def moments(
         self,
@@ -149,22 +208,24 @@ class Streamlined:
         taylor: bool = False,
         fallback: int = 0,
         weights: Mapping[str, Tensor | Weight] | None = None,
+        path: Trace | None = None,
     ) -> Moments | Output:
         """Mean [B, *D, C] of f with its variances or, after an output layer, covariances; `x_var` are variances of the input.
 
-        `weights`, such as `Weight.of(mean, var)` with gradients, stand in the places of the engine's own: to train through it.
+        `weights`, such as `Weight.of(mean, var)` with gradients, stand in the places of the engine's own: to train through it. `path`:
+        a trace that is known to be for x.
         """
-        program = self.program(x, rank=rank, noisy=x_var is not None, taylor=taylor, fallback=fallback)
+        trace = self.trace(x) if path is None else path
+        program = self.lowered(trace, rank=rank, noisy=x_var is not None, taylor=taylor, fallback=fallback)
         leaves: list[Any] = list(tree.leaves(x))
         if x_var is not None:
+            self.refuse_decisions(trace)
             leaves[0] = Moments(leaves[0], x_var)
-        known = self.weights if weights is None else {**self.weights, **weights}
-        f = program(*leaves, *(known[name] for name in self.trace(x).weights.values()))
+        f = program(*leaves, *self.given(trace, taylor=taylor, weights=weights))
         return Moments(f, torch.zeros_like(f)) if isinstance(f, Tensor) else f
 
-    def rank(self, x: Inputs) -> int:
+    def rank(self, trace: Trace) -> int:
         """All directions where the network is narrow, none where it is wide."""
-        trace = self.trace(x)
         units = sum(math.prod(trace.shapes[step.result][1:]) for step in trace.steps if step.result is not None)
         return -1 if units <= NARROW else 0
 
@@ -174,12 +235,13 @@ class Streamlined:
         """The predictive at x."""
         x = self.prepare(x)
         with torch.no_grad():
-            rank = self.rank(x) if rank is None else rank
+            trace = self.trace(x)
+            rank = self.rank(trace) if rank is None else rank
             if x_var is not None:
                 x_var = x_var.to(x).expand_as(x)
-            f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor, fallback=fallback)
+            f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor, fallback=fallback, path=trace)
             carried = {0: "variances only", -1: "full covariance"}.get(rank, f"{rank} directions")
-            how = ", ".join(["streamlined", carried, *self._neglected(self.trace(x))])
+            how = ", ".join([*(["streamlined", "Taylor"] if taylor else ["streamlined"]), carried, *self._neglected(trace)])
             mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
             check_outputs(x, mean)
             mean, cov = (tree.full_precision(t) for t in (mean, cov))

@@ -64,6 +64,10 @@ class Weight(NamedTuple):
     second: Tensor
     block: Noise | Shift | None = None
 
+    @property
+    def factor(self) -> None:
+        """A weight has no directions: it is the first of its noise."""
+
     @staticmethod
     def of(mean: Tensor, var: Tensor, block: Noise | Shift | None = None) -> Weight:
         """A weight by its mean and variance."""
@@ -144,7 +148,7 @@ def linear_map(function: Callable[[Tensor], Tensor], x: Moments, *, squared: Cal
     return Moments(function(x.mean), var, factor)
 
 
-def residual(x: Moments) -> Tensor:
+def residual(x: Moments | Weight) -> Tensor:
     """The part of the variance that is each number's own."""
     return x.var if x.factor is None else (x.var - x.factor.square().sum(0)).clamp_min(0)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from torch import Tensor
+from torch import Tensor, fx
 
 PROBE = (3, 2)  # examples in the two runs of a trace
 Nested: TypeAlias = Any  # tuples, lists, dicts and slices of any leaves, as arguments of a torch function are
@@ -127,7 +127,17 @@ def slot_of(value: object) -> int | None:
     return value.slot if isinstance(value, Ref) else None
 
 
-@dataclass
+@dataclass(frozen=True)
+class Guard:
+    """A decision: the network asked for the numbers in a slot, which were `value`."""
+
+    slot: int
+    value: Tensor
+    truth: bool  # whether it asked only which of them are zero
+    where: str  # path of the module that asked
+
+
+@dataclass(eq=False)  # a key of programs
 class Trace:
     """The operations from the inputs and the weights to f."""
 
@@ -141,6 +151,8 @@ class Trace:
     axes: dict[int, int] = field(default_factory=dict)  # which axis of a slot is that of the examples, where it is clear
     dynamic: bool = True  # whether it holds for any number of examples
     batch: int = PROBE[0]
+    guards: list[Guard] = field(default_factory=list)  # decisions by certain values, for which alone it holds
+    checks: fx.GraphModule | None = None  # of the inputs and the weights: raises `OtherWay` where a guard is broken
 
     @property
     def makers(self) -> dict[int | None, Step]:
@@ -154,7 +166,11 @@ class Trace:
     @property
     def needed(self) -> set[int]:
         """Slots that the output depends on."""
-        needed = {self.output}
+        return self.behind({self.output})
+
+    def behind(self, slots: set[int]) -> set[int]:
+        """Those slots, and all that they depend on."""
+        needed = set(slots)
         for step in reversed(self.steps):
             if needed.intersection(step.outputs):
                 needed.update(step.inputs)

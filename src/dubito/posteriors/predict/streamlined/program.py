@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 
 from dubito.posteriors.predict.streamlined import rules as _rules  # noqa: F401 (registers them)
-from dubito.posteriors.predict.streamlined.moments import KEYWORDS, RULES, Weight
+from dubito.posteriors.predict.streamlined.moments import KEYWORDS, RULES
 from dubito.posteriors.predict.streamlined.operations import Arguments, Nested, Ref, Size, Step, Trace, refs, resolve, slot_of
 from dubito.posteriors.predict.streamlined.rules.attention import find_origin
 from dubito.posteriors.predict.streamlined.rules.linear import head
@@ -20,8 +21,8 @@ from dubito.posteriors.predict.streamlined.rules.sampled import Sampled
 class GraphWriter:
     """A graph while it is written: `nodes` are its values, by slot of the trace."""
 
-    def __init__(self, trace: Trace):
-        self.trace, self.graph, self.needed = trace, fx.Graph(), trace.needed
+    def __init__(self, trace: Trace, needed: set[int] | None = None):
+        self.trace, self.graph, self.needed = trace, fx.Graph(), trace.needed if needed is None else needed
         self.nodes: dict[int, fx.Node] = {}
         self.batch: fx.Node | None = None
 
@@ -48,7 +49,7 @@ class GraphWriter:
 
     def call(self, step: Step, args: tuple, kwargs: Arguments) -> fx.Node:
         """The operation itself, nothing in place: what it reads may be read by others."""
-        name = getattr(step.func, "__name__", "")
+        name = _NAMES.get(step.func, getattr(step.func, "__name__", ""))
         if step.name == "setitem":
             return self.graph.call_function(set_item, args, kwargs)
         if name == "__get__":
@@ -67,6 +68,9 @@ class GraphWriter:
         for i, item in enumerate(out):
             if any(ref.slot in self.needed for ref in refs(item)):
                 self.assign(item, self.graph.call_function(operator.getitem, (node, i)))
+
+
+_NAMES = {Tensor.__pow__: "__pow__", Tensor.__ipow__: "__ipow__"}  # of methods that call themselves otherwise
 
 
 def _out_of_place(name: str, canonical: str) -> str:
@@ -123,15 +127,17 @@ def lower(
     noisy: bool = False,
     fallback: int = 0,
     taylor: bool = False,
-    fixed: Mapping[str, Tensor | Weight] | None = None,
+    square: Callable[[str], Tensor] | None = None,
 ) -> fx.GraphModule:
     """The program: takes the inputs, then the weights in the order of `trace.weights`, and gives the moments of f.
 
     `random` names the weights that have a variance; `noisy` inputs have one too. Operations on what is certain stay as they are, and
-    what f does not need is left out. Operations without a rule are drawn `fallback` times, if that is not 0. `fixed` holds the weights:
-    squares of those that are certain are then formed once.
+    what f does not need is left out. Operations without a rule are drawn `fallback` times, if that is not 0. `square` gives the
+    square of a weight that is certain, formed once. To first order (`taylor`) the means are those of the plain network, which the
+    adjoint then runs as it is, but for dropout: it takes weights and inputs that are all certain.
     """
-    lowering = _Lowering(trace, set(random), noisy, fallback, fixed)
+    plain = adjoint and taylor
+    lowering = _Lowering(trace, () if plain else random, noisy=noisy and not plain, fallback=fallback, square=square)
     lowering.modes = {"adjoint": adjoint, "rank": rank, "taylor": taylor}
     for step in _fuse_lerp(trace.steps):
         lowering.add(step)
@@ -139,21 +145,63 @@ def lower(
     return fx.GraphModule(lowering.root, lowering.graph)
 
 
+def lower_guards(trace: Trace) -> fx.GraphModule:
+    """The program that checks the guards: takes the inputs and the weights as `lower`'s, and raises `OtherWay` where one is broken."""
+    lowering = _Lowering(trace, (), needed=trace.behind({guard.slot for guard in trace.guards}))
+    steps, guards = iter(trace.steps), iter(enumerate(trace.guards))
+    for i, guard in guards:  # what the network did after a decision may not be possible after another
+        while guard.slot not in lowering.nodes:
+            lowering.add(next(steps))
+        value = lowering.buffer(f"guard{i}", guard.value)
+        lowering.graph.call_function(agree, (lowering.nodes[guard.slot], value, guard.truth, guard.where, i))
+    lowering.graph.output(None)
+    return fx.GraphModule(lowering.root, lowering.graph)
+
+
+class OtherWay(ValueError):
+    """The network would decide otherwise than it did: by `value`, in the decision of that number."""
+
+    def __init__(self, number: int, value: Tensor, where: str):
+        super().__init__(_OTHERWISE.format(where or "the network"))
+        self.number, self.value = number, value
+
+
+_OTHERWISE = (
+    "{} decides by the values of its data, and for these inputs otherwise than for the example that this program was made with: make "
+    "another by as_module with an example that decides as they do, or use posterior.predict"
+)
+
+
+def agree(value: Tensor, expected: Tensor, truth: bool, where: str, number: int) -> None:
+    """Raise where the network would decide otherwise; in what is compiled or exported, as an operation."""
+    if value.shape != expected.shape:
+        raise OtherWay(number, value, where)
+    same = (value != 0) == (expected != 0) if truth else (value == expected) | ((value != value) & (expected != expected))
+    if torch.compiler.is_compiling() or isinstance(same, FakeTensor):
+        torch._assert_async(same.all(), _OTHERWISE.format(where or "the network"))
+    elif not same.all():
+        raise OtherWay(number, value, where)
+
+
 class _Lowering(GraphWriter):
     """The program while it is written; slots in `uncertain` are random."""
 
     modes: Mapping[str, int]  # adjoint, rank, taylor
 
-    def __init__(self, trace: Trace, random: set[str], noisy: bool, fallback: int, fixed: Mapping[str, Tensor | Weight] | None):
-        super().__init__(trace)
-        self.noisy, self.fallback, self.fixed = noisy, fallback, fixed
+    def __init__(
+        self, trace: Trace, random: Iterable[str], *, noisy: bool = False, fallback: int = 0,
+        square: Callable[[str], Tensor] | None = None, needed: set[int] | None = None,
+    ):  # fmt: skip
+        super().__init__(trace, needed)
+        self.noisy, self.fallback, self.square = noisy, fallback, square
         self.root, self.makers = nn.Module(), trace.makers
         self.nodes |= {slot: self.graph.placeholder(f"x{i}") for i, slot in enumerate(trace.inputs)}
         self.nodes |= {slot: self.graph.placeholder(f"w_{_identifier(name)}") for slot, name in trace.weights.items()}
         for i, (slot, tensor) in enumerate(trace.constants.items()):
             if slot in self.needed:
-                self.nodes[slot] = self._buffer(f"constant{i}", tensor)
-        self.uncertain = {slot for slot, name in trace.weights.items() if name in random}
+                self.nodes[slot] = self.buffer(f"constant{i}", tensor)
+        names = set(random)
+        self.uncertain = {slot for slot, name in trace.weights.items() if name in names}
         self.uncertain |= set(trace.inputs[:1]) if noisy else set()
 
     def examples(self, place: int) -> fx.Node:
@@ -168,19 +216,23 @@ class _Lowering(GraphWriter):
         args, kwargs = self.fill((step.args, step.kwargs))
         if _makes_noise(step) or self.uncertain.intersection(step.inputs):
             node = self._rule(step, args, kwargs)
-            self.uncertain.update(step.outputs)
+            if self.modes["adjoint"] and self.modes["taylor"]:
+                node = self.graph.call_function(getattr, (node, "mean"))
+            else:
+                self.uncertain.update(step.outputs)
         else:
             node = self.call(step, args, kwargs)
         self.assign(step.out, node)
 
-    def _buffer(self, name: str, tensor: Tensor) -> fx.Node:
+    def buffer(self, name: str, tensor: Tensor) -> fx.Node:
+        """A tensor of the program's own."""
         if not hasattr(self.root, name):
             self.root.register_buffer(name, tensor, persistent=False)
         return self.graph.get_attr(name)
 
     def _rule(self, step: Step, args: tuple, kwargs: dict) -> fx.Node:
         if self._is_head(step):
-            return self.graph.call_function(head, args, kwargs)
+            return self.graph.call_function(head, args, {**kwargs, "taylor": True} if self.modes["taylor"] else kwargs)
         if step.name in RULES:
             keywords = {key: self._keyword(key, step) for key in KEYWORDS[step.name]}
             given = {key: value for key, value in keywords.items() if value is not None}
@@ -204,14 +256,13 @@ class _Lowering(GraphWriter):
     def _axis(self, step: Step) -> int | None:
         return self.trace.axes.get(step.out.slot) if self.modes["adjoint"] and step.result is not None else None
 
-    def _square(self, step: Step) -> Node:
+    def _known_square(self, step: Step) -> Node:
         """The square of a weight that is certain, where it meets something that is not."""
         slot = slot_of(step.argument(1, "weight"))
-        if self.fixed is None or slot is None or slot in self.uncertain or slot not in self.trace.weights:
+        if self.square is None or slot is None or slot in self.uncertain or slot not in self.trace.weights:
             return None
-        weight = self.fixed[self.trace.weights[slot]]
-        assert isinstance(weight, Tensor)
-        return self._buffer(f"square_{_identifier(self.trace.weights[slot])}", weight.detach().square())
+        name = self.trace.weights[slot]
+        return self.buffer(f"square_{_identifier(name)}", self.square(name))
 
     def _origin(self, step: Step) -> tuple | None:
         """The layer behind what an attention averages, as `Origin` has it: the third argument, or the second of a product."""
@@ -223,7 +274,7 @@ class _Lowering(GraphWriter):
         start, flat = int(known.channels.min()), known.channels.flatten()
         if torch.equal(flat, torch.arange(start, start + len(flat))):
             return (*layer, (start, *known.channels.shape), known.swapped)
-        channels = self._buffer(
+        channels = self.buffer(
             f"channels{sum(1 for _ in self.root.buffers())}", known.channels
         )  # on the CPU: any device can index
         return (*layer, channels, known.swapped)
@@ -248,7 +299,7 @@ class _Lowering(GraphWriter):
         return None if slot is None else self.nodes[slot]
 
     _KEYWORDS: ClassVar[dict[str, Callable[[_Lowering, Step], object]]] = {
-        "axis": _axis, "square": _square, "origin": _origin, "kernel": _kernel,
+        "axis": _axis, "square": _known_square, "origin": _origin, "kernel": _kernel,
     }  # fmt: skip
 
 

@@ -125,13 +125,13 @@ def leaky_relu_moments(m: Tensor, v: Tensor, negative_slope: float = 0.01) -> Tr
     return a * m + b * mean, (a * a) * v + (b * b) * var + (2 * a * b) * v * upper, a + b * upper
 
 
-@pointwise("relu6")
+@pointwise("relu6", plain=F.relu6)
 def relu6_moments(m: Tensor, v: Tensor) -> Triple:
     """By quadrature."""
     return quadrature(lambda t: t.clamp(0.0, 6.0), m, v, 32)
 
 
-@pointwise("hardtanh")
+@pointwise("hardtanh", plain=F.hardtanh)
 def hardtanh_moments(m: Tensor, v: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Triple:
     """By quadrature."""
     return quadrature(lambda t: t.clamp(min_val, max_val), m, v, 32)
@@ -166,15 +166,17 @@ def gelu(
     x: Moments, approximate: str = "none", *, adjoint: bool = False, axis: int | None = None, taylor: bool = False
 ) -> Moments:
     """See `gelu_moments`; the approximation by tanh is taken for the exact function."""
+    if approximate != "none" and taylor:
+        return elementwise(gelu_moments, x, adjoint, axis, tangent(partial(F.gelu, approximate=approximate)))
     return elementwise(gelu_moments, x, adjoint, axis, _gelu_tangent if taylor else None)
 
 
 def _gelu_tangent(m: Tensor) -> tuple[Tensor, Tensor]:
     upper, density = _standard(m)
-    return m * upper, torch.addcmul(upper, m, density)
+    return F.gelu(m), torch.addcmul(upper, m, density)
 
 
-@pointwise("erf")
+@pointwise("erf", plain=torch.erf)
 def erf_moments(m: Tensor, v: Tensor) -> Triple:
     r"""With :math:`t^2 = 1 + 2 v`: mean :math:`\mathrm{erf}(m / t)`, slope :math:`2 / (\sqrt{\pi} t)\, e^{-(m/t)^2}`; the variance by
     quadrature."""
@@ -183,14 +185,14 @@ def erf_moments(m: Tensor, v: Tensor) -> Triple:
     return torch.erf(m / t), quadrature(torch.erf, m, v, 24)[1], slope
 
 
-@pointwise("exp")
+@pointwise("exp", plain=torch.exp)
 def exp_moments(m: Tensor, v: Tensor) -> Triple:
     r"""Log-normal: mean :math:`e^{m + v/2}`, which is the slope too, and variance :math:`E^2 (e^v - 1)`."""
     mean = torch.exp(m + 0.5 * v)
     return mean, mean * mean * torch.expm1(v), mean
 
 
-@pointwise("square")
+@pointwise("square", plain=torch.square)
 def square_moments(m: Tensor, v: Tensor) -> Triple:
     """Mean m^2 + v, variance 2 v^2 + 4 m^2 v, slope 2 m."""
     return m * m + v, 2 * v * v + 4 * m * m * v, 2 * m
@@ -263,7 +265,7 @@ def second_order(
         slope = first(m)
         return g(m) + 0.5 * second(m) * v, slope * slope * v, slope
 
-    pointwise(name)(_moments)
+    pointwise(name, plain=g)(_moments)
 
 
 second_order(torch.rsqrt, lambda m: -0.5 * m**-1.5, lambda m: 0.75 * m**-2.5, "rsqrt")

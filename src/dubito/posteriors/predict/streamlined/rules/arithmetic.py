@@ -91,10 +91,10 @@ def neg(x: Moments, *, adjoint: bool = False) -> Moments:
 
 
 @rule("mul", "multiply")
-def mul(a: Operand, b: Operand, *, adjoint: bool = False) -> Moments:
+def mul(a: Operand, b: Operand, *, adjoint: bool = False, taylor: bool = False) -> Moments:
     r"""Of independent numbers: :math:`v_a v_b + m_a^2 v_b + m_b^2 v_a`; of a number with itself see `square`."""
     if a is b:
-        return RULES["square"](a, adjoint=adjoint)
+        return RULES["square"](a, adjoint=adjoint, taylor=taylor)
     if not uncertain(a):
         a, b = b, a
     assert uncertain(a)
@@ -102,26 +102,27 @@ def mul(a: Operand, b: Operand, *, adjoint: bool = False) -> Moments:
         return _scale(a, b, adjoint)
     mean = a.mean * b.mean
     with still(adjoint):
-        var = a.var * (b.var + b.mean**2) + a.mean**2 * b.var
+        var = a.var * (b.mean**2 if taylor else b.var + b.mean**2) + a.mean**2 * b.var
         factor = _factors(a, b, b.mean, a.mean, mean.shape)
     return Moments(mean, var, factor)
 
 
 @rule("div", "divide", "true_divide")
-def div(a: Operand, b: Operand, *, rounding_mode: str | None = None, adjoint: bool = False) -> Moments:
+def div(a: Operand, b: Operand, *, rounding_mode: str | None = None, adjoint: bool = False, taylor: bool = False) -> Moments:
     """a times 1 / b, whose moments are those of `reciprocal`."""
     require(rounding_mode is None, f"a division that rounds has no rule for one pass; got rounding_mode={rounding_mode!r}")
-    return mul(a, RULES["reciprocal"](b, adjoint=adjoint) if uncertain(b) else 1 / b, adjoint=adjoint)  # pyright: ignore[reportOperatorIssue]
+    inverse = RULES["reciprocal"](b, adjoint=adjoint, taylor=taylor) if uncertain(b) else 1 / b  # pyright: ignore[reportOperatorIssue]
+    return mul(a, inverse, adjoint=adjoint, taylor=taylor)
 
 
 @rule("rdiv")
-def rdiv(a: Operand, b: Operand, *, adjoint: bool = False) -> Moments:
+def rdiv(a: Operand, b: Operand, *, adjoint: bool = False, taylor: bool = False) -> Moments:
     """b / a."""
-    return div(b, a, adjoint=adjoint)
+    return div(b, a, adjoint=adjoint, taylor=taylor)
 
 
 @rule("pow")
-def power(x: Moments, exponent: float, *, adjoint: bool = False) -> Moments:
+def power(x: Moments, exponent: float, *, adjoint: bool = False, taylor: bool = False) -> Moments:
     r""":math:`x^p`: of p = 2 exactly, else to second order in the mean, :math:`m^p + \tfrac{1}{2} p (p - 1) m^{p - 2} v`, and to first
     in the variance, :math:`(p m^{p - 1})^2 v`."""
     require(
@@ -129,19 +130,20 @@ def power(x: Moments, exponent: float, *, adjoint: bool = False) -> Moments:
         "a power with a random exponent has no rule for one pass: write it as exp(p * log(x))",
     )
     if exponent == 2:
-        return RULES["square"](x, adjoint=adjoint)
+        return RULES["square"](x, adjoint=adjoint, taylor=taylor)
 
     def _moments(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         slope = exponent * m ** (exponent - 1)
-        return m**exponent + 0.5 * exponent * (exponent - 1) * m ** (exponent - 2) * v, slope * slope * v, slope
+        bend = 0.0 if taylor else 0.5 * exponent * (exponent - 1) * m ** (exponent - 2) * v
+        return m**exponent + bend, slope * slope * v, slope
 
     return elementwise(_moments, x, adjoint)
 
 
 @rule("addcmul")
-def addcmul(x: Operand, a: Operand, b: Operand, *, value: float = 1, adjoint: bool = False) -> Moments:
+def addcmul(x: Operand, a: Operand, b: Operand, *, value: float = 1, adjoint: bool = False, taylor: bool = False) -> Moments:
     """x + value * a * b of independent numbers."""
-    product = mul(a, b, adjoint=adjoint) if uncertain(a) or uncertain(b) else a * b  # pyright: ignore[reportOperatorIssue]
+    product = mul(a, b, adjoint=adjoint, taylor=taylor) if uncertain(a) or uncertain(b) else a * b  # pyright: ignore[reportOperatorIssue]
     return add(x, product, alpha=value, adjoint=adjoint)
 
 

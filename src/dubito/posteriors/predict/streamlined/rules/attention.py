@@ -19,6 +19,7 @@ numbers' positions, for three examples, and what comes out tells which of the la
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.func import vmap
 
 from dubito.curvature.capture import tapped
 from dubito.posteriors.predict.streamlined.moments import (
+    RULES,
     Moments,
     Value,
     Weight,
@@ -43,7 +45,6 @@ from dubito.posteriors.predict.streamlined.moments import (
 )
 from dubito.posteriors.predict.streamlined.operations import Step, Trace, resolve, slot_of
 from dubito.posteriors.predict.streamlined.rules.linear import bilinear
-from dubito.tensors.checks import require
 from dubito.tensors.covariances.propagation import Rotated
 
 MOVES = {
@@ -131,9 +132,11 @@ def _read(step: Step, where: Tensor, shape: tuple[int, ...]) -> LayerOutputs | N
 
 
 @rule("softmax")
-def softmax(x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: None = None, *, adjoint: bool = False) -> Moments:
+def softmax(
+    x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None, *, adjoint: bool = False
+) -> Moments:
     r"""The softmax A of the means, and :math:`\mathrm{Var}_i = A_i^2 [v_i (1 - 2 A_i) + \sum_j A_j^2 v_j]`."""
-    dim = _axis(dim, dtype)
+    x, dim = _scores_of(x, dtype), _axis(dim)
     mean = torch.softmax(x.mean, dim)
     with still(adjoint):
         a = mean.detach() if adjoint else mean
@@ -146,10 +149,10 @@ def softmax(x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: Non
 
 @rule("log_softmax")
 def log_softmax(
-    x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: None = None, *, adjoint: bool = False
+    x: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None, *, adjoint: bool = False
 ) -> Moments:
     r"""The log softmax of the means, and :math:`\mathrm{Var}_i = v_i (1 - 2 A_i) + \sum_j A_j^2 v_j`."""
-    dim = _axis(dim, dtype)
+    x, dim = _scores_of(x, dtype), _axis(dim)
     mean = torch.log_softmax(x.mean, dim)
     with still(adjoint):
         a, own = mean.detach().exp() if adjoint else mean.exp(), residual(x)
@@ -159,8 +162,11 @@ def log_softmax(
     return Moments(mean, var, factor)
 
 
-def _axis(dim: int | None, dtype: torch.dtype | None) -> int:
-    require(dtype is None, f"softmax(dtype={dtype}) has no rule for one pass: write x.to(dtype) before it")
+def _scores_of(x: Moments, dtype: torch.dtype | None) -> Moments:
+    return x if dtype is None else RULES["to"](x, dtype)
+
+
+def _axis(dim: int | None) -> int:
     if dim is None:
         raise ValueError("softmax() without an axis has no rule for one pass: give its axis, as softmax(x, dim=-1)")
     return dim
@@ -182,51 +188,51 @@ def attention(
     *, scale: float | None = None, enable_gqa: bool = False, adjoint: bool = False, axis: int | None = None,
     origin: tuple | None = None, taylor: bool = False,
 ) -> Moments:  # fmt: skip
-    """The attention of the means, with the variance that is written at the head of this module; `taylor`: of the values' noise only,
-    each token's own."""
-    require(
-        not uncertain(attn_mask), "attention with a random mask has no rule for one pass: make its weights certain by `only=`"
-    )
+    """The attention of the means, with the variance that is written at the head of this module; a random mask (a learned bias of
+    positions) adds to the scores' noise. `taylor`: of the values' noise only, each token's own."""
     groups = mean_of(query).shape[-3] // mean_of(key).shape[-3] if enable_gqa else 1
     if groups > 1:
         key, value = _repeat(key, groups), _repeat(value, groups)
     scale = 1 / math.sqrt(mean_of(query).shape[-1]) if scale is None else scale
     q, k, v = mean_of(query), mean_of(key), mean_of(value)
-    mask = _mask(attn_mask, is_causal, q, k)  # pyright: ignore[reportArgumentType]
+    mask = _mask(mean_of(attn_mask), is_causal, q, k)
     a = torch.softmax(plus((q * scale) @ k.mT, mask), -1)
     mean = a @ v
     noise = None
     with still(adjoint):
         means = _Scores(*(t.detach() if adjoint else t for t in (q, k, v, a, mean)))
-        vq, vk, vv = (residual_of(t) for t in (query, key, value))
-        vq, vk, origin = (None, None, None) if taylor and vv is not None else (vq, vk, origin)
+        vq, vk, vv, vm = (residual_of(t) for t in (query, key, value, attn_mask))
+        vq, vk, vm, origin = (None, None, None, None) if taylor and vv is not None else (vq, vk, vm, origin)
         square = means.a * means.a
         var = torch.zeros((), dtype=mean.dtype, device=mean.device)
         if vv is not None:
             var = var + (square @ vv if origin is None else shared_by_tokens(square, means.a, vv, Origin(*origin), groups))
-        if vq is not None or vk is not None:
-            var = var + _from_scores(means, square, vq, vk, scale)
+        if any(t is not None for t in (vq, vk, vm)):
+            var = var + _from_scores(means, square, (vq, vk, vm), scale, taylor)
         if dropout_p > 0:  # kept on, as by MC dropout
             noise = dropout_p / (1 - dropout_p) * (square @ plus(means.v * means.v, vv))
             var = var + noise
-        factor = _directions(means, scale, factor_of(query), factor_of(key), factor_of(value))
+        factor = _directions(means, scale, *(factor_of(t) for t in (query, key, value, attn_mask)))
         var = var if factor is None else var + factor.square().sum(0)
     if adjoint and noise is not None and axis is not None:
         mean = tapped(mean, noise, axis)
     return Moments(mean, var.expand(mean.shape), factor)
 
 
-def _from_scores(means: _Scores, square: Tensor, vq: Tensor | None, vk: Tensor | None, scale: float) -> Tensor:
-    r"""What noise of queries and keys adds: :math:`\sum_j A_{ij}^2 (V_j - o_i)^2 u_{ij}`."""
+def _from_scores(
+    means: _Scores, square: Tensor, variances: Sequence[Tensor | None], scale: float, taylor: bool = False
+) -> Tensor:
+    r"""What noise of queries, keys and the mask adds: :math:`\sum_j A_{ij}^2 (V_j - o_i)^2 u_{ij}`."""
     q, k, v, a, o = means
+    vq, vk, vm = variances
     u = torch.zeros((), dtype=o.dtype, device=o.device)
     if vk is not None:
-        u = plus(q * q, vq) @ vk.mT
+        u = plus(q * q, None if taylor else vq) @ vk.mT
     if vq is not None:
         average = a @ k
         apart = vq @ (k * k).mT - 2 * (vq * average) @ k.mT + (vq * average * average).sum(-1, keepdim=True)
         u = u + _together(a, square) * apart.clamp_min(0)
-    p = square * (u * scale**2)
+    p = square * plus(u * scale**2, vm)
     return (p @ (v * v) - 2 * o * (p @ v) + o * o * p.sum(-1, keepdim=True)).clamp_min(0)
 
 
@@ -256,14 +262,19 @@ def _mask(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | N
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(mask.logical_not(), -math.inf)
 
 
-def _directions(means: _Scores, scale: float, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Tensor | None:
+def _directions(
+    means: _Scores, scale: float, query: Tensor | None, key: Tensor | None, value: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
     """Directions through the attention, linearized at its means."""
     q, k, v, a, _ = means
 
-    def _move(scores: Tensor) -> Tensor:  # a move of the scores, to the outputs
-        return (a * (scores - (a * scores).sum(-1, keepdim=True))) @ v
+    def _move(u: Tensor) -> Tensor:  # a move of the scores, to the outputs
+        return (a * (u - (a * u).sum(-1, keepdim=True))) @ v
 
-    steps = ((query, lambda u: _move((u * scale) @ k.mT)), (key, lambda u: _move((q * scale) @ u.mT)), (value, lambda u: a @ u))
+    steps = (
+        (query, lambda u: _move((u * scale) @ k.mT)), (key, lambda u: _move((q * scale) @ u.mT)), (value, lambda u: a @ u),
+        (mask, _move),
+    )  # fmt: skip
     moved = [vmap(step)(factor) for factor, step in steps if factor is not None]
     return total(moved, a) if moved else None
 
@@ -286,10 +297,12 @@ def shared_by_tokens(square: Tensor, a: Tensor, var: Tensor, origin: Origin, gro
 
 
 @rule("bmm", "matmul")
-def matmul(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, origin: tuple | None = None) -> Moments:
+def matmul(
+    a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, origin: tuple | None = None, taylor: bool = False
+) -> Moments:
     """a @ b, see `bilinear`; of attention weights and values the part that the tokens share is that of `shared_by_tokens`."""
-    result, v = bilinear(torch.matmul, a, b, adjoint, axis), var_of(b)
-    if origin is None or result.factor is not None or v is None:
+    result, v = bilinear(torch.matmul, a, b, adjoint, axis, taylor), var_of(b)
+    if origin is None or taylor or result.factor is not None or v is None:
         return result
     with still(adjoint):
         weights = mean_of(a).detach() if adjoint else mean_of(a)

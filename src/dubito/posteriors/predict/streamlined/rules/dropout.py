@@ -15,7 +15,7 @@ from dubito.posteriors.predict.streamlined.moments import Moments, Value, factor
 from dubito.tensors.checks import require
 
 
-def dropped(x: Value, p: float, shared: tuple[int, ...], adjoint: bool, axis: int | None) -> Moments:
+def dropped(x: Value, p: float, shared: tuple[int, ...], adjoint: bool, axis: int | None, taylor: bool = False) -> Moments:
     """x with dropout; the mask is the same along the `shared` axes (from the end).
 
     The adjoint keeps that; the forward pass takes every number to be dropped on its own, which is right for each of them."""
@@ -26,7 +26,7 @@ def dropped(x: Value, p: float, shared: tuple[int, ...], adjoint: bool, axis: in
     if adjoint and not m.requires_grad:  # nothing before it was random: it is here that a gradient has to arrive
         m = m.detach().requires_grad_()
     with still(adjoint):
-        square = plus(m * m, v)
+        square = plus(m * m, None if taylor else v)
         var = plus(v, noise * square)
     mean = _tap(m, v, noise, square, shared, axis) if adjoint and axis is not None else m
     return Moments(mean, var, factor_of(x))
@@ -45,10 +45,10 @@ def _tap(m: Tensor, v: Tensor | None, noise: float, square: Tensor, shared: tupl
 @rule("dropout")
 def dropout(
     input: Value, p: float = 0.5, training: bool = True, inplace: bool = False,
-    *, shared: Sequence[int] = (), adjoint: bool = False, axis: int | None = None,
+    *, shared: Sequence[int] = (), adjoint: bool = False, axis: int | None = None, taylor: bool = False,
 ) -> Value:  # fmt: skip
     r""":math:`m` and :math:`v + \tfrac{p}{1 - p} (m^2 + v)`."""
-    return dropped(input, p, tuple(shared), adjoint, axis) if training else input
+    return dropped(input, p, tuple(shared), adjoint, axis, taylor) if training else input
 
 
 def _of_channels(n: int) -> Callable[..., Value]:
@@ -62,8 +62,9 @@ def _of_channels(n: int) -> Callable[..., Value]:
         *,
         adjoint: bool = False,
         axis: int | None = None,
+        taylor: bool = False,
     ) -> Value:
-        return dropped(input, p, tuple(range(-n, 0)), adjoint, axis) if training else input
+        return dropped(input, p, tuple(range(-n, 0)), adjoint, axis, taylor) if training else input
 
     return _apply
 

@@ -64,9 +64,10 @@ class Layer:
     dense: bool = False
 
     def moments(
-        self, x: Value, weight: Value, bias: Value | None, adjoint: bool, rank: int, square: Tensor | None = None
-    ) -> Moments:
-        """:math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; `square` is :math:`W^2`, where it is known."""
+        self, x: Value, weight: Value, bias: Value | None, adjoint: bool, rank: int, square: Tensor | None = None,
+        taylor: bool = False,
+    ) -> Moments:  # fmt: skip
+        """:math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; `square` is :math:`W^2`, where it is known. `taylor`: without S v."""
         m, v, w = mean_of(x), var_of(x), mean_of(weight)
         mean = self.apply(noted(m, v) if adjoint and v is not None else m, w, mean_of(bias))
         if adjoint and v is not None and (own := var_of(weight)) is not None:
@@ -76,11 +77,11 @@ class Layer:
             var, shift = self._from_weights(m, weight, var_of(bias))
             factor = None
             if rank and is_moments(x):
-                spread, factor = self._with_directions(x, w, var_of(weight), rank)
+                spread, factor = self._with_directions(x, w, None if taylor else var_of(weight), rank)
                 var = plus(var, spread)
             elif v is not None:
                 if square is None:  # of what is certain it is given
-                    square = weight.second if is_weight(weight) else plus(w * w, var_of(weight))
+                    square = weight.second if is_weight(weight) else plus(w * w, None if taylor else var_of(weight))
                 var = plus(var, self.apply(v, square, None))  # pyright: ignore[reportArgumentType]
             if rank and self.dense and m.ndim == 2:  # outputs move together by their weights too
                 for block in [block for block in (block_of(weight), block_of(bias)) if block is not None]:
@@ -160,13 +161,14 @@ LINEAR, LINEAR_ADJOINT = Layer(F.linear, _block_variance, dense=True), Layer(_li
 
 @rule("linear")
 def linear(
-    input: Value, weight: Value, bias: Value | None = None, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None
-) -> Moments:
+    input: Value, weight: Value, bias: Value | None = None, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None,
+    taylor: bool = False,
+) -> Moments:  # fmt: skip
     r""":math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; of weights that are not independent :math:`\Sigma_W(m)` for
     :math:`S m^2 + s`."""
     if is_weight(weight) and weight.block is None and not adjoint and not rank and (bias is None or uncertain(bias)):
         return _independent(input, weight, bias)
-    return (LINEAR_ADJOINT if adjoint else LINEAR).moments(input, weight, bias, adjoint, rank, square)
+    return (LINEAR_ADJOINT if adjoint else LINEAR).moments(input, weight, bias, adjoint, rank, square, taylor)
 
 
 def _independent(input: Value, weight: Weight, bias: Value | None) -> Moments:
@@ -187,7 +189,7 @@ def _convolution(function: Callable[..., Tensor]) -> Callable[..., Moments]:
 
     def _apply(
         input: Value, weight: Value, bias: Value | None = None, stride: Sizes = 1, padding: Sizes | str = 0, dilation: Sizes = 1,
-        groups: int = 1, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None,
+        groups: int = 1, *, adjoint: bool = False, rank: int = 0, square: Tensor | None = None, taylor: bool = False,
     ) -> Moments:  # fmt: skip
         def _convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             given = (x, w, b, stride, padding, dilation, groups)
@@ -201,7 +203,7 @@ def _convolution(function: Callable[..., Tensor]) -> Callable[..., Moments]:
 
         known = groups == 1 and isinstance(block_of(weight), Rotated)
         layer = Layer(_convolve, _rotated if known else None, channel=1)  # pyright: ignore[reportArgumentType]
-        return layer.moments(input, weight, bias, adjoint, rank, square)
+        return layer.moments(input, weight, bias, adjoint, rank, square, taylor)
 
     return _apply
 
@@ -211,12 +213,12 @@ def _transposed(function: Callable[..., Tensor]) -> Callable[..., Moments]:
 
     def _apply(
         input: Value, weight: Value, bias: Value | None = None, stride: Sizes = 1, padding: Sizes = 0, output_padding: Sizes = 0,
-        groups: int = 1, dilation: Sizes = 1, *, adjoint: bool = False, rank: int = 0,
+        groups: int = 1, dilation: Sizes = 1, *, adjoint: bool = False, rank: int = 0, taylor: bool = False,
     ) -> Moments:  # fmt: skip
         def _convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             return function(x, w, b, stride, padding, output_padding, groups, dilation)
 
-        return Layer(_convolve, channel=1).moments(input, weight, bias, adjoint, rank)
+        return Layer(_convolve, channel=1).moments(input, weight, bias, adjoint, rank, taylor=taylor)
 
     return _apply
 
@@ -252,17 +254,18 @@ def _call(function: Callable[..., Tensor], *args: object) -> Tensor:
 
 
 def bilinear(
-    function: Callable[[Tensor, Tensor], Tensor], a: Value, b: Value, adjoint: bool = False, axis: int | None = None
-) -> Moments:
+    function: Callable[[Tensor, Tensor], Tensor], a: Value, b: Value, adjoint: bool = False, axis: int | None = None,
+    taylor: bool = False,
+) -> Moments:  # fmt: skip
     """The rule of a product that is linear in each of two tensors, which are taken to be independent; either may be random:
-    f(m_a, m_b) and f(v_a, m_b^2) + f(m_a^2, v_b) + f(v_a, v_b)."""
+    f(m_a, m_b) and f(v_a, m_b^2) + f(m_a^2, v_b) + f(v_a, v_b), without the last to first order (`taylor`)."""
     m, w = mean_of(a), mean_of(b)
     mean = function(m, w)
     with still(adjoint):
         m, w = (m.detach(), w.detach()) if adjoint else (m, w)
         v, s, own_a, own_b = var_of(a), var_of(b), residual_of(a), residual_of(b)
         var = plus(None if own_a is None else function(own_a, w * w), None if own_b is None else function(m * m, own_b))
-        both = None if v is None or s is None else function(v, s)
+        both = None if v is None or s is None or taylor else function(v, s)
         var = plus(var, both)
         sides = ((lambda u: function(u, w), factor_of(a)), (lambda u: function(m, u), factor_of(b)))
         factors = [vmap(side)(u) for side, u in sides if u is not None]
@@ -276,31 +279,34 @@ def bilinear(
 
 
 @rule("mm")
-def mm(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+def mm(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
     """a @ b, see `bilinear`."""
-    return bilinear(torch.matmul, a, b, adjoint, axis)
+    return bilinear(torch.matmul, a, b, adjoint, axis, taylor)
 
 
 @rule("rmatmul")
-def rmatmul(b: Value, a: Value, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+def rmatmul(b: Value, a: Value, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
     """a @ b, called as b.__rmatmul__(a); see `bilinear`."""
-    return bilinear(torch.matmul, a, b, adjoint, axis)
+    return bilinear(torch.matmul, a, b, adjoint, axis, taylor)
 
 
 @rule("baddbmm", "addmm")
 def baddbmm(
-    input: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1, adjoint: bool = False, axis: int | None = None
-) -> Moments:
+    input: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1, adjoint: bool = False, axis: int | None = None,
+    taylor: bool = False,
+) -> Moments:  # fmt: skip
     """beta * input + alpha * a @ b, the two taken to be independent."""
     random = uncertain(a) or uncertain(b)
-    product = bilinear(torch.matmul, a, b, adjoint, axis) if random else torch.matmul(mean_of(a), mean_of(b))
+    product = bilinear(torch.matmul, a, b, adjoint, axis, taylor) if random else torch.matmul(mean_of(a), mean_of(b))
     if beta != 1:
         input = mul(input, beta, adjoint=adjoint) if uncertain(input) else input * beta
     return add(input, product, alpha=alpha, adjoint=adjoint)
 
 
 @rule("einsum")
-def einsum(equation: str, *operands: Value | list[Value], adjoint: bool = False, axis: int | None = None) -> Moments:
+def einsum(
+    equation: str, *operands: Value | list[Value], adjoint: bool = False, axis: int | None = None, taylor: bool = False
+) -> Moments:
     """Of one or two tensors, where no letter stands twice in one of them; see `bilinear`."""
     given: Any = operands[0] if isinstance(operands[0], list) else operands
     letters = equation.split("->")[0].replace(" ", "").split(",")
@@ -309,13 +315,13 @@ def einsum(equation: str, *operands: Value | list[Value], adjoint: bool = False,
         len(given) <= 2 and not repeated, f"einsum({equation!r}) has no rule: use one or two tensors, and no letter twice in one"
     )
     if len(given) == 2:
-        return bilinear(lambda t, u: torch.einsum(equation, t, u), given[0], given[1], adjoint, axis)
+        return bilinear(lambda t, u: torch.einsum(equation, t, u), given[0], given[1], adjoint, axis, taylor)
     one = torch.ones((), device=mean_of(given[0]).device)
     return bilinear(lambda t, one: torch.einsum(equation, t) * one, given[0], one, adjoint, axis)
 
 
 @rule("lerp")
-def lerp(a: Value, b: Value, weight: Value, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+def lerp(a: Value, b: Value, weight: Value, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
     r""":math:`a + w (b - a)` of three independent numbers: :math:`(1 - w)^2 v_a + w^2 v_b + v_w ((b - a)^2 + v_a + v_b)`."""
     m, n, w = mean_of(a), mean_of(b), mean_of(weight)
     mean = torch.lerp(m, n, w)
@@ -324,8 +330,8 @@ def lerp(a: Value, b: Value, weight: Value, *, adjoint: bool = False, axis: int 
         va, vb = (zero if t is None else t for t in (var_of(a), var_of(b)))
         var, s, beyond = (1 - w) ** 2 * va + w**2 * vb, var_of(weight), None
         if s is not None:
-            beyond = s * (va + vb)
-            var = var + s * (n - m) ** 2 + beyond
+            beyond = None if taylor else s * (va + vb)
+            var = plus(var + s * (n - m) ** 2, beyond)
         slopes = ((factor_of(a), 1 - w), (factor_of(b), w), (factor_of(weight), n - m))
         known = [(u, slope) for u, slope in slopes if u is not None]
         factor = None
@@ -342,13 +348,13 @@ def lerp(a: Value, b: Value, weight: Value, *, adjoint: bool = False, axis: int 
 FEW = 32  # outputs up to which their pairs are few beside the inputs
 
 
-def head(input: Value, weight: Value, bias: Value | None = None) -> Output:
+def head(input: Value, weight: Value, bias: Value | None = None, *, taylor: bool = False) -> Output:
     """Mean and covariance [B, ..., C, C] of a linear layer's output."""
     m, w = mean_of(input), mean_of(weight)
     mean = F.linear(m, w, mean_of(bias))
     noise, shift = block_of(weight), block_of(bias)
     cov = None if noise is None else noise.cov(m)
-    if is_moments(input):
+    if uncertain(input):
         shared = sandwich(residual(input), w)
         if input.factor is not None:
             along = F.linear(input.factor, w)  # [R, B, C]
@@ -356,7 +362,7 @@ def head(input: Value, weight: Value, bias: Value | None = None) -> Output:
         cov = plus(cov, shared)
     if shift is not None:
         cov = plus(cov, shift.cov(m))
-    own = _own(m, var_of(input), weight, None if shift is not None else var_of(bias), mean)
+    own = _own(m, None if taylor else var_of(input), weight, None if shift is not None else var_of(bias), mean)
     return Output(mean, plus(cov, None if own is None else torch.diag_embed(own)))
 
 

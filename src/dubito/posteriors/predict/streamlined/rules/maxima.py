@@ -35,10 +35,10 @@ from dubito.posteriors.predict.streamlined.moments import (
     attached,
     factor_of,
     from_end,
-    is_moments,
     mean_of,
     rule,
     still,
+    uncertain,
     var_of,
 )
 from dubito.posteriors.predict.streamlined.rules.shapes import Outputs, adaptive_windows, each, outputs
@@ -72,8 +72,11 @@ def _mix(a: Tensor | None, b: Tensor | None, upper: Tensor, lower: Tensor) -> Te
     return None if a is None or b is None else a * upper + b * lower
 
 
-def larger(a: Largest, b: Largest, adjoint: bool, together: Tensor | None = None) -> Largest:
-    """The larger of two, which have the covariance `together`."""
+def larger(a: Largest, b: Largest, adjoint: bool, together: Tensor | None = None, taylor: bool = False) -> Largest:
+    """The larger of two, which have the covariance `together`; `taylor`: the one whose mean is larger."""
+    if taylor:
+        first = (a.mean >= b.mean).to(a.mean.dtype)
+        return Largest(torch.maximum(a.mean, b.mean), torch.lerp(b.var, a.var, first), _mix(a.factor, b.factor, first, 1 - first))
     with still(adjoint):
         d, spread = a.mean - b.mean, a.var + b.var
         if together is not None:
@@ -95,12 +98,12 @@ def larger(a: Largest, b: Largest, adjoint: bool, together: Tensor | None = None
     return Largest(mean, var.clamp_min(0), factor, linear, shared)
 
 
-def largest(x: Largest, adjoint: bool) -> Largest:
+def largest(x: Largest, adjoint: bool, taylor: bool = False) -> Largest:
     """Of the numbers along the last axis, one after another: for many alike this is much nearer than a tournament of pairs."""
     winner = x.map(lambda t: t[..., 0])
     for i in range(1, x.mean.shape[-1]):
         together = None if winner.shared is None else winner.shared[i]
-        winner = larger(winner, x.map(lambda t: t[..., i]), adjoint, together)  # noqa: B023
+        winner = larger(winner, x.map(lambda t: t[..., i]), adjoint, together, taylor)  # noqa: B023
     return winner
 
 
@@ -152,15 +155,17 @@ def _cut(x: Largest, axis: int, windows: Sequence[Sequence[int]]) -> Largest:
     return x.map(lambda t: t.masked_fill(absent, 0.0))._replace(mean=x.mean.masked_fill(absent, low))
 
 
-def _pool(x: Moments, windows: Windows, adjoint: bool, axis: int | None, kernel: Kernel | None = None) -> Moments:
+def _pool(
+    x: Moments, windows: Windows, adjoint: bool, axis: int | None, kernel: Kernel | None = None, taylor: bool = False
+) -> Moments:
     numbers, n = contestants(x, adjoint), len(windows)
     for along in windows:  # each that is cut adds an axis at the end
         numbers = _cut(numbers, -n, along)
     numbers = numbers.map(lambda t: t.flatten(-n))
-    if kernel is not None and x.factor is None:
+    if kernel is not None and x.factor is None and not taylor:
         with still(adjoint):
             numbers = numbers._replace(shared=kernel.covariances(windows, numbers.var, adjoint))
-    return _finish(largest(numbers, adjoint), adjoint, axis)
+    return _finish(largest(numbers, adjoint, taylor), adjoint, axis)
 
 
 class Kernel(NamedTuple):
@@ -211,13 +216,13 @@ def _maximum(n: int) -> Callable[..., Moments]:
     def _apply(
         input: Moments, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
         ceil_mode: bool = False, return_indices: bool = False,
-        *, adjoint: bool = False, axis: int | None = None, kernel: tuple | None = None,
+        *, adjoint: bool = False, axis: int | None = None, kernel: tuple | None = None, taylor: bool = False,
     ) -> Moments:  # fmt: skip
         sizes, sides = each(kernel_size, n), each(padding, n)
         along = zip(input.mean.shape[-n:], sizes, each(stride or kernel_size, n), sides, each(dilation, n), strict=True)
         windows = [_windows(*numbers, ceil_mode) for numbers in along]
         regular = not any(sides) and not ceil_mode and math.prod(sizes) <= PAIRED  # all windows alike, and not too many pairs
-        return _pool(input, windows, adjoint, axis, Kernel(*kernel) if regular and kernel is not None else None)
+        return _pool(input, windows, adjoint, axis, Kernel(*kernel) if regular and kernel is not None else None, taylor)
 
     return _apply
 
@@ -226,11 +231,12 @@ def _adaptive_maximum(n: int) -> Callable[..., Moments]:
     """The rule of the largest number of every window, of which there are as many as are asked for; see `larger`."""
 
     def _apply(
-        input: Moments, output_size: Outputs, return_indices: bool = False, *, adjoint: bool = False, axis: int | None = None
-    ) -> Moments:
+        input: Moments, output_size: Outputs, return_indices: bool = False, *, adjoint: bool = False, axis: int | None = None,
+        taylor: bool = False,
+    ) -> Moments:  # fmt: skip
         sizes = input.mean.shape[-n:]
         windows = [adaptive_windows(*pair) for pair in zip(sizes, outputs(output_size, sizes), strict=True)]
-        return _pool(input, windows, adjoint, axis)
+        return _pool(input, windows, adjoint, axis, taylor=taylor)
 
     return _apply
 
@@ -243,7 +249,9 @@ for _n in (1, 2, 3):
 # -- the largest, or smallest, along axes and of two tensors
 
 
-def _over(x: Moments, dim: Dims, keepdim: bool, adjoint: bool, axis: int | None, sign: float = 1.0) -> Moments:
+def _over(
+    x: Moments | Weight, dim: Dims, keepdim: bool, adjoint: bool, axis: int | None, sign: float = 1.0, taylor: bool = False
+) -> Moments:
     """The largest along axes; with sign -1 the smallest."""
     ndim = x.mean.ndim
     axes = sorted(from_end(dim, ndim))
@@ -254,7 +262,7 @@ def _over(x: Moments, dim: Dims, keepdim: bool, adjoint: bool, axis: int | None,
         t = t.permute(*range(lead), *(a + t.ndim for a in (*kept, *axes)))
         return t.flatten(lead + len(kept))
 
-    winner = largest(contestants(x, adjoint).signed(sign).map(_last), adjoint).signed(sign)
+    winner = largest(contestants(x, adjoint).signed(sign).map(_last), adjoint, taylor).signed(sign)
     if keepdim:
         shape = [1 if a in axes else x.mean.shape[a] for a in range(-ndim, 0)]
         winner = winner.map(lambda t: t.reshape(*t.shape[: t.ndim - len(kept)], *shape))
@@ -264,10 +272,18 @@ def _over(x: Moments, dim: Dims, keepdim: bool, adjoint: bool, axis: int | None,
 def _extremes(sign: float, names: tuple[str, str, str], index: Callable[..., Tensor]) -> None:
     """Register the rules of max, amax and maximum, or of min, amin and minimum (sign -1); see `larger`."""
 
-    def _amax(x: Moments, dim: Dims = None, keepdim: bool = False, *, adjoint: bool = False, axis: int | None = None) -> Moments:
-        return _over(x, dim, keepdim, adjoint, axis, sign)
+    def _amax(
+        x: Moments,
+        dim: Dims = None,
+        keepdim: bool = False,
+        *,
+        adjoint: bool = False,
+        axis: int | None = None,
+        taylor: bool = False,
+    ) -> Moments:
+        return _over(x, dim, keepdim, adjoint, axis, sign, taylor)
 
-    def _maximum(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None) -> Moments:
+    def _maximum(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
         pair = [contestants(value, adjoint) for value in (a, b)]
         means = torch.broadcast_tensors(*(numbers.mean for numbers in pair))
         directions = any(numbers.factor is not None for numbers in pair)
@@ -276,7 +292,7 @@ def _extremes(sign: float, names: tuple[str, str, str], index: Callable[..., Ten
             f"{names[0]}() of two tensors has a rule without directions only: predict with rank=0 or how='adjoint'",
         )
         pair = [numbers._replace(mean=sign * mean) for mean, numbers in zip(means, pair, strict=True)]
-        winner = larger(pair[0], pair[1], adjoint)
+        winner = larger(pair[0], pair[1], adjoint, taylor=taylor)
         return _finish(winner._replace(mean=sign * winner.mean), adjoint, axis)
 
     def _max(
@@ -287,11 +303,12 @@ def _extremes(sign: float, names: tuple[str, str, str], index: Callable[..., Ten
         other: Value | None = None,
         adjoint: bool = False,
         axis: int | None = None,
+        taylor: bool = False,
     ) -> Moments | tuple[Moments, Tensor]:
         second = dim if other is None else other
-        if isinstance(second, Tensor | Moments) or not is_moments(x):
-            return _maximum(x, second, adjoint=adjoint, axis=axis)
-        result = _over(x, dim, keepdim, adjoint, axis, sign)
+        if isinstance(second, Tensor | Moments) or not uncertain(x):
+            return _maximum(x, second, adjoint=adjoint, axis=axis, taylor=taylor)
+        result = _over(x, dim, keepdim, adjoint, axis, sign, taylor)
         return result if dim is None else (result, index(x.mean, dim, keepdim))  # which one it is, by the means
 
     for name, function in zip(names, (_max, _amax, _maximum), strict=True):

@@ -33,6 +33,7 @@ from dubito.posteriors.predict.streamlined.moments import (
     residual,
     rule,
     still,
+    uncertain,
     var_of,
 )
 from dubito.tensors.checks import require
@@ -41,8 +42,11 @@ from dubito.tensors.tree import full_precision, symbolic
 Axes = tuple[int, ...]
 
 
-def normalized(x: Moments, axes: Axes, eps: float, adjoint: bool, *, centered: bool = True) -> Moments:
-    """x over its root mean square along the axes (counted from the end), its mean taken off before if `centered`."""
+def normalized(
+    x: Moments | Weight, axes: Axes, eps: float, adjoint: bool, *, centered: bool = True, taylor: bool = False
+) -> Moments:
+    """x over its root mean square along the axes (counted from the end), its mean taken off before if `centered`; `taylor`: over that
+    of the means."""
     size = math.prod([x.mean.shape[axis] for axis in axes])
 
     def _average(t: Tensor) -> Tensor:
@@ -52,7 +56,8 @@ def normalized(x: Moments, axes: Axes, eps: float, adjoint: bool, *, centered: b
         m = x.mean.detach() if adjoint else x.mean
         middle = _average(m) if centered else torch.zeros((), dtype=m.dtype, device=m.device)
         apart = m - middle if centered else m
-        i = torch.rsqrt(_average(apart * apart) + _average(x.var) * (1 - 1 / size if centered else 1) + eps)
+        noise = 0.0 if taylor else _average(x.var) * (1 - 1 / size if centered else 1)
+        i = torch.rsqrt(_average(apart * apart) + noise + eps)
         z = apart * i
         own = residual(x)
         weighted = own * z
@@ -112,7 +117,9 @@ class _Normalized(torch.autograd.Function):
         return _along(m, z, i, ctx.axes, ctx.centered)
 
 
-def rescale(x: Value, weight: Value | None, bias: Value | None, channel: int, adjoint: bool, axis: int | None) -> Moments:
+def rescale(
+    x: Value, weight: Value | None, bias: Value | None, channel: int, adjoint: bool, axis: int | None, taylor: bool = False
+) -> Moments:
     r"""x times a scale plus a shift, either of which may be random: :math:`g^2 v + s (m^2 + v) + s_b` for a scale with mean g and
     variance s. Its channels are on the axis 1, or on the last ones (-1)."""
     m, v, factor = mean_of(x), var_of(x), factor_of(x)
@@ -123,7 +130,7 @@ def rescale(x: Value, weight: Value | None, bias: Value | None, channel: int, ad
         g, s, shift = (_shaped(t, m, channel) for t in (mean_of(weight), var_of(weight), var_of(bias)))
         var = torch.zeros_like(m) if v is None else v if g is None else v * (g * g)
         if s is not None:
-            var = var + s * plus(m * m, v)
+            var = var + s * plus(m * m, None if taylor else v)
         var = plus(var, shift)
         factor = factor if factor is None or g is None else factor * g
         beyond = None if s is None or v is None else (s * v).expand(m.shape)
@@ -145,49 +152,50 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, channel: int)
 
 
 def _normalize(
-    x: Value, axes: Axes, eps: float, adjoint: bool, plain: Callable[[Tensor], Tensor], *, centered: bool = True
-) -> Moments | Tensor:
+    x: Value, axes: Axes, eps: float, adjoint: bool, plain: Callable[[Tensor], Tensor], *, centered: bool = True,
+    taylor: bool = False,
+) -> Moments | Tensor:  # fmt: skip
     """`normalized` if x is random, else `plain(x)`."""
-    return normalized(x, axes, eps, adjoint, centered=centered) if is_moments(x) else plain(mean_of(x))
+    return normalized(x, axes, eps, adjoint, centered=centered, taylor=taylor) if uncertain(x) else plain(mean_of(x))
 
 
 @rule("layer_norm")
 def layer_norm(
     input: Value, normalized_shape: list[int], weight: Value | None = None, bias: Value | None = None, eps: float = 1e-5,
-    *_: object, adjoint: bool = False, axis: int | None = None,
+    *_: object, adjoint: bool = False, axis: int | None = None, taylor: bool = False,
 ) -> Moments:  # fmt: skip
     """`normalized` over the last axes, then `rescale`."""
     axes = tuple(range(-len(normalized_shape), 0))
-    x = _normalize(input, axes, eps, adjoint, lambda t: F.layer_norm(t, normalized_shape, eps=eps))
-    return rescale(x, weight, bias, -1, adjoint, axis)
+    x = _normalize(input, axes, eps, adjoint, lambda t: F.layer_norm(t, normalized_shape, eps=eps), taylor=taylor)
+    return rescale(x, weight, bias, -1, adjoint, axis, taylor)
 
 
 @rule("rms_norm")
 def rms_norm(
     input: Value, normalized_shape: list[int], weight: Value | None = None, eps: float | None = None,
-    *, adjoint: bool = False, axis: int | None = None,
+    *, adjoint: bool = False, axis: int | None = None, taylor: bool = False,
 ) -> Moments:  # fmt: skip
     """`normalized` over the last axes, not centered, then `rescale`."""
     axes, small = tuple(range(-len(normalized_shape), 0)), torch.finfo(mean_of(input).dtype).eps if eps is None else eps
-    x = _normalize(input, axes, small, adjoint, lambda t: F.rms_norm(t, normalized_shape, eps=eps), centered=False)
-    return rescale(x, weight, None, -1, adjoint, axis)
+    x = _normalize(input, axes, small, adjoint, lambda t: F.rms_norm(t, normalized_shape, eps=eps), centered=False, taylor=taylor)
+    return rescale(x, weight, None, -1, adjoint, axis, taylor)
 
 
 @rule("group_norm")
 def group_norm(
     input: Value, num_groups: int, weight: Value | None = None, bias: Value | None = None, eps: float = 1e-5, *_: object,
-    adjoint: bool = False, axis: int | None = None,
+    adjoint: bool = False, axis: int | None = None, taylor: bool = False,
 ) -> Moments:  # fmt: skip
     """`normalized` over the channels and positions of each group, then `rescale`."""
-    if is_moments(input):
+    if uncertain(input):
         groups = _reshape(input, (input.mean.shape[0], num_groups, -1))
-        x = _reshape(normalized(groups, (-1,), eps, adjoint), input.mean.shape)
+        x = _reshape(normalized(groups, (-1,), eps, adjoint, taylor=taylor), input.mean.shape)
     else:
         x = F.group_norm(mean_of(input), num_groups, eps=eps)
-    return rescale(x, weight, bias, 1, adjoint, axis)
+    return rescale(x, weight, bias, 1, adjoint, axis, taylor)
 
 
-def _reshape(x: Moments, shape: Sequence[int]) -> Moments:
+def _reshape(x: Moments | Weight, shape: Sequence[int]) -> Moments:
     factor = None if x.factor is None else x.factor.reshape(len(x.factor), *shape)
     return Moments(x.mean.reshape(shape), x.var.reshape(shape), factor)
 
@@ -196,6 +204,7 @@ def _reshape(x: Moments, shape: Sequence[int]) -> Moments:
 def batch_norm(
     input: Value, running_mean: Tensor | None, running_var: Tensor | None, weight: Value | None = None, bias: Value | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *, adjoint: bool = False, axis: int | None = None,
+    taylor: bool = False,
 ) -> Moments:  # fmt: skip
     r"""By running statistics, which are certain: :math:`(m - \mu) / \sigma` and :math:`v / \sigma^2`, then `rescale`."""
     if training or running_mean is None or running_var is None:
@@ -203,14 +212,14 @@ def batch_norm(
             "a BatchNorm layer uses the statistics of the batch, so every output depends on all inputs, and means and variances cannot "
             "go through it. Keep running statistics (track_running_stats=True), and do not override train()"
         )
-    return rescale(_by_statistics(input, running_mean, running_var, eps, adjoint), weight, bias, 1, adjoint, axis)
+    return rescale(_by_statistics(input, running_mean, running_var, eps, adjoint), weight, bias, 1, adjoint, axis, taylor)
 
 
 def _by_statistics(x: Value, mean: Tensor, var: Tensor, eps: float, adjoint: bool) -> Value:
     m = mean_of(x)
     center, by = (t.view(-1, *[1] * (m.ndim - 2)) for t in (mean, torch.rsqrt(var + eps)))
     m = (m - center) * by
-    if not is_moments(x):
+    if not uncertain(x):
         return m
     with still(adjoint):
         return Moments(m, x.var * (by * by), None if x.factor is None else x.factor * by)
@@ -220,26 +229,27 @@ def _by_statistics(x: Value, mean: Tensor, var: Tensor, eps: float, adjoint: boo
 def instance_norm(
     input: Value, running_mean: Any = None, running_var: Any = None, weight: Value | None = None, bias: Value | None = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *, adjoint: bool = False, axis: int | None = None,
+    taylor: bool = False,
 ) -> Moments:  # fmt: skip
     """`normalized` over the positions of each channel, or by running statistics; then `rescale`."""
     if use_input_stats:
         axes = tuple(range(2 - mean_of(input).ndim, 0))
-        x = _normalize(input, axes, eps, adjoint, lambda t: F.instance_norm(t, eps=eps))
+        x = _normalize(input, axes, eps, adjoint, lambda t: F.instance_norm(t, eps=eps), taylor=taylor)
     else:
         x = _by_statistics(input, running_mean, running_var, eps, adjoint)
-    return rescale(x, weight, bias, 1, adjoint, axis)
+    return rescale(x, weight, bias, 1, adjoint, axis, taylor)
 
 
 @rule("normalize")
 def normalize(
-    input: Moments | Weight, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None, *, adjoint: bool = False
-) -> Moments:
+    input: Moments | Weight, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None, *, adjoint: bool = False,
+    taylor: bool = False,
+) -> Moments:  # fmt: skip
     """x / |x|, which is its rms_norm over the root of its size."""
     require(p == 2 and isinstance(dim, int), f"normalize() has a rule for p=2 and one axis only; got p={p}, dim={dim}")
-    x = input if is_moments(input) else Moments(input.mean, input.var)
-    dim = dim if dim < 0 else dim - x.mean.ndim
-    size = x.mean.shape[dim]
-    result = normalized(x, (dim,), eps * eps / size, adjoint, centered=False)
+    dim = dim if dim < 0 else dim - input.mean.ndim
+    size = input.mean.shape[dim]
+    result = normalized(input, (dim,), eps * eps / size, adjoint, centered=False, taylor=taylor)
     with still(adjoint):
         var, factor = result.var / size, None if result.factor is None else result.factor / size**0.5
     return Moments(result.mean / size**0.5, var, factor)
@@ -248,7 +258,7 @@ def normalize(
 @rule("var")
 def variance(
     x: Moments, dim: Dims | bool = None, unbiased: bool | None = None, keepdim: bool = False,
-    *, correction: float | None = None, adjoint: bool = False, axis: int | None = None,
+    *, correction: float | None = None, adjoint: bool = False, axis: int | None = None, taylor: bool = False,
 ) -> Moments:  # fmt: skip
     r""":math:`\frac{1}{D - 1} \sum_j (x_j - \bar x)^2`: the square of the mean's part, what the noise adds on average, and twice the
     deviation times the noise, with the noise's own square."""
@@ -262,13 +272,13 @@ def variance(
     c = x.mean - x.mean.mean(axes, keepdim=True)
     with still(adjoint):
         own = residual(x)
-        extra = x.var.sum(axes, keepdim) * (by * (1 - 1 / size))
+        extra = 0.0 if taylor else x.var.sum(axes, keepdim) * (by * (1 - 1 / size))
         linear = own.mul(c.detach() ** 2 if adjoint else c * c).sum(axes, keepdim) * (4 * by * by)
         # of the centered noise: 2 tr((P V)^2)
         squares, total = (own * own).sum(axes, keepdim), own.sum(axes, keepdim)
         beyond = (squares * (1 - 2 / size) + (total / size) ** 2) * (2 * by * by)
         factor = None if x.factor is None else (2 * by) * (x.factor * c).sum(axes, keepdim)
-        var = linear + beyond + (0 if factor is None else factor.square().sum(0))
+        var = linear + (0 if taylor else beyond) + (0 if factor is None else factor.square().sum(0))
     mean = (c * c).sum(axes, keepdim) * by + extra
     if adjoint and axis is not None:
         mean = tapped(mean, beyond, axis)
@@ -276,6 +286,9 @@ def variance(
 
 
 @rule("std")
-def deviation(x: Moments, *args: Any, adjoint: bool = False, axis: int | None = None, **kwargs: Any) -> Moments:
+def deviation(
+    x: Moments, *args: Any, adjoint: bool = False, axis: int | None = None, taylor: bool = False, **kwargs: Any
+) -> Moments:
     """The root of `variance`, to second order."""
-    return RULES["sqrt"](variance(x, *args, adjoint=adjoint, axis=axis, **kwargs), adjoint=adjoint, axis=axis)
+    modes: dict[str, Any] = {"adjoint": adjoint, "axis": axis, "taylor": taylor}
+    return RULES["sqrt"](variance(x, *args, **modes, **kwargs), **modes)
