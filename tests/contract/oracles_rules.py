@@ -168,6 +168,26 @@ SHAPES = {
     "repeat_interleave": on(torch.repeat_interleave, 2, dim=1),
     "pad": on(F.pad, (1, 2)),
 }
+ROWS = torch.tensor([2, 0, 2])
+PLACES = torch.tensor([[0, 2], [1, 3], [3, 0]])
+CERTAIN = numbers(3, 4, seed=5)
+
+
+def written(x: Tensor, index: Any, value: Any) -> Tensor:
+    """A copy of x with x[index] = value."""
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+PLACINGS = {
+    "setitem": on(written, second=(3, 2), place=lambda x, y: (x, (slice(None), slice(1, 3)), y)),
+    "index_put": on(torch.index_put, second=(2, 4), place=lambda x, y: (x, (torch.tensor([2, 0]),), y)),
+    "index_add": on(torch.index_add, second=(3, 4), place=lambda x, y: (x, 0, ROWS, y), alpha=0.5),
+    "scatter_add": on(torch.scatter_add, second=(3, 2), place=lambda x, y: (x, 1, PLACES, y)),
+    "scatter": on(torch.scatter, second=(3, 2), place=lambda x, y: (x, 1, PLACES, y)),
+    "cumsum": on(torch.cumsum, 1),
+}
 CASTS = {
     "double": on(Tensor.double),
     "float": on(Tensor.float),
@@ -229,6 +249,10 @@ MATRICES = {
     "linear": on(F.linear, W, B),
     "mm": on(torch.mm, numbers(4, 2, seed=5)),
     "matmul": on(torch.matmul, second=(4, 2)),
+    "mv": on(torch.mv, second=(4,)),
+    "dot": on(torch.dot, shape=(4,), second=(4,)),
+    "vdot": on(torch.vdot, numbers(4, seed=5), shape=(4,)),
+    "_weight_norm": on(lambda v, g: g * v / v.norm(dim=1, keepdim=True), shift=2.0, spread=0.1, slack=0.1, second=(3, 1)),
     "rmatmul": on(lambda b, a: a @ b, numbers(2, 3, seed=5)),
     "bmm": on(torch.bmm, shape=(2, 3, 4), second=(2, 4, 2)),
     "addmm": on(torch.addmm, numbers(3, 5, seed=5), numbers(5, 4, seed=6), beta=0.5, alpha=2.0),
@@ -285,6 +309,7 @@ TABLE: dict[str, Rule] = {
     **{name: on(function) for name, function in ELEMENTWISE.items()},
     **{name: on(function, shift=4.0, spread=0.1, slack=0.01) for name, function in POSITIVE.items()},
     **SHAPES,
+    **PLACINGS,
     **CASTS,
     **ARITHMETIC,
     **MATRICES,
@@ -298,4 +323,11 @@ ONE_PASS: dict[str, Callable[[], None]] = {
     **{name: partial(entry.check, name) for name, entry in TABLE.items()},
     "embedding": embedding,
 }
-FURTHER: dict[str, Callable[[], None]] = {"random weights of a linear layer": random_linear}
+FURTHER: dict[str, Callable[[], None]] = {"random weights of a linear layer": random_linear, **{
+    f"{name} of one random tensor": partial(entry.check, name)
+    for name, entry in {
+        "setitem": on(written, (slice(None), 1), 2.0),
+        "scatter": on(torch.scatter, place=lambda x: (CERTAIN, 1, PLACES, x), shape=(3, 2)),
+        "index_add": on(torch.index_add, place=lambda x: (CERTAIN, 0, ROWS, x)),
+    }.items()
+}}  # fmt: skip

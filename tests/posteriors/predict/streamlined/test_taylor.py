@@ -16,7 +16,6 @@ ACTIVATIONS = [nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU, lambda: nn.G
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode calls it
 def test_with_all_directions_it_is_the_linearised_network(activation, around):
     network = nn.Sequential(nn.Linear(4, 9), activation(), nn.Linear(9, 7), activation(), nn.Linear(7, 3)).double()
     posterior, x = around(network, variance=0.05), torch.randn(5, 4).double()
@@ -63,7 +62,6 @@ class Everything(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["streamlined", "adjoint"])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_the_mean_is_the_plain_network(how, around):
     posterior, x = around(Everything().double(), variance=0.01), torch.randn(3, 6, 3).double()
     options = {"rank": 0} if how == "streamlined" else {}

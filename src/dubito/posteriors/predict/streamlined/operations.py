@@ -187,6 +187,17 @@ def canonical(func: Callable) -> str:
     return _SPELLINGS.get(name.removesuffix("_"), name.removesuffix("_"))
 
 
+OF_SHAPE = {
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_tensor",
+}  # certain
 _OPERATORS = {
     **{f"i{name}": name for name in ("add", "sub", "mul", "matmul", "pow")},  # x += y
     "radd": "add", "rmul": "mul", "truediv": "div", "itruediv": "div", "rtruediv": "rdiv",

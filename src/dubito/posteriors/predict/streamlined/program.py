@@ -12,9 +12,22 @@ from torch._subclasses import FakeTensor
 
 from dubito.posteriors.predict.streamlined import rules as _rules  # noqa: F401 (registers them)
 from dubito.posteriors.predict.streamlined.moments import KEYWORDS, RULES
-from dubito.posteriors.predict.streamlined.operations import Arguments, Nested, Ref, Size, Step, Trace, refs, resolve, slot_of
+from dubito.posteriors.predict.streamlined.operations import (
+    OF_SHAPE,
+    Arguments,
+    Nested,
+    Ref,
+    Size,
+    Step,
+    Trace,
+    refs,
+    resolve,
+    slot_of,
+)
+from dubito.posteriors.predict.streamlined.rules.activations import load_forward_mode
 from dubito.posteriors.predict.streamlined.rules.attention import find_origin
 from dubito.posteriors.predict.streamlined.rules.linear import head
+from dubito.posteriors.predict.streamlined.rules.places import set_item
 from dubito.posteriors.predict.streamlined.rules.sampled import Sampled
 
 
@@ -79,13 +92,6 @@ def _out_of_place(name: str, canonical: str) -> str:
     return plain if hasattr(Tensor, plain) else name
 
 
-def set_item(x: Tensor, index: Nested, value: Tensor | float) -> Tensor:
-    """A copy of x with x[index] = value."""
-    x = x.clone()
-    x[index] = value
-    return x
-
-
 def add_tensor(root: nn.Module, name: str, tensor: Tensor, *, parameter: bool = False, persistent: bool = False) -> None:
     """Register a tensor under a dotted name; its gradient is wanted if it is a parameter."""
     path, _, leaf = name.rpartition(".")
@@ -136,6 +142,8 @@ def lower(
     square of a weight that is certain, formed once. To first order (`taylor`) the means are those of the plain network, which the
     adjoint then runs as it is, but for dropout: it takes weights and inputs that are all certain.
     """
+    if taylor:
+        load_forward_mode()
     plain = adjoint and taylor
     lowering = _Lowering(trace, () if plain else random, noisy=noisy and not plain, fallback=fallback, square=square)
     lowering.modes = {"adjoint": adjoint, "rank": rank, "taylor": taylor}
@@ -213,6 +221,9 @@ class _Lowering(GraphWriter):
         """The operation: its rule where something random goes in, itself elsewhere."""
         if self.needed.isdisjoint(step.outputs):
             return
+        if step.name in OF_SHAPE:
+            self.assign(step.out, self.call(step, *resolve((step.args, step.kwargs), self._mean, self.size)))
+            return
         args, kwargs = self.fill((step.args, step.kwargs))
         if _makes_noise(step) or self.uncertain.intersection(step.inputs):
             node = self._rule(step, args, kwargs)
@@ -223,6 +234,9 @@ class _Lowering(GraphWriter):
         else:
             node = self.call(step, args, kwargs)
         self.assign(step.out, node)
+
+    def _mean(self, slot: int) -> fx.Node:
+        return self.graph.call_function(getattr, (self.nodes[slot], "mean")) if slot in self.uncertain else self.nodes[slot]
 
     def buffer(self, name: str, tensor: Tensor) -> fx.Node:
         """A tensor of the program's own."""

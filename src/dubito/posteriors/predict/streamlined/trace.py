@@ -28,6 +28,7 @@ from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import Watch, in_mode
 from dubito.posteriors.predict.dropout import ALPHA, CHANNELS, ELEMENTS, WEIGHTED, Dropout
 from dubito.posteriors.predict.streamlined.operations import (
+    OF_SHAPE,
     PROBE,
     Arguments,
     Guard,
@@ -245,7 +246,7 @@ class Recorder(Watch):
         step = Step(func, name, before[0], before[1], out, self.where[-1])
         self.steps.append(step)
         for known in (self.dependent, self.random):
-            if known.intersection(step.inputs):
+            if known.intersection(step.inputs) and (known is self.dependent or name not in OF_SHAPE):
                 known.update(step.outputs)
 
     def _changed(self, tensor: Tensor, before: Call, func: Callable, name: str) -> None:

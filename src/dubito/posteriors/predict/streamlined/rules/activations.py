@@ -7,8 +7,9 @@ For every function, with :math:`x \sim N(m, v)`: the mean :math:`E[g(x)]`, the v
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ def elementwise(
 def tangent(g: Callable[[Tensor], Tensor]) -> Tangent:
     """Value and slope of a function, by forward-mode differentiation."""
     return lambda m: torch.func.jvp(g, (m,), (torch.ones_like(m),))  # pyright: ignore[reportReturnType]
+
+
+@cache
+def load_forward_mode() -> None:
+    """Let torch load its forward mode before it is traced: it warns of a deprecated part of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        tangent(torch.tanh)(torch.zeros(1))
 
 
 def pointwise(

@@ -284,6 +284,18 @@ def mm(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, ta
     return bilinear(torch.matmul, a, b, adjoint, axis, taylor)
 
 
+@rule("mv")
+def mv(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
+    """A matrix times a vector, see `bilinear`."""
+    return bilinear(torch.mv, a, b, adjoint, axis, taylor)
+
+
+@rule("dot", "vdot")
+def dot(a: Value, b: Value, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
+    """Of two vectors, see `bilinear`."""
+    return bilinear(torch.dot, a, b, adjoint, axis, taylor)
+
+
 @rule("rmatmul")
 def rmatmul(b: Value, a: Value, *, adjoint: bool = False, axis: int | None = None, taylor: bool = False) -> Moments:
     """a @ b, called as b.__rmatmul__(a); see `bilinear`."""

@@ -255,6 +255,19 @@ def normalize(
     return Moments(result.mean / size**0.5, var, factor)
 
 
+@rule("_weight_norm")
+def weight_norm(v: Value, g: Value, dim: int = 0, *, adjoint: bool = False, taylor: bool = False) -> Moments:
+    """g v / |v|, the norm over all axes but one (-1: over all), as `torch.nn.utils.parametrizations.weight_norm` makes a weight."""
+    direction, ndim = mean_of(v), mean_of(v).ndim
+    if uncertain(v):
+        axes = tuple(axis for axis in range(-ndim, 0) if dim == -1 or axis != dim - ndim)
+        root = math.sqrt(math.prod(v.mean.shape[axis] for axis in axes))
+        direction = RULES["mul"](normalized(v, axes, 0.0, adjoint, centered=False, taylor=taylor), 1 / root, adjoint=adjoint)
+    else:
+        direction = direction / torch.norm_except_dim(direction, 2, dim)
+    return RULES["mul"](direction, g, adjoint=adjoint, taylor=taylor)
+
+
 @rule("var")
 def variance(
     x: Moments, dim: Dims | bool = None, unbiased: bool | None = None, keepdim: bool = False,
