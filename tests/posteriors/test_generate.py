@@ -140,8 +140,8 @@ def test_mixtures_of_posteriors_write_too():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (torch.zeros(3, dtype=torch.long), r"tensor of tokens \[batch, tokens\]"),
-        (torch.zeros(1, 3), r"tensor of tokens \[batch, tokens\]"),
+        (torch.zeros(3, dtype=torch.long), r"whole numbers \[batch, tokens\]"),
+        (torch.zeros(1, 3), r"whole numbers \[batch, tokens\]"),
         ({"input_ids": torch.ones(1, 2).long(), "attention_mask": torch.tensor([[0, 1]])}, "prompts have padding"),
         ({"input_ids": torch.ones(1, 2).long(), "labels": torch.ones(1, 2).long()}, r"leave out \['labels'\]"),
     ],
@@ -149,6 +149,16 @@ def test_mixtures_of_posteriors_write_too():
 def test_wrong_prompts_are_told(prompt, message):
     with pytest.raises(ValueError, match=message):
         posterior().generate(prompt, 2)
+
+
+def test_prompts_as_people_hold_them_give_the_same_texts():
+    prompt = torch.tensor([[0, 1], [2, 0]])
+    for other in (prompt.tolist(), prompt.numpy(), prompt.int()):
+        assert torch.equal(posterior().generate(other, 3).tokens, posterior().generate(prompt, 3).tokens)
+    with pytest.raises(ValueError, match="n must be a whole number; got 2.5"):
+        posterior().generate(prompt, 2.5)
+    with pytest.raises(ValueError, match=r"prompts are whole numbers \[batch, tokens\].* got int64 \[2\]"):
+        posterior().generate(prompt[0], 3)
 
 
 def test_other_networks_are_told():

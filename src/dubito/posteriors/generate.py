@@ -152,7 +152,8 @@ def _prompt(x: Any) -> Tensor:
     """The tokens [B, T] of what the network takes."""
     tokens = x if isinstance(x, Tensor) else x.get(IDS) if isinstance(x, dict) else None
     if tokens is None or tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
-        raise ValueError(f"a prompt is a tensor of tokens [batch, tokens], or a dict with {IDS!r}")
+        got = type(x).__name__ if tokens is None else f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+        raise ValueError(f"prompts are whole numbers [batch, tokens], or a dict with these as {IDS!r}; got {got}")
     if isinstance(x, dict):
         require(set(x) <= {IDS, MASK}, f"generate takes {IDS!r} and {MASK!r}; leave out {sorted(set(x) - {IDS, MASK})}")
         require(MASK not in x or bool(x[MASK].bool().all()), "the prompts have padding: give prompts of one length at a time")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dubito.model import Model
-from dubito.network.examples import LABELS, Batch, Inputs, is_array, split_batch
+from dubito.network.examples import LABELS, Batch, Inputs, as_arrays, is_array, split_batch
 from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.generate import Generation, Way, write
 from dubito.posteriors.predictive import Predictive, concatenate
@@ -170,9 +170,9 @@ class Posterior(ABC):
         `text_doubt`, both in nats. Doubt about tokens is not doubt about meaning, because one thing can be said in many ways. `how`,
         `draws` and `memory` are those of `predict`; `seed` decides the functions and the tokens.
         """
-        at_least(1, n=n)
+        counts(n=n)
         one_of(("tokens", "sequences"), way=way)
-        x = tree.move({key: x[key] for key in x} if hasattr(x, "keys") else x, self.model.device)  # pyright: ignore
+        x = tree.move(tree.tensors(as_arrays(x)), self.model.device)
         functions, source = self.functions(how, draws=draws, seed=seed), generator("cpu", seed, "tokens")
         return write(
             functions, x, n, way, source=source, greedy=greedy, stop=stop, doubt=doubt, text_doubt=text_doubt, memory=memory
