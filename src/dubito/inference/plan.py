@@ -265,14 +265,14 @@ def _curvature_words(setup: Setup, passes: Passes, layout: Layout) -> str:
 
 
 def _prediction(case: _Case, costs: _Costs, start: Start) -> int:
-    """Bytes for an input: linearized, a gradient of every output for each layer's outputs; else a pass for each draw."""
+    """Bytes for an input: linearized, a gradient of every output at a position for each layer's outputs; else a pass for each draw."""
     peak = _peak(case.model.device)
     with peak, torch.no_grad():
         case.model.forward(start.params, case.x, tree.clone(start.buffers))
     forward = math.ceil(peak.peak / batch_size(case.model.split(case.batch)[1]))
     if costs.setup is not None:
         layout = costs.setup.layout(case.x)
-        return forward + layout.taps * (layout.outputs + 2) * costs.setup.dtype.itemsize
+        return forward + layout.taps * (layout.classes + 2) * costs.setup.dtype.itemsize
     return forward * costs.draws
 
 

@@ -17,7 +17,7 @@ from dubito.curvature import Spec, curvature
 from dubito.inference.plan import _Tracked
 from dubito.model.likelihoods.likelihood import nodes
 from dubito.posteriors import Gaussian as Posterior
-from dubito.posteriors.predict.linearized import Linearization, linearized
+from dubito.posteriors.predict.linearized import Linearization, linearized, sweep
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.covariances import Covariance, Diagonal
 from posteriors.predict.test_linearized import STRUCTURES, covariance_of, exact
@@ -69,6 +69,8 @@ def drawn_targets(model: Model, x: Tensor) -> Tensor:
 
 def covariance_at(model: Model, x: Tensor, structure: str) -> Covariance:
     """A covariance of this structure, for pixels that have channels first."""
+    if model.likelihood.dim == -1:
+        return covariance_of(model, model.parameters(), x, structure)
     changed = replace(model, likelihood=replace(model.likelihood, dim=-1), output=lambda f: f.movedim(1, -1))
     return covariance_of(changed, model.parameters(), x, structure)
 
@@ -156,6 +158,19 @@ def test_the_output_layer_alone_at_every_position(name, structure, monkeypatch):
         torch.testing.assert_close(top.f_var, p.f_var)
         assert top.cov.ndim == top.means.ndim
     assert top.how == "linearized, 1 largest outputs"
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "lowrank"])
+@pytest.mark.parametrize("name", ["pixels", "text"])
+def test_a_sweep_over_priors_at_every_position(name, structure):
+    torch.manual_seed(0)
+    model, x, _ = heads()[name]()
+    params, buffers = model.parameters(), model.buffers()
+    covariance = covariance_at(model, x, structure)
+    known = {"params": params, "buffers": buffers}
+    for factor, p in zip((0.5, 4.0), sweep(model, x, **known, covariance=covariance, factors=(0.5, 4.0)), strict=True):
+        alone = linearized(model, x, **known, covariance=covariance.times(factor))
+        torch.testing.assert_close(p.covariances, alone.covariances)
 
 
 def test_a_transposed_map_is_no_output_layer():
