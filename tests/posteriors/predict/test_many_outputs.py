@@ -157,7 +157,21 @@ def test_the_output_layer_alone_at_every_position(name, structure, monkeypatch):
         top = linearized(model, x, params=params, buffers=buffers, covariance=covariance, memory=memory, top=1)
         torch.testing.assert_close(top.f_var, p.f_var)
         assert top.cov.ndim == top.means.ndim
-    assert top.how == "linearized, 1 largest outputs"
+    assert top.how == "linearized, variances alone"
+
+
+@pytest.mark.parametrize("structure", ["lowrank", "subnetwork"])
+def test_the_largest_outputs_of_an_output_layer_of_another_structure(structure):
+    torch.manual_seed(0)
+    model, x, _ = heads()["text"]()
+    params, buffers = model.parameters(), model.buffers()
+    covariance = covariance_at(model, x, structure)
+    truth = exact(model, params, x, covariance).diagonal(dim1=-2, dim2=-1)
+    p = linearized(model, x, params=params, buffers=buffers, covariance=covariance, top=2)
+    assert p.how == "linearized, 2 largest outputs, others by 30 draws"
+    index = p.f_mean.topk(2).indices
+    torch.testing.assert_close(p.f_var.gather(-1, index), truth.gather(-1, index))
+    assert bool(((p.f_var > 0) | (truth == 0)).all())
 
 
 @pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "lowrank"])

@@ -109,15 +109,18 @@ class Linearization:
                 whole[:, :, i] = self._position(i, factors)
             return whole.reshape(len(factors), *shape, shape[-1])
 
-    def known_variances(self) -> Tensor | None:
-        """Variances [B, *D, C] of all outputs, where the weights are the output layer's and its structure knows them."""
+    def variances(self, rough: Tensor | None, top: int) -> Tensor:
+        """Variances [B, *D, C]: exact ones of all outputs, where the weights are the output layer's and its structure knows them, or
+        where there are no rough ones; else of the `top` largest at each position."""
         with torch.no_grad():
             layer = self._output()
-            found = None if layer is None else self.blocks[0].output_variances(layer, self.f.shape[-1])
-            return None if found is None else found.unflatten(0, self.f.shape[:-1])
+            known = None if layer is None else self.blocks[0].output_variances(layer, self.f.shape[-1])
+        if known is not None:
+            return known.unflatten(0, self.f.shape[:-1])
+        return self._with_exact(rough, top) if rough is not None else self.covariances()[0].diagonal(dim1=-2, dim2=-1)
 
-    def with_exact(self, rough: Tensor, top: int) -> Tensor:
-        """Variances [B, *D, C], with those of the `top` largest outputs at each position by back-propagation."""
+    def _with_exact(self, rough: Tensor, top: int) -> Tensor:
+        """Rough variances, with those of the `top` largest outputs at each position by back-propagation."""
         f, variance = self.f.flatten(1, -2) if self.f.ndim > 2 else self.f.unsqueeze(1), rough.to(self.f).clone()
         largest, flat = f.topk(top).indices, variance.view_as(f)  # [B, positions, k]
         with torch.no_grad():
@@ -261,11 +264,16 @@ def drawn(model: Model, found: Layout, covariance: Covariance) -> bool:
     """Whether an example has so many outputs that draws of linear functions stand for their Gaussian."""
     if model.coupled:
         return found.outputs * found.taps > COUPLED
-    block, *more = covariance.independent_blocks
-    closed = found.alone and not more and isinstance(block, Diagonal | Kronecker | Dense) and not block.picked()
+    closed = _closed(found, covariance)
     swept = closed or found.flat or found.outputs <= POSITIONS or found.outputs * found.taps <= SWEPT
-    variances = closed and block.independent and found.classes > WIDE  # and no matrices
+    variances = closed and found.classes > WIDE and covariance.independent_blocks[0].independent  # and no matrices
     return not swept or (found.outputs * found.classes > MATRICES and not variances)
+
+
+def _closed(found: Layout, covariance: Covariance) -> bool:
+    """Whether only the output layer's weights are random, and their structure gives the outputs' covariance without a sweep."""
+    block, *more = covariance.independent_blocks
+    return found.alone and not more and isinstance(block, Diagonal | Kronecker | Dense) and not block.picked()
 
 
 @torch.inference_mode(False)
@@ -306,13 +314,13 @@ def linearized(
         means = drawn_functions(model, x, **known, draws=draws or fallback, memory=memory, generator=generator)
         check_outputs(x, means, coupled=model.coupled)
         return LatentMixture(model.likelihood, means, params=learned, how=f"linearized, {len(means)} draws")
-    rough, how = others, ""
+    how = ""
     if top is not None:
-        how = f"linearized, {top} largest outputs"
-        if others is None and not found.alone:
+        how = "linearized, variances alone" if _closed(found, covariance) else f"linearized, {top} largest outputs"
+        if others is None and not _closed(found, covariance):
             count = draws or fallback or DRAWS
-            rough = drawn_variances(model, x, **known, draws=count, memory=memory, generator=generator)
-            rough = rough.unsqueeze(0) if model.coupled else rough
+            others = drawn_variances(model, x, **known, draws=count, memory=memory, generator=generator)
+            others = others.unsqueeze(0) if model.coupled else others
             how = f"{how}, others by {count} draws"
     means, spread, roots = Stack(size), Stack(size), False
     step = 1 if model.coupled else _examples_at_a_time(found, params, x, covariance, top, memory)
@@ -322,9 +330,7 @@ def linearized(
         found = run.found
         means.add(run.f)
         if top is not None:
-            exact = run.known_variances()
-            near = torch.zeros_like(run.f) if rough is None else rough[start : start + step]
-            spread.add(run.with_exact(near, top) if exact is None else exact)
+            spread.add(run.variances(None if others is None else others[start : start + step], top))
         elif (wide := run.wide_root()) is not None:
             roots = True
             spread.add(wide)

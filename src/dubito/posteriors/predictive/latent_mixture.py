@@ -289,12 +289,8 @@ class LatentMixture(Predictive):
             return self.linked_points.log_prob_by_position(y)
         y = self._target(y)
         if in_pieces(self):
-            score = self._class_scores(y)
-        elif self._joint:
-            score = joint_scores(self, y)
-        else:
-            score = self.position_scores(y)
-        return score
+            return self._class_scores(y)
+        return joint_scores(self, y) if self._joint else self.position_scores(y)
 
     def _target(self, y: Tensor) -> Tensor:
         """Targets in the layout of the likelihood; those of classes checked, since torch's indexing does not say what is wrong."""
