@@ -304,11 +304,10 @@ def linearized(
     known: dict[str, Any] = {"params": params, "buffers": buffers, "covariance": covariance}
     size, learned = 1 if model.coupled else example_count(x), likelihood_params(params)  # coupled rows are one example
     if size == 0:
-        with torch.no_grad():
-            f = model.forward(params, x, tree.clone(buffers))[0].unsqueeze(0)
+        f = model.forward(params, x, tree.clone(buffers))[0].detach().unsqueeze(0)
         return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=learned)
     names = tuple(covariance.shapes)
-    found = None if draws and top is None else layout(model, params, x, buffers, names)
+    found = layout(model, params, x, buffers, names) if top or not draws else None
     top = None if found is None or top is None or top >= found.classes else top
     if found is None or (top is None and (draws or (draws is None and fallback and drawn(model, found, covariance)))):
         means = drawn_functions(model, x, **known, draws=draws or fallback, memory=memory, generator=generator)
@@ -316,8 +315,9 @@ def linearized(
         return LatentMixture(model.likelihood, means, params=learned, how=f"linearized, {len(means)} draws")
     how = ""
     if top is not None:
-        how = "linearized, variances alone" if _closed(found, covariance) else f"linearized, {top} largest outputs"
-        if others is None and not _closed(found, covariance):
+        closed = _closed(found, covariance)
+        how = "linearized, variances alone" if closed else f"linearized, {top} largest outputs"
+        if others is None and not closed:
             count = draws or fallback or DRAWS
             others = drawn_variances(model, x, **known, draws=count, memory=memory, generator=generator)
             others = others.unsqueeze(0) if model.coupled else others
@@ -338,9 +338,8 @@ def linearized(
             spread.add(run.covariances()[0])
     f, whole = (each.whole if model.coupled else each.whole.unsqueeze(0) for each in (means, spread))
     check_outputs(x, f, coupled=model.coupled)
-    return LatentMixture(
-        model.likelihood, f, None if roots else whole, params=learned, root=whole if roots else None, how=how
-    )  # fmt: skip
+    cov, root = (None, whole) if roots else (whole, None)
+    return LatentMixture(model.likelihood, f, cov, params=learned, root=root, how=how)
 
 
 def _budget(memory: float, dtype: torch.dtype) -> float:
