@@ -195,7 +195,7 @@ def test_a_network_of_numbers_takes_a_vector():
 def test_a_number_of_draws_is_whole_and_positive(method, draws):
     posterior = dubito.fit(model(), method, (X, Y), progress=False)
     with pytest.raises(ValueError, match=f"draws must be .*; got {draws}"):
-        posterior.predict(X, draws=draws)
+        posterior.predict(X, "sampled", draws=draws)
 
 
 def test_targets_of_a_prediction_as_people_hold_them():

@@ -71,8 +71,8 @@ def as_module(
     device are those of now.
 
     A network may decide by the values of its inputs (`if mask.all()`). Such decisions are those for the example x, and the module
-    raises where other inputs ask for another (not in ONNX, which has no such checks). The network is told that it is being exported (`torch.compiler.is_compiling()`); many
-    then have nothing to decide.
+    raises where other inputs ask for another (not in ONNX, which has no such checks). The network is told that it is being exported
+    (`torch.compiler.is_compiling()`); many then have nothing to decide.
 
     >>> import dubito
     >>> model = dubito.Model(nn.Linear(1, 1, bias=False), dubito.Gaussian(scale=0.1))

@@ -134,7 +134,7 @@ def test_deployed(how, around):
 
 def test_refused_elsewhere(around):
     posterior, x = around(nn.Linear(3, 2)), torch.randn(2, 3)
-    with pytest.raises(ValueError, match="rank, top and rule are for predictions in one pass"):
+    with pytest.raises(ValueError, match="rank and rule are for predictions in one pass"):
         posterior.predict(x, "linearized", rule="taylor")
     with pytest.raises(ValueError, match="rule must be"):
         posterior.predict(x, "adjoint", rule="first")
