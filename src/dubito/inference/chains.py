@@ -36,9 +36,9 @@ def batching_pays(model: Model) -> bool:
     """Whether chains or members run faster in one batched pass than one after another.
 
     They do where launching many small operations costs more than doing them: not for convolutions or wide layers on a CPU, whose
-    batched kernels are slower, nor for recurrent layers.
+    batched kernels are slower, nor for recurrent layers and weight norm, which have no batched kernel.
     """
-    if layers_of(model.network, nn.RNNBase):
+    if layers_of(model.network, nn.RNNBase) or any(type(module).__name__ == "_WeightNorm" for module in model.network.modules()):
         return False
     small = sum(p.numel() for p in model.network.parameters()) <= 100_000
     return model.device.type != "cpu" or (small and not layers_of(model.network, CONVOLUTIONS))
