@@ -58,6 +58,15 @@ def hashed_uniform(seed: Tensor, site: str, shape: tuple[int, ...]) -> Tensor:
     return (shifted(z, 40).float() * 2.0**-24).reshape(shape)
 
 
+def _all_but(names: list[str]) -> str:
+    """A pattern that `re.search` finds in all names but these.
+
+    >>> [name for name in ("embed", "head", "head2") if re.search(_all_but(["head"]), name)]
+    ['embed', 'head2']
+    """
+    return f"^(?!({'|'.join(map(re.escape, names))})$)"
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Where and how weights or activations are dropped.
@@ -109,9 +118,10 @@ class Dropout:
             model.call(params, x, buffers)
         self._check_order(probe)
         if missed := [site for site in self.sites if site not in probe.hit]:
+            others = "" if len(missed) == len(self.sites) else f", as by MCDropout(at={_all_but(missed)!r})"
             raise ValueError(
                 f"dropout cannot be put on the inputs of {missed}: their weights are tied, parametrized (weight norm), inside "
-                "nn.MultiheadAttention, or not used; leave them out of `at`, or put nn.Dropout into the network"
+                f"nn.MultiheadAttention, or not used; leave them out of `at`{others}, or put nn.Dropout into the network"
             )
         if not probe.dropped and not self.sites and not own:
             fit = list(places(model.network))
