@@ -5,7 +5,8 @@ A rule is called as the operation is, with `Moments` (or `Weight`, where a rando
 tensors that are random, and returns `Moments`. It may take more keywords, which it is given where it names them: `adjoint` (variances
 then carry no gradient; the mean must), `axis` (in the adjoint: that of the examples in what comes out), `rank` (whether directions are
 carried: 0 none, -1 all, else how many), `taylor` (first order), `square` (of a weight that is certain, formed once), `origin`
-(the layer that made the values of an attention, see `Origin`) and `kernel` (the convolution before a pooling, see `Kernel`).
+(the layer that made the values of an attention, see `Origin`), `kernel` (the convolution before a pooling, see `Kernel`) and `groups`
+(the scores of a softmax within groups).
 
 >>> import torch
 >>> from dubito.posteriors.predict.streamlined import Moments, rule
@@ -189,7 +190,7 @@ Sizes = int | Sequence[int]  # of a kernel, a stride or a padding: one number fo
 Dims = int | Sequence[int] | None  # axes of a reduction; None: all
 RULES: dict[str, Callable[..., Any]] = {}
 KEYWORDS: dict[str, frozenset[str]] = {}  # of OPTIONAL, those that a rule takes
-OPTIONAL = {"adjoint", "axis", "kernel", "origin", "rank", "square", "taylor"}
+OPTIONAL = {"adjoint", "axis", "groups", "kernel", "origin", "rank", "square", "taylor"}
 
 
 def rule(*operations: Callable | str) -> Callable[[Callable], Callable]:

@@ -99,6 +99,11 @@ class Step:
         return [ref.slot for ref in refs((self.args, self.kwargs))]
 
     @property
+    def values(self) -> list[int]:
+        """Slots of which it reads more than the shape and the type."""
+        return [] if self.name in OF_SHAPE else [ref.slot for ref in refs(self.args[:1])] if self.name in LIKE else self.inputs
+
+    @property
     def outputs(self) -> list[int]:
         """Slots that it writes."""
         return [ref.slot for ref in refs(self.out)]
@@ -198,6 +203,7 @@ OF_SHAPE = {
     "new_empty",
     "new_tensor",
 }  # certain
+LIKE = {"expand_as", "view_as", "reshape_as", "type_as"}  # of the second tensor only the shape or the type
 _OPERATORS = {
     **{f"i{name}": name for name in ("add", "sub", "mul", "matmul", "pow")},  # x += y
     "radd": "add", "rmul": "mul", "truediv": "div", "itruediv": "div", "rtruediv": "rdiv",

@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensor
 from dubito.posteriors.predict.streamlined import rules as _rules  # noqa: F401 (registers them)
 from dubito.posteriors.predict.streamlined.moments import KEYWORDS, RULES
 from dubito.posteriors.predict.streamlined.operations import (
-    OF_SHAPE,
     Arguments,
     Nested,
     Ref,
@@ -26,6 +25,7 @@ from dubito.posteriors.predict.streamlined.operations import (
 )
 from dubito.posteriors.predict.streamlined.rules.activations import load_forward_mode
 from dubito.posteriors.predict.streamlined.rules.attention import find_origin
+from dubito.posteriors.predict.streamlined.rules.groups import find_groups
 from dubito.posteriors.predict.streamlined.rules.linear import head
 from dubito.posteriors.predict.streamlined.rules.places import set_item
 from dubito.posteriors.predict.streamlined.rules.sampled import Sampled
@@ -221,18 +221,14 @@ class _Lowering(GraphWriter):
         """The operation: its rule where something random goes in, itself elsewhere."""
         if self.needed.isdisjoint(step.outputs):
             return
-        if step.name in OF_SHAPE:
-            self.assign(step.out, self.call(step, *resolve((step.args, step.kwargs), self._mean, self.size)))
-            return
-        args, kwargs = self.fill((step.args, step.kwargs))
-        if _makes_noise(step) or self.uncertain.intersection(step.inputs):
-            node = self._rule(step, args, kwargs)
+        if _makes_noise(step) or (self.uncertain.intersection(step.values) and not self._is_shift(step)):
+            node = self._rule(step, *self.fill((step.args, step.kwargs)))
             if self.modes["adjoint"] and self.modes["taylor"]:
                 node = self.graph.call_function(getattr, (node, "mean"))
             else:
                 self.uncertain.update(step.outputs)
         else:
-            node = self.call(step, args, kwargs)
+            node = self.call(step, *resolve((step.args, step.kwargs), self._mean, self.size))
         self.assign(step.out, node)
 
     def _mean(self, slot: int) -> fx.Node:
@@ -261,6 +257,12 @@ class _Lowering(GraphWriter):
         """Whether it is an output layer, not too wide for covariances of all outputs."""
         last = step.result == self.trace.output and step.name == "linear"
         return last and not self.modes["adjoint"] and self.trace.shapes[self.trace.output][-1] <= WIDE
+
+    def _is_shift(self, step: Step) -> bool:
+        """Whether it is the largest of each group, without a gradient: what a softmax takes off, by which nothing changes."""
+        extreme = step.name == "scatter_reduce" and step.argument(4, "reduce") in ("amax", "amin")
+        maker = self.makers.get(slot_of(step.argument(3, "src")))
+        return extreme and maker is not None and maker.name == "detach"
 
     # -- keywords of rules, see `registry`; None where there is nothing to say
 
@@ -308,12 +310,17 @@ class _Lowering(GraphWriter):
         layer = (self._node(given[name]) for name in ("input", "weight", "bias"))
         return (*layer, given["stride"], given["padding"], given["dilation"], whole)
 
+    def _groups(self, step: Step) -> tuple | None:
+        """What `group_softmax` takes, where a division is such a softmax."""
+        known = find_groups(self.trace, step)
+        return None if known is None else (self.nodes[known[0]], known[1], self.nodes[known[2]], known[3])
+
     def _node(self, value: object) -> Node:
         slot = slot_of(value)
         return None if slot is None else self.nodes[slot]
 
     _KEYWORDS: ClassVar[dict[str, Callable[[_Lowering, Step], object]]] = {
-        "axis": _axis, "square": _known_square, "origin": _origin, "kernel": _kernel,
+        "axis": _axis, "square": _known_square, "origin": _origin, "kernel": _kernel, "groups": _groups,
     }  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import Watch, in_mode
 from dubito.posteriors.predict.dropout import ALPHA, CHANNELS, ELEMENTS, WEIGHTED, Dropout
 from dubito.posteriors.predict.streamlined.operations import (
-    OF_SHAPE,
     PROBE,
     Arguments,
     Guard,
@@ -245,8 +244,8 @@ class Recorder(Watch):
     def _add(self, func: Callable, name: str, before: Call, out: Nested) -> None:
         step = Step(func, name, before[0], before[1], out, self.where[-1])
         self.steps.append(step)
-        for known in (self.dependent, self.random):
-            if known.intersection(step.inputs) and (known is self.dependent or name not in OF_SHAPE):
+        for known, read in ((self.dependent, step.inputs), (self.random, step.values)):
+            if known.intersection(read):
                 known.update(step.outputs)
 
     def _changed(self, tensor: Tensor, before: Call, func: Callable, name: str) -> None:
@@ -292,6 +291,9 @@ def trace(
     of x. Without it, the network may not decide by its data at all. `exported`: the network is told that it is being exported, and may
     leave out shortcuts for some inputs (a mask that hides nothing)."""
     record = partial(_record, model, params, x, buffers, dropout=dropout, random=random, exported=exported)
+    if model.coupled:  # one whole: all that follows from it may carry noise, and no axis is that of examples
+        whole = record(example_count(x))
+        return _checked(replace(whole, dynamic=False, batch=example_count(x), axes=dict.fromkeys(whole.shapes, 0)))
     try:
         return _settled(record, [*tree.leaves(x)], {**buffers, **params})
     except (ValueError, RuntimeError, IndexError):  # it takes another way for another number of examples: for that number alone

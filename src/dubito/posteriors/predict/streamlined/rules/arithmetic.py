@@ -26,6 +26,7 @@ from dubito.posteriors.predict.streamlined.moments import (
     widen,
 )
 from dubito.posteriors.predict.streamlined.rules.activations import elementwise
+from dubito.posteriors.predict.streamlined.rules.groups import group_softmax
 from dubito.tensors.checks import require
 
 Number = float | Tensor
@@ -35,10 +36,16 @@ Operand = Value | float
 def _factors(a: Operand, b: Operand, left: Number, right: Number, shape: torch.Size) -> Tensor | None:
     """left * directions of a + right * directions of b, which add up where they are the same directions."""
     sides = ((factor_of(a), left), (factor_of(b), right))
-    factors = [(factor * by).expand(len(factor), *shape) for factor, by in sides if factor is not None]
+    factors = [_scaled(factor, by, shape) for factor, by in sides if factor is not None]
     if not factors:
         return None
     return factors[0] if len(factors) == 1 else torch.stack(widen(factors)).sum(0)
+
+
+def _scaled(factor: Tensor, by: Number, shape: torch.Size) -> Tensor:
+    """Directions [R, ...] times a number, of a result of that shape, which may have more axes."""
+    factor = factor.reshape(len(factor), *[1] * (len(shape) + 1 - factor.ndim), *factor.shape[1:])
+    return (factor * by).expand(len(factor), *shape)
 
 
 def _sum(a: Operand, b: Operand, scale: float, adjoint: bool) -> Moments:
@@ -81,7 +88,7 @@ def _scale(x: Moments | Weight, by: Number, adjoint: bool) -> Moments:
     mean, factor = x.mean * by, factor_of(x)
     with still(adjoint):
         var = x.var * by**2
-    return Moments(mean, var.expand(mean.shape), None if factor is None else (factor * by).expand(len(factor), *mean.shape))
+    return Moments(mean, var.expand(mean.shape), None if factor is None else _scaled(factor, by, mean.shape))
 
 
 @rule("neg", "negative")
@@ -108,8 +115,13 @@ def mul(a: Operand, b: Operand, *, adjoint: bool = False, taylor: bool = False) 
 
 
 @rule("div", "divide", "true_divide")
-def div(a: Operand, b: Operand, *, rounding_mode: str | None = None, adjoint: bool = False, taylor: bool = False) -> Moments:
-    """a times 1 / b, whose moments are those of `reciprocal`."""
+def div(
+    a: Operand, b: Operand, *, rounding_mode: str | None = None, adjoint: bool = False, taylor: bool = False,
+    groups: tuple | None = None,
+) -> Moments:  # fmt: skip
+    """a times 1 / b, whose moments are those of `reciprocal`; of `groups` see `group_softmax`."""
+    if groups is not None:
+        return group_softmax(*groups, adjoint=adjoint)
     require(rounding_mode is None, f"a division that rounds has no rule for one pass; got rounding_mode={rounding_mode!r}")
     inverse = RULES["reciprocal"](b, adjoint=adjoint, taylor=taylor) if uncertain(b) else 1 / b  # pyright: ignore[reportOperatorIssue]
     return mul(a, inverse, adjoint=adjoint, taylor=taylor)

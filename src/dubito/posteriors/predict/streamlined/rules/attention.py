@@ -32,6 +32,7 @@ from dubito.posteriors.predict.streamlined.moments import (
     Moments,
     Value,
     Weight,
+    block_of,
     factor_of,
     mean_of,
     plus,
@@ -57,7 +58,7 @@ class Origin(NamedTuple):
     """A linear layer with random weights, and which of its outputs are which head's."""
 
     input: Value  # [B, T, I], or [T, B, I]
-    weight: Weight
+    weight: Moments | Weight
     bias: Value | None
     channels: (
         Tensor | tuple[int, int, int]
@@ -68,7 +69,7 @@ class Origin(NamedTuple):
         """Rows r [B, T, I], variances S [H, D, I] and s [H, D]: what the weights make of a sum of rows has the variance S r^2 + s."""
         m = mean_of(self.input).detach()
         rows = m.transpose(0, 1) if self.swapped else m
-        block, bias = self.weight.block, var_of(self.bias)
+        block, bias = block_of(self.weight), var_of(self.bias)
         if not isinstance(block, Rotated):  # independent, or taken to be
             return rows, self.of(self.weight.var), None if bias is None else self.of(bias)
         return block.rotate(rows), self.of(block.marginal), None if bias is None or block.biased else self.of(bias)

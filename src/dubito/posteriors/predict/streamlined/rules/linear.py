@@ -25,6 +25,7 @@ from torch.func import vmap
 
 from dubito.curvature.capture import heard, noted, tapped, tapped_inputs
 from dubito.posteriors.predict.streamlined.moments import (
+    RULES,
     Moments,
     Output,
     Sizes,
@@ -166,6 +167,9 @@ def linear(
 ) -> Moments:  # fmt: skip
     r""":math:`W m + b` and :math:`S m^2 + (W^2 + S) v + s`; of weights that are not independent :math:`\Sigma_W(m)` for
     :math:`S m^2 + s`."""
+    if rank and is_moments(input) and input.mean.ndim == 1:  # one row, of what coupled rows have in common
+        row = linear(RULES["unsqueeze"](input, 0), weight, bias, adjoint=adjoint, rank=rank, square=square, taylor=taylor)
+        return RULES["squeeze"](row, 0)
     if is_weight(weight) and weight.block is None and not adjoint and not rank and (bias is None or uncertain(bias)):
         return _independent(input, weight, bias)
     return (LINEAR_ADJOINT if adjoint else LINEAR).moments(input, weight, bias, adjoint, rank, square, taylor)

@@ -35,8 +35,10 @@ def movement(function: Callable[..., Any]) -> Callable[..., Any]:
     """The rule of an operation that moves numbers: function(m), function(v) and function(u) of every direction u."""
 
     def _apply(x: Moments | Weight, *args: Any, **kwargs: Any) -> Moments | tuple[Moments, ...]:
+        like = [mean_of(arg) for arg in args]
+
         def _move(value: Tensor) -> Any:
-            return function(value, *args, **kwargs)
+            return function(value, *like, **kwargs)
 
         mean, var, factor = _move(x.mean), _move(x.var), factor_of(x)
         factor = None if factor is None else vmap(_move)(factor)
@@ -50,8 +52,9 @@ def movement(function: Callable[..., Any]) -> Callable[..., Any]:
 
 METHODS = (
     "reshape", "flatten", "transpose", "permute", "movedim", "swapaxes", "t", "squeeze", "unsqueeze", "expand",
-    "expand_as", "view_as", "contiguous", "clone", "chunk", "split", "unbind", "narrow", "select", "flip", "roll", "repeat",
-    "repeat_interleave", "index_select", "gather", "detach", "to", "type_as", "float", "double", "half", "bfloat16", "tile", "diagonal",
+    "expand_as", "view_as", "reshape_as", "contiguous", "clone", "chunk", "split", "unbind", "narrow", "select", "flip", "roll",
+    "repeat", "repeat_interleave", "index_select", "gather", "detach", "to", "type_as", "float", "double", "half", "bfloat16", "tile",
+    "diagonal",
 )  # fmt: skip
 for _name in METHODS:
     rule(_name)(movement(getattr(torch.Tensor, _name)))
