@@ -333,12 +333,138 @@ def test_what_is_not_said_to_be_coupled_is_refused_with_the_way_out():
             dubito.fit(Model(network, Categorical()), Laplace(check=False), [(x, labels(network(**x)))])
 
 
-def test_one_pass_is_refused():
-    network, x = build("gcn", "nodes")
-    posterior = laplace(network, x, labels(x["x"]), structure="diagonal")
+def narrow(network, x, structure="diagonal", **options):
+    """Laplace with small variances, where the network is nearly linear in its weights."""
+    model = Model(network, Categorical(), Normal(scale=0.03), coupled=True, **options)
+    y = torch.arange(len(network(**x) if isinstance(x, dict) else network(x))) % 3
+    return dubito.fit(model, Laplace(structure, check=False, optimize_evidence=False), (x, y))
+
+
+def variances(p):
+    """[B, C] of a Gaussian prediction."""
+    return p.cov[0] if p.cov.ndim == 3 else p.cov[0].diagonal(dim1=-2, dim2=-1)
+
+
+@pytest.mark.parametrize("level", INPUTS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_adjoint_has_the_moments_of_draws(kind, level):
+    """What rows share, as the weights of a layer at every node, is kept: to first order it is the linearized network."""
+    network, x = build(kind, level)
+    for structure in ("diagonal", "dense"):
+        posterior = narrow(network, x, structure)
+        first, expected = posterior.predict(x, "adjoint", rule="taylor"), posterior.predict(x, "linearized")
+        torch.testing.assert_close(first.cov, expected.cov, rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(first.means, expected.means)
+        p, drawn = posterior.predict(x, "adjoint"), posterior.predict(x, "sampled", draws=4000).means
+        assert p.how == "adjoint"
+        torch.testing.assert_close(variances(p), drawn.var(0), rtol=0.1, atol=0)
+        assert ((p.means[0] - drawn.mean(0)).abs() < 0.1 * drawn.std(0)).all()
+
+
+@pytest.mark.parametrize("level", INPUTS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_forward_pass_takes_rows_apart_or_alike(kind, level):
+    network, x = build(kind, level)
+    posterior = narrow(network, x)
+    expected = variances(posterior.predict(x, "linearized"))
+    for rank, how in ((0, "rows apart"), (-1, "rows alike")):
+        p = posterior.predict(x, "streamlined", rank=rank)
+        assert p.how.endswith(how)
+        ratio = (variances(p) / expected).log()
+        assert ratio.abs().median() < {0: 1.6, -1: 0.4}[rank]
+        assert ratio.abs().max() < 2.5
+    network.requires_grad_(False).head.requires_grad_(True)  # after all mixing of rows there is nothing to share
+    posterior = narrow(network, x, "dense")
+    expected = posterior.predict(x, "linearized").cov
+    torch.testing.assert_close(posterior.predict(x, "streamlined").cov, expected)
+    torch.testing.assert_close(posterior.predict(x, "adjoint").cov, expected)
+
+
+class Shared(nn.Module):
+    """Rows that have a vector, a number, or the values of an attention in common."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.common, self.head = way, nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True) if way == "attention" else nn.Identity()
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        if self.way == "vector":
+            return self.head(torch.tanh(h + self.common(h.mean(0)).tanh()))
+        if self.way == "number":
+            return self.head(self.common(h) * torch.tanh(3 * h.mean()))
+        return self.head(self.common(h + self.attention(h, h, h, need_weights=False)[0]))
+
+
+@pytest.mark.parametrize("way", ["vector", "number", "attention"])
+def test_one_pass_of_what_all_rows_have_in_common(way):
+    torch.manual_seed(0)
+    network, x = Shared(way).double(), nodes()["x"]
+    posterior = narrow(network, x)
+    drawn = posterior.predict(x, "sampled", draws=4000).means.var(0)
+    torch.testing.assert_close(variances(posterior.predict(x, "adjoint")), drawn, rtol=0.1, atol=0)
+    for rank in (0, -1):
+        p = posterior.predict(x, "streamlined", rank=rank)
+        torch.testing.assert_close(variances(p), drawn, rtol=0.5, atol=0)
+
+
+@pytest.mark.parametrize("how", ["streamlined", "adjoint"])
+def test_one_pass_follows_other_graphs(how):
+    """A trace is for inputs of its shapes that decide as they did; each graph has the numbers of a posterior that saw no other."""
+    network, x = build("sage", "graphs")
+    merged = {**x, "batch": x["batch"].clamp_max(2)}  # of the same shapes, but of three graphs
+    rewired = {**x, "edge_index": x["edge_index"].flip(1)[:, torch.randperm(x["edge_index"].shape[1])]}
+    fewer = {**x, "edge_index": x["edge_index"][:, 2:]}
+    posterior = narrow(network, x)
+    for other in (x, merged, rewired, fewer, graphs((4, 2)), x):
+        fresh = dubito.posteriors.Gaussian(posterior.model, posterior.params, posterior.buffers, posterior.covariance)
+        p, expected = posterior.predict(other, how), fresh.predict(other, how)
+        torch.testing.assert_close(p.means, expected.means)
+        torch.testing.assert_close(p.cov, expected.cov)
+        torch.testing.assert_close(p.means[0], network(**other).detach(), rtol=0, atol=0.05)
+
+
+def test_a_graph_object_goes_through_one_pass():
+    torch.manual_seed(0)
+    network, x = OfGraphs("gcn").double(), nodes()
+    plain = GraphNetwork("gcn").double()
+    plain.load_state_dict(network.state_dict())
+    y, graph = labels(x["x"]), Graph(**x)
+    method = Laplace("diagonal", check=False, optimize_evidence=False)
+    found = dubito.fit(Model(network, Categorical(), Normal(scale=0.03), coupled=True), method, [(graph, y)])
+    expected = dubito.fit(Model(plain, Categorical(), Normal(scale=0.03), coupled=True), method, (x, y))
     for how in ("streamlined", "adjoint"):
-        with pytest.raises(ValueError, match="rows of this model are coupled: predict with how='sampled'"):
-            posterior.predict(x, how)
+        p, q = found.predict(graph, how), expected.predict(x, how)
+        torch.testing.assert_close(p.means, q.means)
+        torch.testing.assert_close(p.cov, q.cov)
+
+
+def test_the_adjoint_of_some_outputs_or_by_draws(monkeypatch):
+    network, x = build("gcn", "graphs")
+    posterior = narrow(network, x)
+    every, some = variances(posterior.predict(x, "adjoint")), posterior.predict(x, "adjoint", top=2)
+    largest = some.means[0].topk(2).indices
+    torch.testing.assert_close(variances(some).gather(1, largest), every.gather(1, largest))
+    monkeypatch.setattr("dubito.posteriors.predict.adjoint.COUPLED", 1)
+    drawn = posterior.predict(x, "adjoint", draws=2000)
+    assert posterior.predict(x, "adjoint").how == "adjoint, 30 draws"
+    torch.testing.assert_close(drawn.means.var(0), every, rtol=0.2, atol=0)
+    torch.testing.assert_close(posterior.predict(x, "adjoint", draws=0).cov[0].diagonal(dim1=1, dim2=2), every)
+
+
+def test_dropout_in_one_pass_has_masks_of_each_row():
+    network, x = build("gcn", "graphs")
+    method = MCDropout(at="", rate=0.02, epochs=1)
+    posterior = dubito.fit(Model(network, Categorical(), coupled=True), method, (x, torch.arange(4) % 3))
+    drawn = posterior.predict(x, draws=4000, consistent=False).means.var(0)
+    torch.testing.assert_close(variances(posterior.predict(x, "adjoint")), drawn, rtol=0.2, atol=0)
+
+
+def test_a_module_of_coupled_rows_is_refused():
+    network, x = build("gcn", "nodes")
+    with pytest.raises(ValueError, match=r"rows of this model are coupled: use posterior.predict"):
+        dubito.as_module(narrow(network, x), x)
 
 
 def test_what_cuts_data_into_rows_is_refused():

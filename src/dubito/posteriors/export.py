@@ -28,7 +28,7 @@ from dubito.model.likelihoods import Likelihood, align, average, likelihood_para
 from dubito.network.examples import Inputs, arguments, outputs_last
 from dubito.network.weights import copy_network
 from dubito.posteriors import Point, Posterior, Samples
-from dubito.posteriors.predict.adjoint import RULES, Means, refuse_one_pass
+from dubito.posteriors.predict.adjoint import RULES, Means, refuse_scripted
 from dubito.posteriors.predict.chain import find_chain, sweep
 from dubito.posteriors.predict.linearized import Linearization
 from dubito.posteriors.predict.streamlined import Moments, Streamlined, Weight
@@ -37,7 +37,7 @@ from dubito.posteriors.predict.streamlined.moments import Output, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
 from dubito.posteriors.predict.streamlined.rules import linear
 from dubito.tensors import tree
-from dubito.tensors.checks import one_of
+from dubito.tensors.checks import one_of, require
 from dubito.tensors.tree import Params
 
 NODES = 128
@@ -104,7 +104,11 @@ def as_module(
     if how == "adjoint" and rank is not None:
         raise ValueError("rank is for how='streamlined': the adjoint keeps all correlations")
     one_of(RULES, rule=rule)
-    refuse_one_pass(posterior.model)
+    refuse_scripted(posterior.model)
+    require(
+        not posterior.model.coupled,
+        "a module of one pass serves inputs of any number of rows, and the rows of this model are coupled: use posterior.predict",
+    )
     taylor = rule == "taylor"
     scale = float(getattr(posterior, "variance_scale", 1.0))
     with torch.inference_mode(False), torch.no_grad():

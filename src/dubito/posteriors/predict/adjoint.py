@@ -32,7 +32,7 @@ from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
-from dubito.posteriors.predict.linearized import POSITIONS, linearized
+from dubito.posteriors.predict.linearized import COUPLED, POSITIONS, linearized
 from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, is_moments, is_weight, mean_of
@@ -112,7 +112,7 @@ def adjoint(
     if chain is not None and top is None and (x_var is None or chain.start == trace.inputs[0]):
         with torch.no_grad():
             mean, cov = (tree.full_precision(t) for t in _in_chunks(engine, trace, chain, x, x_var, memory))
-        check_outputs(x, mean.unsqueeze(0))
+        check_outputs(x, mean.unsqueeze(0), coupled=engine.model.coupled)
         params = likelihood_params(engine.params)
         return LatentMixture(engine.model.likelihood, mean.unsqueeze(0), cov.unsqueeze(0), params=params, how="adjoint")
     with torch.inference_mode(False):
@@ -135,6 +135,12 @@ def _swept(trace: Trace) -> bool:
     outputs = math.prod(shape[1:])
     units = sum(math.prod(trace.shapes[step.result][1:]) for step in trace.steps if step.result is not None)
     return len(shape) == 2 or outputs <= POSITIONS or outputs * units <= SWEPT
+
+
+def _swept_whole(trace: Trace) -> bool:
+    """The same of rows that are coupled, in which each output goes back to all."""
+    numbers = sum(math.prod(trace.shapes[step.result]) for step in trace.steps if step.result is not None)
+    return math.prod(trace.shapes[trace.output]) * numbers <= COUPLED
 
 
 def _known_chain(engine: Streamlined, trace: Trace) -> Chain | None:
@@ -160,16 +166,18 @@ def _by_linearizing(
         with torch.no_grad():
             f = engine.moments(x, x_var=x_var, taylor=taylor, fallback=fallback, path=trace)
         others = f.var if is_moments(f) else f.cov.diagonal(dim1=-2, dim2=-1)
+        others = others.unsqueeze(0) if base.coupled else others
     given = x if x_var is None else (x, x_var)
     known: dict[str, Any] = {"params": engine.params, "buffers": engine.buffers, "covariance": engine.covariance}
-    if top is None and not exact and not _swept(trace):
+    swept = _swept_whole(trace) if base.coupled else _swept(trace)
+    if top is None and not exact and not swept:
         draws, source = fallback or DRAWS, generator(base.device, seed, "adjoint")
         f = sketch(model, given, **known, draws=draws, generator=source, memory=memory)
         return LatentMixture(base.likelihood, f, params=likelihood_params(engine.params), how=f"adjoint, {draws} draws")
     try:
         p = linearized(model, given, **known, fallback=0, memory=memory, top=top, others=others)
     except NotImplementedError as error:
-        if trace.dynamic:
+        if trace.dynamic or base.coupled:
             raise
         raise ValueError(
             "the network decides by the values of each example, which the adjoint follows only where all random weights are those of "
@@ -184,7 +192,7 @@ def _in_chunks(
     """The short way, some examples at a time where all together would take more memory than they may."""
     outputs = trace.shapes[trace.output][-1]
     size, step = example_count(x), max(1, int(memory * 2**30 / (16 * outputs * chain.width)))
-    if size <= step:
+    if size <= step or engine.model.coupled:
         return sweep(engine, trace, chain, x, x_var)
     chunks = [
         sweep(engine, trace, chain, select_examples(x, start, step), None if x_var is None else x_var[start : start + step])
@@ -213,7 +221,7 @@ def one_pass(
 ) -> LatentMixture:
     """The predictive at x; `draws` is how often an operation without a rule is drawn, `rule` one of RULES."""
     one_of(RULES, rule=rule)
-    refuse_one_pass(engine.model)
+    refuse_scripted(engine.model)
     taylor = rule == "taylor"
     if how == "streamlined":
         return engine.predict(x, rank=rank, x_var=x_var, taylor=taylor, fallback=draws or 0)
@@ -222,15 +230,13 @@ def one_pass(
     )
 
 
-def refuse_one_pass(model: Model) -> None:
+def refuse_scripted(model: Model) -> None:
     """Raise where moments cannot be carried through a network."""
-    otherwise = "predict with how='sampled' or, a Gaussian, how='linearized'"
     scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.network.modules())
     require(
-        not scripted, f"one pass sees nothing of what a ScriptModule does: give the module that it was made from, or {otherwise}"
-    )
-    require(
-        not model.coupled, f"one pass follows examples that are independent, and the rows of this model are coupled: {otherwise}"
+        not scripted,
+        "one pass sees nothing of what a ScriptModule does: give the module that it was made from, or predict with how='sampled' or, "
+        "a Gaussian, how='linearized'",
     )
 
 
@@ -257,14 +263,14 @@ def sketch(
 ) -> Tensor:
     """Draws of f [S, B, *D, C] at x, of a model that tells a `Capture` of its noise; weights are drawn once for all examples. `memory`
     changes how many draws and examples are computed at a time, and no number."""
-    size, first = example_count(x), 0
-    groups, step = [], _examples_at_a_time(model, x, params, buffers, memory)
+    size, first = 1 if model.coupled else example_count(x), 0  # coupled rows are one example
+    groups, step = [], 1 if model.coupled else _examples_at_a_time(model, x, params, buffers, memory)
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
     for n in draw_groups(draws, covariance, memory):
         deltas, parts = covariance.draws(n, generator), []
         seeds = [derive_seed(seed, first + i) for i in range(n)]
         for start in range(0, size, step):
-            some = select_examples(x, start, step)
+            some = x if model.coupled else select_examples(x, start, step)
             parts.append(torch.stack(list(_draws(model, some, params, buffers, deltas, seeds, start))))
         groups.append(torch.cat(parts, 1))
         first += n

@@ -153,7 +153,7 @@ class Linearization:
         rows = [layer_rows(layer, [next(found) for _ in layer.uses], len(unit), self.exact) for layer in self.layers]
         noise = [(tap.axis, g) for tap, g in zip(taps, found, strict=True) if g is not None]
         whole = self.model.coupled
-        noise = [g.flatten(1).unsqueeze(1) if whole else g.movedim(axis + 1, 1).flatten(2) for axis, g in noise]  # [C, B, *]
+        noise = [g.reshape(len(g), 1, -1) if whole else g.movedim(axis + 1, 1).flatten(2) for axis, g in noise]  # [C, B, *]
         return rows, [gram(g) for g in noise]
 
     def _units(self, position: int, outputs: Tensor) -> Tensor:

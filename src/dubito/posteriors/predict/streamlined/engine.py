@@ -73,7 +73,8 @@ class Streamlined:
         """The trace of the network for inputs like x, by whose values it decides as it did; made once.
 
         `exported`: the network is asked to do without shortcuts for some inputs, so that the trace is for more of them."""
-        kind: tuple = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves(x))
+        first = int(not self.model.coupled)  # of the axes whose sizes a trace is for
+        kind: tuple = tuple((tuple(leaf.shape[first:]), leaf.dtype) for leaf in tree.leaves(x))
         kind = ("exported", *kind) if exported else kind
         alone = (example_count(x), kind)
         for place, (known, made) in enumerate(self.traces):
@@ -130,13 +131,14 @@ class Streamlined:
     def _block(self, name: str) -> Covariance:
         return next(block for block in self.blocks if name in block.shapes)
 
-    def _neglected(self, trace: Trace) -> list[str]:
+    def _neglected(self, trace: Trace, rank: int) -> list[str]:
         """Dependencies that a forward pass leaves out, in words; `adjoint` keeps them."""
+        rows = ["rows alike" if rank else "rows apart"] * self.model.coupled
         uses = Counter(trace.weights.get(slot) for step in trace.steps for slot in step.inputs)
         again = any(uses[name] > 1 for name in self.random)
         wide = (block for block in self.blocks if not block.independent)
         across = any(len({name.rpartition(".")[0] for name in block.shapes}) > 1 for block in wide)
-        return ["uses of a weight apart"] * again + ["layers apart"] * across
+        return rows + ["uses of a weight apart"] * again + ["layers apart"] * across
 
     def prefix(self, trace: Trace, slot: int, x: Inputs) -> Tensor:
         """The value of a slot that nothing random comes before."""
@@ -241,9 +243,9 @@ class Streamlined:
                 x_var = x_var.to(x).expand_as(x)
             f = self.moments(x, rank=rank, x_var=x_var, taylor=taylor, fallback=fallback, path=trace)
             carried = {0: "variances only", -1: "full covariance"}.get(rank, f"{rank} directions")
-            how = ", ".join([*(["streamlined", "Taylor"] if taylor else ["streamlined"]), carried, *self._neglected(trace)])
+            how = ", ".join([*(["streamlined", "Taylor"] if taylor else ["streamlined"]), carried, *self._neglected(trace, rank)])
             mean, cov = f.mean.unsqueeze(0), covariance_of(f).unsqueeze(0)
-            check_outputs(x, mean)
+            check_outputs(x, mean, coupled=self.model.coupled)
             mean, cov = (tree.full_precision(t) for t in (mean, cov))
             return LatentMixture(self.model.likelihood, mean, cov, params=likelihood_params(self.params), how=how)
 
