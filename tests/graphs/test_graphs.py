@@ -409,6 +409,38 @@ def test_one_pass_of_what_all_rows_have_in_common(way):
         torch.testing.assert_close(variances(p), drawn, rtol=0.5, atol=0)
 
 
+class LargestOfGraph(nn.Module):
+    """The largest of the nodes of each graph, or the smallest; with another number among them, where it is `included`."""
+
+    def __init__(self, reduce, included):
+        super().__init__()
+        self.reduce, self.included, self.first, self.head = reduce, included, nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x, edge_index, batch):
+        h = torch.tanh(self.first(x)) + self.first(x[edge_index[0, : len(x)]])
+        index = batch.unsqueeze(1).expand_as(h)
+        start = h.new_full((5, 5), 0.1)  # the fifth graph has no node
+        return self.head(start.scatter_reduce(0, index, h, self.reduce, include_self=self.included))
+
+
+@pytest.mark.parametrize("included", [True, False])
+@pytest.mark.parametrize("reduce", ["amax", "amin"])
+def test_the_largest_of_each_graph_in_one_pass(reduce, included):
+    torch.manual_seed(0)
+    network, x = LargestOfGraph(reduce, included).double(), graphs()
+    posterior = narrow(network, x)
+    drawn = posterior.predict(x, "sampled", draws=4000).means
+    expected = posterior.predict(x, "linearized")
+    torch.testing.assert_close(posterior.predict(x, "adjoint", rule="taylor").cov, expected.cov)
+    p = posterior.predict(x, "streamlined", rank=0, rule="taylor")
+    torch.testing.assert_close(p.means, expected.means)
+    for how, within in (("adjoint", 0.15), ("streamlined", 0.4)):
+        p = posterior.predict(x, how)
+        torch.testing.assert_close(variances(p), drawn.var(0), rtol=within, atol=0)
+        # of the nodes it is not followed which of their noise they share, as in maximum pooling
+        assert ((p.means[0] - drawn.mean(0)).abs() < 0.3 * drawn.std(0)).all()
+
+
 @pytest.mark.parametrize("how", ["streamlined", "adjoint"])
 def test_one_pass_follows_other_graphs(how):
     """A trace is for inputs of its shapes that decide as they did; each graph has the numbers of a posterior that saw no other."""

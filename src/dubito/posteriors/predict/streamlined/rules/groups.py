@@ -1,4 +1,5 @@
-"""A softmax within groups, as graph attention writes it: exp(s) over the sum of its group, the groups told by an index.
+"""A softmax within groups, as graph attention writes it: exp(s) over the sum of its group, the groups told by an index; and the largest
+of each group.
 
 Numerator and denominator are not independent. The division is therefore taken as a whole, of first order in the scores as any other
 softmax.
@@ -6,11 +7,14 @@ softmax.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.func import vmap
 
-from dubito.posteriors.predict.streamlined.moments import Moments, residual, still
+from dubito.posteriors.predict.streamlined.moments import Moments, Value, mean_of, residual, rule, still, uncertain
 from dubito.posteriors.predict.streamlined.operations import OF_SHAPE, Ref, Step, Trace, slot_of
+from dubito.posteriors.predict.streamlined.rules.maxima import contestants, finish, largest
+from dubito.tensors.checks import require
 
 Groups = tuple[int, int, int, int]  # slot of the scores, axis, slot of the index [E], number of groups
 SUMS, MOVES = {"index_add", "scatter_add"}, {"view", "reshape", "unsqueeze", "expand", "expand_as"}
@@ -67,3 +71,49 @@ def _selection(step: Step) -> tuple[int, int | None]:
     if step.name == "getitem":
         return 0, slot_of(step.args[1])
     return (step.args[1], slot_of(step.args[2])) if step.name == "index_select" and len(step.args) == 3 else (0, None)
+
+
+# -- the largest of each group
+
+
+@rule("scatter_reduce")
+def scatter_reduce(
+    input: Value, dim: int, index: Tensor, src: Value, reduce: str, *, include_self: bool = True, adjoint: bool = False,
+    axis: int | None = None, taylor: bool = False,
+) -> Moments:  # fmt: skip
+    """The largest, or the smallest, of the numbers that an index puts into each place, see `larger`; `input` where there is none."""
+    require(
+        reduce in ("amax", "amin") and not uncertain(input),
+        f"scatter_reduce({reduce!r}) has a rule for one pass only as 'amax' and 'amin', into certain numbers: use scatter_add, "
+        "or predict with how='sampled'",
+    )
+    start, sign, ndim = mean_of(input), 1.0 if reduce == "amax" else -1.0, index.ndim
+    places = torch.arange(start.numel(), device=index.device).view(start.shape).gather(dim, index)
+    table, absent = _members(places.flatten(), start.numel())
+    low = -(torch.finfo(start.dtype).max ** 0.25)  # never wins
+
+    def _by_place(t: Tensor) -> Tensor:
+        """Numbers [..., places, members]."""
+        t = t[(..., *(slice(size) for size in index.shape))].flatten(-ndim)
+        return t[..., table].masked_fill(absent, 0.0)
+
+    numbers = contestants(src, adjoint).signed(sign).map(_by_place)
+    numbers = numbers._replace(mean=numbers.mean.masked_fill(absent, low))
+    if include_self:
+        own = (sign * start).flatten().clamp_min(low).unsqueeze(1)
+        numbers = numbers.map(lambda t: torch.cat([t, torch.zeros_like(t[..., :1])], -1))
+        numbers = numbers._replace(mean=torch.cat([numbers.mean[..., :-1], own], -1))
+    winner = largest(numbers, adjoint, taylor).signed(sign).map(lambda t: t.unflatten(-1, start.shape))
+    empty = absent.all(1).view(start.shape)
+    return finish(winner._replace(mean=torch.where(empty, start, winner.mean)), adjoint, axis)
+
+
+def _members(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Which numbers are in each of `count` places, [count, K], and where a place has fewer than K."""
+    order = places.argsort(stable=True)
+    sizes = torch.bincount(places, minlength=count)
+    rank = torch.arange(len(places), device=places.device) - (sizes.cumsum(0) - sizes)[places[order]]
+    absent = torch.arange(max(1, int(sizes.max())), device=places.device) >= sizes.unsqueeze(1)
+    table = torch.zeros(absent.shape, dtype=order.dtype, device=places.device)
+    table[places[order], rank] = order
+    return table, absent

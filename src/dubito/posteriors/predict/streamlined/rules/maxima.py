@@ -114,7 +114,8 @@ def contestants(x: Value, adjoint: bool) -> Largest:
     return Largest(m, v, factor_of(x), v if adjoint else None)
 
 
-def _finish(x: Largest, adjoint: bool, axis: int | None) -> Moments:
+def finish(x: Largest, adjoint: bool, axis: int | None) -> Moments:
+    """The moments of a winner."""
     mean = x.mean
     if adjoint and axis is not None and x.linear is not None:  # what is left is noise of the choice itself
         mean = tapped(mean, (x.var - x.linear).clamp_min(0), axis)
@@ -165,7 +166,7 @@ def _pool(
     if kernel is not None and x.factor is None and not taylor:
         with still(adjoint):
             numbers = numbers._replace(shared=kernel.covariances(windows, numbers.var, adjoint))
-    return _finish(largest(numbers, adjoint, taylor), adjoint, axis)
+    return finish(largest(numbers, adjoint, taylor), adjoint, axis)
 
 
 class Kernel(NamedTuple):
@@ -266,7 +267,7 @@ def _over(
     if keepdim:
         shape = [1 if a in axes else x.mean.shape[a] for a in range(-ndim, 0)]
         winner = winner.map(lambda t: t.reshape(*t.shape[: t.ndim - len(kept)], *shape))
-    return _finish(winner, adjoint, axis)
+    return finish(winner, adjoint, axis)
 
 
 def _extremes(sign: float, names: tuple[str, str, str], index: Callable[..., Tensor]) -> None:
@@ -293,7 +294,7 @@ def _extremes(sign: float, names: tuple[str, str, str], index: Callable[..., Ten
         )
         pair = [numbers._replace(mean=sign * mean) for mean, numbers in zip(means, pair, strict=True)]
         winner = larger(pair[0], pair[1], adjoint, taylor=taylor)
-        return _finish(winner._replace(mean=sign * winner.mean), adjoint, axis)
+        return finish(winner._replace(mean=sign * winner.mean), adjoint, axis)
 
     def _max(
         x: Value,
