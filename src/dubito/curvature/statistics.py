@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from dubito.curvature.capture import Forward, batched_gradients
-from dubito.curvature.cotangents import MANY, cotangents, groups_of, observed
+from dubito.curvature.cotangents import MANY, cotangents, groups_of
 from dubito.curvature.generic import example_gradients
 from dubito.curvature.layout import UNCLEAR, Layout, Part, passed
+from dubito.curvature.output_rows import OutputRows
 from dubito.curvature.rows import Layer, RepeatedLayer, add_gram, layer_rows, squared_products
 from dubito.curvature.setup import Setup
 from dubito.model.likelihoods import likelihood_params
@@ -93,6 +94,12 @@ class LayerPass:
         """The output [B, *D, C] without its graph, in float32 or better."""
         f = self.forward.f.detach()
         return exact(f[0] if self.setup.model.coupled else f)
+
+    @property
+    def output(self) -> OutputRows:
+        """The output layer, where `closed` has found it alone."""
+        (layer,) = self.layers
+        return OutputRows.of(self.setup, layer, self.f, self.y)
 
     @property
     def rows(self) -> int:
@@ -185,7 +192,7 @@ class LayerStatistic(Statistic):
 
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
         """Add a batch where `closed`: the exact Fisher information of the outputs, position by position."""
-        output = OutputRows.of(run)
+        output = run.output
         for group, piece, fisher in output.fishers():
             self.add_fisher(sums, output.layer, group, piece, fisher)
 
@@ -240,7 +247,7 @@ class Diagonal(LayerStatistic):
 
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
         """Add squared inputs times the diagonal of the Fisher information."""
-        output = OutputRows.of(run)
+        output = run.output
         if not output.plain:
             super().add_output_layer(sums, run)
             return
@@ -329,7 +336,7 @@ class Kronecker(LayerStatistic):
     def add_output_layer(self, sums: Params, run: LayerPass) -> None:
         """Add the inputs to A and the Fisher information to B."""
         self._add_inputs(sums, run)
-        output = OutputRows.of(run)
+        output = run.output
         if not output.plain:
             super().add_output_layer(sums, run)
             return
@@ -446,47 +453,6 @@ def _add_outer(total: Tensor, leaves: Params, names: tuple[str, ...], size: int,
     flat = torch.cat([leaves[name].reshape(size, -1) for name in names], 1).to(total.dtype)
     flat = flat if index is None else flat[:, index]
     total.addmm_(flat.mT, flat)
-
-
-class OutputRows(NamedTuple):
-    """The output layer alone in one pass. Every position with a target is an example of its own; N of them."""
-
-    setup: Setup
-    layer: Layer
-    f: Tensor  # [N, C]
-    seen: Tensor | None  # [N, C], see `observed`; None if all outputs have a target
-    groups: Tensor | None  # [C], see `groups_of`
-
-    @staticmethod
-    def of(run: LayerPass) -> OutputRows:
-        """From a pass that `closed` has looked at."""
-        (layer,), setup, f = run.layers, run.setup, run.f.flatten(0, -2)
-        seen = observed(setup.model, setup.model.likelihood.target(run.y, run.f), run.f, setup.params)
-        groups = groups_of(setup.model, run.f, setup.spec.kind)
-        if seen is None:
-            return OutputRows(setup, layer.apart(), f, None, groups)
-        seen = seen.expand_as(run.f).flatten(0, -2)
-        keep = (seen > 0).any(1)
-        rest = seen[keep]
-        return OutputRows(setup, layer.apart(keep), f[keep], None if bool((rest == 1).all()) else rest, groups)
-
-    @property
-    def plain(self) -> bool:
-        """Whether no matrix is needed for each position: the noise is part of the curvature, and every output has a target."""
-        return self.groups is None and self.seen is None
-
-    def fishers(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """The Fisher information [n, C, C] of the outputs for one noise after another, a piece of the positions at a time."""
-        f, groups, seen = self.f, self.groups, self.seen
-        for piece in pieces(len(f), f.shape[1] ** 2):
-            if groups is None:
-                fisher = self.setup.model.likelihood.fisher(f[piece], likelihood_params(self.setup.params))
-            else:  # that of unit noise
-                fisher = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f[piece]), -1, -1)
-            if seen is not None:
-                fisher = fisher * seen[piece].unsqueeze(-1) * seen[piece].unsqueeze(-2)
-            for group in range(1 if groups is None else int(groups.max()) + 1):
-                yield group, piece, fisher if groups is None else fisher * (groups == group).to(fisher)
 
 
 # -- what all share

@@ -166,7 +166,6 @@ def _by_linearizing(
         with torch.no_grad():
             f = engine.moments(x, x_var=x_var, taylor=taylor, fallback=fallback, path=trace)
         others = f.var if is_moments(f) else f.cov.diagonal(dim1=-2, dim2=-1)
-        others = others.unsqueeze(0) if base.coupled else others
     given = x if x_var is None else (x, x_var)
     known: dict[str, Any] = {"params": engine.params, "buffers": engine.buffers, "covariance": engine.covariance}
     swept = _swept_whole(trace) if base.coupled else _swept(trace)

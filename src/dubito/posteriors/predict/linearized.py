@@ -93,6 +93,14 @@ class Linearization:
             root = self.blocks[0].output_root(layer, factor)
             return None if root is None else root.unflatten(0, self.f.shape[:-1])
 
+    def spread(self, others: Tensor | None, top: int | None) -> tuple[Tensor, bool]:
+        """Variances of all outputs, exact ones of the `top` largest; or without `top` the covariances or a root of them; and whether
+        it is a root."""
+        if top is not None:
+            return self.variances(others, top), False
+        root = self.wide_root()
+        return (self.covariances()[0], False) if root is None else (root, True)
+
     def covariances(self, factors: Sequence[float] = (1.0,)) -> Tensor:
         """[G, B, *D, C, C], or without the last C where outputs are independent: for each multiple of the prior's precision."""
         shape = self.f.shape
@@ -302,44 +310,63 @@ def linearized(
     """
     x, params, buffers = prepared(model, x, params, buffers)
     known: dict[str, Any] = {"params": params, "buffers": buffers, "covariance": covariance}
-    size, learned = 1 if model.coupled else example_count(x), likelihood_params(params)  # coupled rows are one example
-    if size == 0:
+    learned = likelihood_params(params)
+    if _size(model, x) == 0:
         f = model.forward(params, x, tree.clone(buffers))[0].detach().unsqueeze(0)
         return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=learned)
-    names = tuple(covariance.shapes)
-    found = layout(model, params, x, buffers, names) if top or not draws else None
+    found = layout(model, params, x, buffers, tuple(covariance.shapes)) if top or not draws else None
     top = None if found is None or top is None or top >= found.classes else top
-    if found is None or (top is None and (draws or (draws is None and fallback and drawn(model, found, covariance)))):
+    falls_back = draws is None and fallback > 0 and found is not None and drawn(model, found, covariance)
+    if found is None or (top is None and (draws or falls_back)):
         means = drawn_functions(model, x, **known, draws=draws or fallback, memory=memory, generator=generator)
         check_outputs(x, means, coupled=model.coupled)
         return LatentMixture(model.likelihood, means, params=learned, how=f"linearized, {len(means)} draws")
     how = ""
     if top is not None:
-        closed = _closed(found, covariance)
-        how = "linearized, variances alone" if closed else f"linearized, {top} largest outputs"
-        if others is None and not closed:
-            count = draws or fallback or DRAWS
-            others = drawn_variances(model, x, **known, draws=count, memory=memory, generator=generator)
-            others = others.unsqueeze(0) if model.coupled else others
-            how = f"{how}, others by {count} draws"
-    means, spread, roots = Stack(size), Stack(size), False
-    step = 1 if model.coupled else _examples_at_a_time(found, params, x, covariance, top, memory)
+        others, how = _others(model, x, known, found, top, others, draws or fallback or DRAWS, memory, generator)
+    f, spread, rooted = _propagated(model, x, known, found, top, others, memory)
+    check_outputs(x, f, coupled=model.coupled)
+    cov, root = (None, spread) if rooted else (spread, None)
+    return LatentMixture(model.likelihood, f, cov, params=learned, root=root, how=how)
+
+
+def _others(
+    model: Model, x: Inputs, known: dict[str, Any], found: Layout, top: int, others: Tensor | None, draws: int, memory: float,
+    generator: torch.Generator | None,
+) -> tuple[Tensor | None, str]:  # fmt: skip
+    """Variances of the outputs that are not among the `top` largest, by draws if they are neither given nor known, and `how`."""
+    if _closed(found, known["covariance"]):
+        return others, "linearized, variances alone"
+    how = f"linearized, {top} largest outputs"
+    if others is not None:
+        return others, how
+    rough = drawn_variances(model, x, **known, draws=draws, memory=memory, generator=generator)
+    return rough, f"{how}, others by {draws} draws"
+
+
+def _size(model: Model, x: Inputs) -> int:
+    """The number of examples; coupled rows are one."""
+    return 1 if model.coupled else example_count(x)
+
+
+def _propagated(
+    model: Model, x: Inputs, known: dict[str, Any], found: Layout, top: int | None, others: Tensor | None, memory: float
+) -> tuple[Tensor, Tensor, bool]:
+    """f [1, B, *D, C], its spread (see `Linearization.spread`), and whether that is a root; as many examples at a time as fit the
+    memory."""
+    size, covariance = _size(model, x), known["covariance"]
+    means, spread, rooted = Stack(size), Stack(size), False
+    step = 1 if model.coupled else _examples_at_a_time(found, known["params"], x, covariance, top, memory)
     for start in range(0, size, step):
         some = x if model.coupled else select_examples(x, start, step)
-        run = Linearization(model, **known, x=some, found=found, names=names, memory=memory)
+        run = Linearization(model, **known, x=some, found=found, names=tuple(covariance.shapes), memory=memory)
         found = run.found
+        rough = others if others is None else others.unsqueeze(0) if model.coupled else others[start : start + step]
+        part, rooted = run.spread(rough, top)
         means.add(run.f)
-        if top is not None:
-            spread.add(run.variances(None if others is None else others[start : start + step], top))
-        elif (wide := run.wide_root()) is not None:
-            roots = True
-            spread.add(wide)
-        else:
-            spread.add(run.covariances()[0])
+        spread.add(part)
     f, whole = (each.whole if model.coupled else each.whole.unsqueeze(0) for each in (means, spread))
-    check_outputs(x, f, coupled=model.coupled)
-    cov, root = (None, whole) if roots else (whole, None)
-    return LatentMixture(model.likelihood, f, cov, params=learned, root=root, how=how)
+    return f, whole, rooted
 
 
 def _budget(memory: float, dtype: torch.dtype) -> float:

@@ -178,3 +178,19 @@ def _mixed(x: Tensor, weights: Tensor, truth: Tensor | None) -> tuple[Tensor, Te
     x = x.clamp_(min=torch.finfo(x.dtype).min)  # 0 times the log of 0 is 0
     noise = weights @ (log_z - x.mul_(e).sum(0) / z)
     return mean.mT, noise, logs.squeeze(0) if truth is not None else logs.mT
+
+
+def class_scores(p: LatentMixture, y: Tensor) -> Tensor:
+    """Log scores [B, *D] of classes, some positions at a time; 0 where there is no target."""
+    seen = p.likelihood.observed(y)
+    keep = torch.ones_like(y, dtype=torch.bool) if seen is None else seen
+    scores = torch.zeros(y.shape, dtype=torch.promote_types(p.means.dtype, torch.float32), device=y.device)
+    scores[keep] = class_terms(p, keep, y[keep]).log_probs
+    return scores
+
+
+def times(root: Tensor, unit: Tensor) -> Tensor:
+    """A diagonal [..., C] or dense [..., C, R] root times vectors [..., R]."""
+    if root.ndim == unit.ndim:
+        return root * unit
+    return (root @ unit.unsqueeze(-1)).squeeze(-1)

@@ -16,11 +16,13 @@ from dubito.network.examples import as_arrays
 from dubito.posteriors.predictive.classes import (
     NODES,
     ClassTerms,
+    class_scores,
     class_terms,
     in_pieces,
     joint_scores,
     node_count,
     symmetric_root,
+    times,
 )
 from dubito.posteriors.predictive.predictive import (
     Predictive,
@@ -289,7 +291,7 @@ class LatentMixture(Predictive):
             return self.linked_points.log_prob_by_position(y)
         y = self._target(y)
         if in_pieces(self):
-            return self._class_scores(y)
+            return class_scores(self, y)
         return joint_scores(self, y) if self._joint else self.position_scores(y)
 
     def _target(self, y: Tensor) -> Tensor:
@@ -344,14 +346,6 @@ class LatentMixture(Predictive):
         log_weights = self.component_weights.double().log().unsqueeze(1)
         return (score.reshape(*score.shape[:2], -1).sum(-1) + log_weights).logsumexp(0)
 
-    def _class_scores(self, y: Tensor) -> Tensor:
-        """Log scores [B, *D] of classes, some positions at a time."""
-        seen = self.likelihood.observed(y)
-        keep = torch.ones_like(y, dtype=torch.bool) if seen is None else seen
-        scores = torch.zeros(y.shape, dtype=torch.promote_types(self.means.dtype, torch.float32), device=y.device)
-        scores[keep] = class_terms(self, keep, y[keep]).log_probs
-        return scores
-
     def _label_scores(self, y: Tensor) -> Tensor:
         """Log scores [S, B, *D] of labels that are independent within each component: products of one-dimensional integrals."""
         points, n = self.marginal_points, len(self.marginal_points.means) // len(self.means)
@@ -369,7 +363,7 @@ class LatentMixture(Predictive):
         if not self.certain:  # from the Gaussians themselves: nodes would leave gaps where the noise is small
             width = f.shape[-1] if self.root is None else self.root.shape[-1]
             unit = torch.randn((*f.shape[:-1], width), generator=generator, dtype=f.dtype, device=device)
-            f = f + _times(self._root if len(self._root) == 1 else self._root[which], unit)
+            f = f + times(self._root if len(self._root) == 1 else self._root[which], unit)
         # torch.distributions draws from the global generator only: lend it a seed from ours and put it back
         seed = int(torch.randint(2**62, (1,), generator=generator, device=device))
         with fork_rng(seed):
@@ -482,10 +476,3 @@ class LatentMixture(Predictive):
         cov = None if self.cov is None else torch.cat([self.cov, *(p.cov for p in others if p.cov is not None)], 1)
         root = None if self.root is None else torch.cat([self.root, *(p.root for p in others if p.root is not None)], 1)
         return replace(self, means=means, cov=cov, root=root)
-
-
-def _times(root: Tensor, unit: Tensor) -> Tensor:
-    """A diagonal [..., C] or dense [..., C, R] root times vectors [..., R]."""
-    if root.ndim == unit.ndim:
-        return root * unit
-    return (root @ unit.unsqueeze(-1)).squeeze(-1)
