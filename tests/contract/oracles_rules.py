@@ -161,6 +161,7 @@ SHAPES = {
     "unsqueeze": on(torch.unsqueeze, 1),
     "view": on(Tensor.view, 4, 3),
     "view_as": on(Tensor.view_as, torch.zeros(4, 3)),
+    "reshape_as": on(Tensor.reshape_as, torch.zeros(4, 3)),
     "pixel_shuffle": on(F.pixel_shuffle, 2, shape=(1, 4, 2, 2)),
     "pixel_unshuffle": on(F.pixel_unshuffle, 2, shape=IMAGE),
     "channel_shuffle": on(F.channel_shuffle, 2, shape=(1, 4, 2, 2)),
@@ -171,6 +172,7 @@ SHAPES = {
 ROWS = torch.tensor([2, 0, 2])
 PLACES = torch.tensor([[0, 2], [1, 3], [3, 0]])
 CERTAIN = numbers(3, 4, seed=5)
+GROUPS, LOW = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0]]), torch.full((3, 2), -9.0, dtype=DOUBLE)
 
 
 def written(x: Tensor, index: Any, value: Any) -> Tensor:
@@ -187,6 +189,7 @@ PLACINGS = {
     "scatter_add": on(torch.scatter_add, second=(3, 2), place=lambda x, y: (x, 1, PLACES, y)),
     "scatter": on(torch.scatter, second=(3, 2), place=lambda x, y: (x, 1, PLACES, y)),
     "cumsum": on(torch.cumsum, 1),
+    "scatter_reduce": on(torch.scatter_reduce, place=lambda x: (LOW, 1, GROUPS, x, "amax"), slack=0.1),
 }
 CASTS = {
     "double": on(Tensor.double),

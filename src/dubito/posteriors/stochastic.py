@@ -16,7 +16,7 @@ from dubito.posteriors.predict.dropout import Dropout, learned_rates
 from dubito.posteriors.predict.sampled import sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predictive import LINKS, LatentMixture
-from dubito.tensors.checks import one_of
+from dubito.tensors.checks import one_of, require
 from dubito.tensors.randomness import fresh_generator, generator
 from dubito.tensors.tree import Buffers, Params
 
@@ -80,7 +80,13 @@ class Stochastic(Posterior):
         used without Bayes; `link`, `x_var`, `rank`, `top` and `rule` are as in `Gaussian.predict`."""
         self._only(how, "sampled", "streamlined", "adjoint", "point", draws=draws)
         one_of(LINKS, link=link)
+        consistent = self.consistent if consistent is None else consistent
         if how is not None and how in ONE_PASS:
+            require(
+                not (self.model.coupled and consistent),
+                "coupled rows share the masks of a draw, which one pass cannot follow: say consistent=False, so that each row has its "
+                "own, or predict with how='sampled'",
+            )
             p = one_pass(
                 self.streamlined, x, how, draws=draws, memory=memory, seed=seed, x_var=x_var, rank=rank, top=top, rule=rule
             )
@@ -95,6 +101,6 @@ class Stochastic(Posterior):
             shared=shared,
             dropout=self.dropout,
             seeds=self.sample(draws or self.draws, generator("cpu", seed, "masks"))["dropout:seed"],
-            consistent=self.consistent if consistent is None else consistent,
+            consistent=consistent,
             memory=memory,
         )

@@ -43,6 +43,7 @@ class _Plain:
 
     network: nn.Module
     output: Callable[[Any], Tensor]
+    coupled: bool = False
 
     def call(self, params: Params, x: Inputs, buffers: Buffers) -> tuple[Tensor, Buffers]:
         """The output at x with these weights, and the buffers."""

@@ -280,8 +280,8 @@ def drawn(model: Model, found: Layout, covariance: Covariance) -> bool:
 
 def _closed(found: Layout, covariance: Covariance) -> bool:
     """Whether only the output layer's weights are random, and their structure gives the outputs' covariance without a sweep."""
-    block, *more = covariance.independent_blocks
-    return found.alone and not more and isinstance(block, Diagonal | Kronecker | Dense) and not block.picked()
+    blocks = covariance.independent_blocks
+    return found.alone and len(blocks) == 1 and isinstance(blocks[0], Diagonal | Kronecker | Dense) and not blocks[0].picked()
 
 
 @torch.inference_mode(False)

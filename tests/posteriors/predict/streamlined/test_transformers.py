@@ -96,8 +96,7 @@ def test_a_text_model_that_picks_tokens_by_a_mask():
     truth, p = posterior.predict(x, "sampled", draws=1500), posterior.predict(x, "streamlined", rank=0)
     torch.testing.assert_close(p.f_mean, truth.f_mean, rtol=0, atol=0.2 * float(truth.f_var.max().sqrt()))
     assert off(p, truth) < 0.5
-    with pytest.raises(ValueError, match="decides by the values of each example"):
-        posterior.predict(x, "adjoint")
+    assert off(posterior.predict(x, "adjoint"), truth) < 0.05
 
 
 @pytest.mark.filterwarnings("ignore")
