@@ -122,7 +122,7 @@ LEFT_OUT: dict[str, str] = {  # a regular expression of mutants -> why nothing c
     r"Categorical\.linked: 100 \* ": "a bound for rounding errors",
     r"(Metropolis|ULA)\.move: \w+\.log_likelihood \+ .* -> \w+\.log_likelihood - ": "it is asked only whether both are finite",
     r"Variational\._complexity: state\.step % REPORTED": "how often a value is reported",
-    r"Kronecker\._rotated_rows: (positions <|len\(rows\) \*)": "decides in which order a product is computed",
+    r"Kronecker\._rotated_rows: (positions <|classes \* outputs)": "decides in which order a product is computed",
     r"NUTS\._branch: end\.position\.numel\(\) \* LARGEST -> ": "how much memory a block may take",
     r"HMC\.move: 1 \+ self\.jitter .* -> 1 - self\.jitter": "what the jitter is multiplied by is uniform in [-1, 1]",
 }
