@@ -32,7 +32,7 @@ from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
-from dubito.posteriors.predict.linearized import COUPLED, POSITIONS, linearized
+from dubito.posteriors.predict.linearized import COUPLED, POSITIONS, linearized, portions
 from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, is_moments, is_weight, mean_of
@@ -230,7 +230,7 @@ def one_pass(
 
 
 def refuse_scripted(model: Model) -> None:
-    """Raise where moments cannot be carried through a network."""
+    """Raise where a part of the network is a ScriptModule, whose operations cannot be seen."""
     scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.network.modules())
     require(
         not scripted,
@@ -262,14 +262,12 @@ def sketch(
 ) -> Tensor:
     """Draws of f [S, B, *D, C] at x, of a model that tells a `Capture` of its noise; weights are drawn once for all examples. `memory`
     changes how many draws and examples are computed at a time, and no number."""
-    size, first = 1 if model.coupled else example_count(x), 0  # coupled rows are one example
-    groups, step = [], 1 if model.coupled else _examples_at_a_time(model, x, params, buffers, memory)
+    first, groups, step = 0, [], _examples_at_a_time(model, x, params, buffers, memory)
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
     for n in draw_groups(draws, covariance, memory):
         deltas, parts = covariance.draws(n, generator), []
         seeds = [derive_seed(seed, first + i) for i in range(n)]
-        for start in range(0, size, step):
-            some = x if model.coupled else select_examples(x, start, step)
+        for start, some in portions(model, x, step):
             parts.append(torch.stack(list(_draws(model, some, params, buffers, deltas, seeds, start))))
         groups.append(torch.cat(parts, 1))
         first += n
@@ -319,6 +317,8 @@ def _normals(seed: int, like: Tensor, axis: int, start: int) -> Tensor:
 
 def _examples_at_a_time(model: Model, x: Inputs, params: Params, buffers: Buffers, memory: float) -> int:
     """How many examples fit the memory: what noise there is for one of them tells how large a pass is."""
+    if model.coupled:
+        return 1
     size = example_count(x)
     one = select_examples(x, 0, 1)
     live = {name: leaf.detach().requires_grad_(leaf.is_floating_point()) for name, leaf in params.items()}

@@ -311,7 +311,7 @@ def linearized(
     x, params, buffers = prepared(model, x, params, buffers)
     known: dict[str, Any] = {"params": params, "buffers": buffers, "covariance": covariance}
     learned = likelihood_params(params)
-    if _size(model, x) == 0:
+    if count(model, x) == 0:
         f = model.forward(params, x, tree.clone(buffers))[0].detach().unsqueeze(0)
         return LatentMixture(model.likelihood, f, torch.diag_embed(torch.zeros_like(f)), params=learned)
     found = layout(model, params, x, buffers, tuple(covariance.shapes)) if top or not draws else None
@@ -344,9 +344,18 @@ def _others(
     return rough, f"{how}, others by {draws} draws"
 
 
-def _size(model: Model, x: Inputs) -> int:
+def count(model: Model, x: Inputs) -> int:
     """The number of examples; coupled rows are one."""
     return 1 if model.coupled else example_count(x)
+
+
+def portions(model: Model, x: Inputs, step: int) -> Iterator[tuple[int, Inputs]]:
+    """So many examples at a time, with the place of the first; coupled rows, which are one example, all together."""
+    if model.coupled:
+        yield 0, x
+        return
+    for start in range(0, example_count(x), step):
+        yield start, select_examples(x, start, step)
 
 
 def _propagated(
@@ -354,11 +363,10 @@ def _propagated(
 ) -> tuple[Tensor, Tensor, bool]:
     """f [1, B, *D, C], its spread (see `Linearization.spread`), and whether that is a root; as many examples at a time as fit the
     memory."""
-    size, covariance = _size(model, x), known["covariance"]
+    size, covariance = count(model, x), known["covariance"]
     means, spread, rooted = Stack(size), Stack(size), False
-    step = 1 if model.coupled else _examples_at_a_time(found, known["params"], x, covariance, top, memory)
-    for start in range(0, size, step):
-        some = x if model.coupled else select_examples(x, start, step)
+    step = _examples_at_a_time(found, known["params"], x, covariance, top, memory)
+    for start, some in portions(model, x, step):
         run = Linearization(model, **known, x=some, found=found, names=tuple(covariance.shapes), memory=memory)
         found = run.found
         rough = others if others is None else others.unsqueeze(0) if model.coupled else others[start : start + step]
