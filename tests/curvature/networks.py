@@ -172,6 +172,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "one output": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)), lambda: numbers(5, 3)),
     "perceptron": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), lambda: numbers(5, 3)),
     "in place": (lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(True), nn.Linear(5, 3)), lambda: numbers(5, 3)),
+    "in place, with positions": (
+        lambda: Net(lambda s, x: s.o(torch.relu_(s.a(x)).mean(1)), a=nn.Linear(3, 4), o=nn.Linear(4, 2)),
+        lambda: numbers(5, 3, 3),
+    ),
     "residual": (
         lambda: Net(lambda s, x: s.o(x + s.b(s.a(x).relu())), a=nn.Linear(3, 4), b=nn.Linear(4, 3), o=nn.Linear(3, 2)),
         lambda: numbers(5, 3),
@@ -253,6 +257,27 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
             t=nn.Parameter(torch.randn(1, 1, 3)), a=nn.Linear(3, 3), o=nn.Linear(3, 2),
         ),
         lambda: numbers(5, 2, 3),
+    ),
+    "places": (
+        lambda: Net(
+            lambda s, x: s.o((s.a(x) + s.t).tanh().mean(1) + s.b),
+            t=nn.Parameter(torch.randn(1, 4, 3)), b=nn.Parameter(torch.randn(3)), a=nn.Linear(3, 3), o=nn.Linear(3, 2),
+        ),
+        lambda: numbers(4, 4, 3),
+    ),
+    "places, added in place": (
+        lambda: Net(
+            lambda s, x: s.o(s.a(x).add_(s.t).tanh().mean(1)),
+            t=nn.Parameter(torch.randn(2, 3)), a=nn.Linear(3, 3), o=nn.Linear(3, 2),
+        ),
+        lambda: numbers(5, 2, 3),
+    ),
+    "two tables": (
+        lambda: Net(
+            lambda s, x: s.o((s.a(x) + (s.t + s.u)).tanh().mean(1)),
+            t=nn.Parameter(torch.randn(5, 3)), u=nn.Parameter(torch.randn(3)), a=nn.Linear(3, 3), o=nn.Linear(3, 2),
+        ),
+        lambda: numbers(5, 5, 3),
     ),
     "single numbers": (
         lambda: Net(

@@ -34,12 +34,13 @@ def found(net: nn.Module, x, likelihood=None, **options) -> Layout:
     return layout(model, params, x, model.buffers(), tuple(params))
 
 
-KNOWN = ["perceptron", "in place", "residual", "conv1d", "conv1d, circular", "conv2d", "conv2d, same", "conv2d, reflect", "conv3d",
-         "embedding", "embedding, time major", "layer norm", "layer norm, two axes", "rms norm", "group norm", "batch norm",
-         "batch norm, flat", "instance norm", "attention", "attention, time major", "attention, as long as wide", "encoder",
-         "encoder, norm first", "twice", "twice, of different lengths", "time major", "time major, as long as wide",
-         "time major, one example", "rows of examples", "rows of times", "films", "sequences", "images", "two inputs",
-         "named inputs"]  # fmt: skip
+KNOWN = ["perceptron", "in place", "in place, with positions", "residual", "conv1d", "conv1d, circular", "conv2d",
+         "conv2d, same", "conv2d, reflect", "conv3d", "embedding", "embedding, time major", "layer norm",
+         "layer norm, two axes", "rms norm", "group norm", "batch norm", "batch norm, flat", "instance norm", "attention",
+         "attention, time major", "attention, as long as wide", "encoder", "encoder, norm first", "twice",
+         "twice, of different lengths", "class token", "places", "places, added in place", "time major",
+         "time major, as long as wide", "time major, one example", "rows of examples", "rows of times", "films",
+         "sequences", "images", "two inputs", "named inputs"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -58,7 +59,7 @@ def test_known_layers_are_recognised_whatever_their_layout(name):
         ("tied embedding", {"e.weight", "o.bias"}, "otherwise|different kinds"),
         ("used elsewhere", {"a.weight", "a.bias"}, "otherwise"),
         ("single numbers", {"t", "c"}, "otherwise"),
-        ("class token", {"t"}, "otherwise"),
+        ("two tables", {"t", "u"}, "otherwise|belong to which example"),
         ("positions", {"p.weight", "q.weight", "q.bias"}, "belong to which example"),
         ("as many positions as examples", {"p.weight", "q.weight", "q.bias"}, "belong to which example"),
         ("rows of times, all alike", {"i.weight", "i.bias", "n.weight", "n.bias"}, "belong to which example"),

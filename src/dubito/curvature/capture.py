@@ -29,6 +29,7 @@ from dubito.tensors.tree import Buffers, Params
 
 CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 NORMS = (F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm)
+SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__)
 
 
 class Use(NamedTuple):
@@ -160,6 +161,8 @@ class Capture(Watch):
             return self._embedding(func, *args, **kwargs)
         if func in NORMS:
             return self._norm(func, args, kwargs)
+        if (func in SUMS or func is Tensor.expand) and not kwargs:
+            return self._shift(func, *args)
         return func(*args, **kwargs)
 
     def rescaled(self, x: Tensor, weight: Any, bias: Any, channel: int) -> Tensor:
@@ -178,7 +181,8 @@ class Capture(Watch):
         if not h.requires_grad:  # the network has turned gradients off: the output has none in these weights
             return h
         spread = self.spreads[id(x)][1] if id(x) in self.spreads else None
-        self.uses.append(Use(kind, *names, x.detach(), x._version, get_gradient_edge(h), h.shape, channel, convolution, spread))
+        edge = get_gradient_edge(_before_view(h) if kind == "affine" else h)
+        self.uses.append(Use(kind, *names, x.detach(), x._version, edge, h.shape, channel, convolution, spread))
         return h
 
     def _linear(self, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -214,6 +218,20 @@ class Capture(Watch):
         h = func(input, self._proxy(weight), None)
         return without_padding(self._record("lookup", weight, None, input, h, -1), input, weight, padding_idx)
 
+    def _shift(self, func: Callable, *args: Any) -> Any:
+        """A weight that is added to every example, or with which each begins: a table of places, a token for the class."""
+        given = args if func in SUMS else args[:1]
+        weights = [value for value in given if self.name(value) is not None]
+        if len(weights) != 1 or not all(isinstance(value, Tensor) for value in given):
+            return func(*args)
+        (weight,) = weights
+        shape = torch.broadcast_shapes(*(value.shape for value in given)) if func in SUMS else func(*args).shape
+        own = weight.shape[next((i for i, n in enumerate(weight.shape) if n > 1), weight.ndim - 1) :]
+        if not 0 < len(own) < len(shape) or shape[-len(own) :] != own:  # an example has a part of it, or more than one
+            return func(*args)
+        h = func(*(self._proxy(value) for value in given), *args[len(given) :])
+        return self._record("scale", None, weight, h.new_zeros(()).expand(h.shape), h, -1)  # the gradient has no inputs in it
+
     def _norm(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         names = _SIGNATURES[func]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -229,6 +247,13 @@ class Capture(Watch):
         channel = -1 if func in (F.layer_norm, F.rms_norm) else 1
         h = _scale(normalized, self._proxy(weight), self._proxy(bias), channel)
         return self._record("scale", weight, bias, normalized, h, channel)
+
+
+def _before_view(h: Tensor) -> Tensor:
+    """What a layer's output is another shape of, as that of a linear layer with many positions is. A change in place gives a view
+    another place in the graph; that of what is viewed is kept."""
+    base = h._base
+    return h if base is None or base.numel() != h.numel() or not (base.is_contiguous() and h.is_contiguous()) else base
 
 
 _SIGNATURES = {

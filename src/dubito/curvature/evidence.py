@@ -20,14 +20,14 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dubito.model.likelihoods import NOISE
 from dubito.tensors.checks import positive, require
 from dubito.tensors.covariances import Covariance
-from dubito.tensors.covariances.covariance import alike
 from dubito.tensors.tree import Params
 
-LARGE, BINS = 2**18, 2**15
+LARGE = BINS = 2**15  # curvatures of a block above which they are counted in bins, and how many of these
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,15 @@ class Evidence:
                 logs.append(precision.expand(deviation.shape).log().sum())
         return torch.stack(quadratic).sum(), torch.stack(logs).sum()
 
+    def moved(self, covariance: Covariance) -> tuple[Params, Params]:
+        """Of the weights the covariance is over, how many there are and their squared deviations from the prior's mean, by leaf."""
+        picked, sizes, squares = covariance.picked(), {}, {}
+        for name, deviation in self.deviation.items():
+            chosen = deviation.reshape(-1)[picked[name]].double() if name in picked else deviation
+            squares[name] = (chosen**2).sum() if name in picked else self._squares[name]
+            sizes[name] = squares[name].new_tensor(chosen.numel())
+        return sizes, squares
+
     @cached_property
     def _squares(self) -> Params:
         """Squared norms, leaf by leaf."""
@@ -124,32 +133,70 @@ def shared_precisions(values: Mapping[str, float], by: str) -> dict[str, float]:
     return {name: mean for members, mean in means.items() for name in members}
 
 
-LogPrecision = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+@dataclass(frozen=True)
+class _Spectrum:
+    """log det (s H + P0) of blocks of which the spectrum is known: sum n log(s h + delta) over curvatures h, each n times there. Large
+    blocks are histograms, since a search asks many times."""
+
+    values: Tensor  # [blocks, n], in float64
+    counts: Tensor  # [blocks, n], zero where a block has fewer
+    group: Tensor  # [blocks], index of the precision that is the block's
+
+    @staticmethod
+    def of(parts: list[tuple[Tensor, int]]) -> _Spectrum:
+        """From curvatures and their group."""
+        binned = [_histogram(values) for values, _ in parts]
+        values, counts = (pad_sequence(list(each), batch_first=True) for each in zip(*binned, strict=True))
+        return _Spectrum(values, counts, torch.tensor([group for _, group in parts], device=values.device))
+
+    def log_precision(self, precisions: Tensor, scale: Tensor) -> Tensor:
+        """The sum for the groups' precisions [g]."""
+        return (self.counts * (scale[0] * self.values + precisions[self.group].unsqueeze(1)).log()).sum()
 
 
-def _quick(covariance: Covariance) -> list[LogPrecision]:
-    """log det (s H + P0), block by block; of large blocks from a histogram of their curvatures, since a search asks many times."""
-    found: list[LogPrecision] = []
-    for block in covariance.independent_blocks:
-        spectra = block.spectra() if block.size > LARGE else []
-        found += [_binned(values, tuple(part.shapes), part.log_precision) for part, values in spectra] or [block.log_precision]
-    return found
-
-
-def _binned(values: Tensor, names: tuple[str, ...], exact: LogPrecision) -> LogPrecision:
-    """sum log(s h + delta) over curvatures h, by bins of a thousandth of their size; exactly where there is more than one precision."""
-    flat = values.detach().double().flatten().clamp_min(0)
+def _histogram(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and how many there are of each; of many, means in bins of a thousandth of their size."""
+    flat = values.detach().double().flatten()
+    if len(flat) <= LARGE:
+        return flat, torch.ones_like(flat)
+    flat = flat.clamp_min(0)
     index = ((flat / flat.max().clamp_min(1e-300)).clamp_min(1e-20).log() * (BINS / math.log(1e-20))).long().clamp(0, BINS)
     counts = torch.bincount(index, minlength=BINS + 1).double()
-    means = torch.bincount(index, weights=flat, minlength=BINS + 1) / counts.clamp_min(1)
+    some = counts > 0
+    return torch.bincount(index, weights=flat, minlength=BINS + 1)[some] / counts[some], counts[some]
 
-    def log_precision(prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """The sum over bins; exactly where precisions differ."""
-        if not alike(prior[name] for name in names):
-            return exact(prior, scale)
-        return (counts * (scale.double()[0] * means + prior[names[0]].double()).log()).sum()
 
-    return log_precision
+class _Objective:
+    """The log evidence as a function of the groups' precisions [g] and of the noise, quickly: what does not change is summed before."""
+
+    def __init__(self, evidence: Evidence, covariance: Covariance, members: dict[str, tuple[str, ...]], temperature: float):
+        self.evidence, self.members, self.temperature = evidence, list(members.values()), temperature
+        group = {name: i for i, names in enumerate(self.members) for name in names}
+        parts: list[tuple[Tensor, int]] = []
+        self.others: list[Covariance] = []
+        for block in covariance.independent_blocks:
+            spectra = block.spectra()
+            if spectra and all(len({group[name] for name in part.shapes}) == 1 for part, _ in spectra):
+                parts += [(values, group[next(iter(part.shapes))]) for part, values in spectra]
+            else:
+                self.others.append(block)
+        self.spectrum = _Spectrum.of(parts) if parts else None
+        sizes, squares = evidence.moved(covariance)
+        self.sizes, self.squares = (
+            torch.stack([torch.stack([by[n] for n in names]).sum() for names in self.members]) for by in (sizes, squares)
+        )
+
+    def __call__(self, precisions: Tensor, scale: Tensor) -> Tensor:
+        """The log evidence."""
+        occam = -(self.sizes * precisions.log()).sum()
+        if self.spectrum is not None:
+            occam = occam + self.spectrum.log_precision(precisions, scale)
+        if self.others:
+            # one tensor for all of a group, by which it is known as one precision
+            each = {name: value for value, names in zip(precisions.unbind(), self.members, strict=True) for name in names}
+            occam = occam + torch.stack([block.log_precision(each, scale) for block in self.others]).sum()
+        quadratic = (precisions * self.squares).sum()
+        return self.evidence.likelihood(scale) / self.temperature - 0.5 * (occam + quadratic / self.temperature)
 
 
 def maximize(
@@ -171,22 +218,17 @@ def maximize(
     log_prior = torch.tensor(start, dtype=torch.float64, device=device, requires_grad=prior)
     log_scale = scale.detach().double().to(device).log().requires_grad_(noise)
     free = [p for p, wanted in ((log_prior, prior), (log_scale, noise)) if wanted]
+    objective = _Objective(evidence, covariance, members, temperature) if prior else None
 
-    def precisions() -> Params:
-        """The prior precision of every leaf at the present point."""
-        if not prior:
-            return dict(evidence.prior)
-        values = log_prior.clamp(-25, 25).exp().unbind()  # one tensor for all of a group, by which it is known as one precision
-        return {name: value for value, group in zip(values, members.values(), strict=True) for name in group}
-
-    quick = _quick(covariance)
+    def precisions() -> Tensor:
+        """Those of the groups at the present point."""
+        return log_prior.clamp(-25, 25).exp()
 
     def value() -> Tensor:
         """The log evidence at the present point."""
-        at, noises = precisions(), log_scale.exp()
-        squares, log_prior = evidence.prior_terms(covariance, at)
-        occam = torch.stack([log_precision(at, noises) for log_precision in quick]).sum() - log_prior
-        return evidence.likelihood(noises) / temperature - 0.5 * (occam + squares / temperature)
+        if objective is None:
+            return evidence.value(covariance, evidence.prior, log_scale.exp(), temperature)
+        return objective(precisions(), log_scale.exp())
 
     if free:
         size = float(evidence.counts.sum()) or float(abs(evidence.log_likelihood)) or 1.0
@@ -204,8 +246,9 @@ def maximize(
         with torch.enable_grad():
             optimizer.step(closure)  # pyright: ignore[reportArgumentType]
     with torch.no_grad():
-        found = {name: leaf.detach() for name, leaf in precisions().items()}
-        scale = log_scale.detach().exp()
+        found, scale = dict(evidence.prior), log_scale.detach().exp()
+        if prior:
+            found = {n: value for value, names in zip(precisions().unbind(), members.values(), strict=True) for n in names}
         return found, scale, evidence.value(covariance, found, scale, temperature)
 
 

@@ -138,7 +138,7 @@ def _is_output(done: Forward) -> bool:
     if use.kind != "affine" or use.weight is None or node is None:
         return False
     if use.channel == -1:
-        return use.edge.node is node
+        return use.edge.node in (node, node.next_functions[0][0] if "View" in node.name() else None)
     last = (0, *range(2, done.f.ndim), 1)  # the channels of a convolution, which `Model.call` has moved there
     return getattr(node, "_saved_dims", None) == last and node.next_functions[0][0] is use.edge.node
 

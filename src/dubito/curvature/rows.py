@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dubito.curvature.capture import Use
 from dubito.curvature.layout import MERGED, Part
-from dubito.tensors.covariances.propagation import CHUNK
+from dubito.tensors.covariances.propagation import pieces
 from dubito.tensors.tree import Params
 
 
@@ -110,7 +110,7 @@ class Layer:
     def _with(self, a: Tensor) -> Layer:
         """The same layer for other inputs [B, T, I]."""
         layer = Layer(self.part, self.uses, len(a), self.shapes)
-        layer.a = a
+        layer.a = layer.inputs = a
         return layer
 
     def apart(self, keep: Tensor | None = None) -> Layer:
@@ -129,6 +129,7 @@ class Layer:
         for use, g in zip(self.uses, gradients, strict=True):
             if g is None:
                 g = torch.zeros(use.shape, dtype=use.x.dtype if use.x.is_floating_point() else torch.float32, device=use.x.device)
+            g = g.reshape(use.shape)
             if self.part.kind == "scale" and use.channel == -1:
                 width = math.prod(next(iter(self.shapes.values())))
                 found.append(examples_first(g, self.part, self.batch).reshape(self.batch, -1, width))
@@ -278,8 +279,8 @@ def layer_rows(layer: Layer, gradients: Sequence[Tensor | None], count: int, exa
 def squared_products(g: Tensor, a: Tensor) -> Tensor:
     """sum_b (sum_t g_bt a_bt^T)^2, [O, I], in pieces of bounded size."""
     total = g.new_zeros(g.shape[-1], a.shape[-1])
-    step = max(1, CHUNK // max(1, total.numel()))
-    for start in range(0, g.shape[0], step):
-        product = g[start : start + step].mT @ a[start : start + step]  # [b, O, I]
-        total += product.square_().sum(0)
+    for piece in pieces(len(g), total.numel(), g):
+        product = g[piece].mT @ a[piece]  # [b, O, I]
+        # a GPU reads the products once for their norm
+        total += torch.linalg.vector_norm(product, dim=0).square() if g.is_cuda else product.square_().sum(0)
     return total

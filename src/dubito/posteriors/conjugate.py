@@ -90,7 +90,7 @@ class Conjugate(Posterior):
         return Functions(self.model, self.buffers, self.sample(draws or DRAWS, generator("cpu", seed, "conjugate")))
 
     def predict(
-        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float | None = None, seed: int = 0
     ) -> LatentMixture | StudentT:
         """In one pass, exactly ("conjugate"): a Student-t, or a Gaussian for known noise. "sampled" averages `draws` of the weights,
         "point" is the network at their mean."""

@@ -46,7 +46,7 @@ class Drawn(Posterior):
         return {**self.buffers, **self.points}, stacked
 
     def predict(
-        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float | None = None, seed: int = 0
     ) -> LatentMixture:
         """The average over `draws` of the weights."""
         self._only(how, "sampled", draws=draws)

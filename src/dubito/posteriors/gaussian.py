@@ -21,7 +21,7 @@ from dubito.posteriors.functions import Functions
 from dubito.posteriors.posterior import Posterior
 from dubito.posteriors.predict.adjoint import ONE_PASS, one_pass, refuse_one_pass_options
 from dubito.posteriors.predict.linearized import joint, linearized, sweep
-from dubito.posteriors.predict.sampled import Stack, draw_groups, sampled
+from dubito.posteriors.predict.sampled import Stack, draw_groups, room, sampled
 from dubito.posteriors.predict.streamlined import Streamlined
 from dubito.posteriors.predict.tangents import functions
 from dubito.posteriors.predictive import LINKS, LatentMixture
@@ -130,7 +130,7 @@ class Gaussian(Posterior):
         how: str | None = None,
         *,
         draws: int | None = None,
-        memory: float = 1.0,
+        memory: float | None = None,
         seed: int = 0,
         link: str = "nodes",
         x_var: Tensor | None = None,
@@ -140,7 +140,8 @@ class Gaussian(Posterior):
     ) -> LatentMixture:
         """The predictive at x. Linearized with `draws`, it is made of so many linear functions instead of their exact Gaussian.
 
-        With `draws=0` nothing is drawn, however many outputs there are. `memory` bounds, in gigabytes, what is held beside the result.
+        With `draws=0` nothing is drawn, however many outputs there are. `memory` bounds, in gigabytes, what is held beside the result
+        (None: 1, or an eighth of a GPU's memory).
 
         `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are
@@ -173,7 +174,7 @@ class Gaussian(Posterior):
                 draws=draws, fallback=self.draws, memory=memory, generator=source, top=top,
             )  # fmt: skip
             return p.linked(link)
-        return self._sampled(x, draws or self.draws, memory, source)
+        return self._sampled(x, draws or self.draws, room(memory, self.model.device), source)
 
     def _sampled(self, x: Inputs, draws: int, memory: float, source: torch.Generator) -> LatentMixture:
         """By draws of the weights, a group at a time."""

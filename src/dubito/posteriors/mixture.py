@@ -78,7 +78,14 @@ class Mixture(Posterior):
         return replace(self, members=tuple(member.with_fixed_masks() for member in self.members))
 
     def predict(
-        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0, **options: Any
+        self,
+        x: Inputs,
+        how: str | None = None,
+        *,
+        draws: int | None = None,
+        memory: float | None = None,
+        seed: int = 0,
+        **options: Any,
     ) -> LatentMixture:
         """`draws` is shared out evenly among the members; `options`, such as `link` of Gaussians, are handed to each."""
         for member in self.members:

@@ -16,6 +16,7 @@ from dubito.model import Model
 from dubito.network.examples import LABELS, Batch, Inputs, as_arrays, is_array, split_batch
 from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.generate import Generation, Way, write
+from dubito.posteriors.predict.sampled import room
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, counts, one_of
@@ -86,12 +87,12 @@ class Posterior(ABC):
 
     @abstractmethod
     def predict(
-        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float | None = None, seed: int = 0
     ) -> Predictive:
         """The predictive at x (what the network takes: a tensor, a tuple or a dict).
 
-        `draws` is how many functions are averaged (None: the form's own choice), `memory` how many gigabytes they may take at a time;
-        the same `seed` gives the same functions for every x.
+        `draws` is how many functions are averaged (None: the form's own choice), `memory` how many gigabytes they may take at a time
+        (None: 1, or an eighth of a GPU's memory); the same `seed` gives the same functions for every x.
         """
 
     # -- the posterior as functions
@@ -156,7 +157,7 @@ class Posterior(ABC):
         stop: int | None = None,
         doubt: float | None = None,
         text_doubt: float | None = None,
-        memory: float = 1.0,
+        memory: float | None = None,
         seed: int = 0,
     ) -> Generation:
         """Write up to n tokens after each prompt, with a language model that gives logits [B, T, C] for tokens [B, T].
@@ -175,7 +176,16 @@ class Posterior(ABC):
         x = tree.move(tree.tensors(as_arrays(x)), self.model.device)
         functions, source = self.functions(how, draws=draws, seed=seed), generator("cpu", seed, "tokens")
         return write(
-            functions, x, n, way, source=source, greedy=greedy, stop=stop, doubt=doubt, text_doubt=text_doubt, memory=memory
+            functions,
+            x,
+            n,
+            way,
+            source=source,
+            greedy=greedy,
+            stop=stop,
+            doubt=doubt,
+            text_doubt=text_doubt,
+            memory=room(memory, self.model.device),
         )
 
     def settings(self, draws: int = 10) -> list[Setting]:
@@ -204,7 +214,13 @@ class Posterior(ABC):
     # -- loaders
 
     def predict_batches(
-        self, loader: Iterable[Batch], how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self,
+        loader: Iterable[Batch],
+        how: str | None = None,
+        *,
+        draws: int | None = None,
+        memory: float | None = None,
+        seed: int = 0,
     ) -> Iterator[tuple[Predictive, Any]]:
         """Stream over a loader: the predictive and the targets (None if it has none) of every batch. `how`: as `predict` does."""
         for batch in _given(loader):
@@ -212,7 +228,13 @@ class Posterior(ABC):
             yield self.predict(x, how, draws=draws, memory=memory, seed=seed), tree.move(y, self.model.device)
 
     def predict_loader(
-        self, loader: Iterable[Batch], how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self,
+        loader: Iterable[Batch],
+        how: str | None = None,
+        *,
+        draws: int | None = None,
+        memory: float | None = None,
+        seed: int = 0,
     ) -> tuple[Predictive, Any]:
         """One predictive and the targets of all that a loader gives; every batch is seen by the same functions.
 
@@ -230,7 +252,7 @@ class Posterior(ABC):
         return concatenate([p for p, _ in pairs]), _joined([y for _, y in pairs])
 
     def _predict_all(
-        self, loader: Iterable[Batch], how: str | None, *, draws: int | None, memory: float, seed: int
+        self, loader: Iterable[Batch], how: str | None, *, draws: int | None, memory: float | None, seed: int
     ) -> Sequence[tuple[Predictive, Any]]:
         """The predictive and the targets of every batch, on the CPU."""
         batches = self.predict_batches(loader, how, draws=draws, memory=memory, seed=seed)

@@ -8,12 +8,12 @@ from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.model.priors import prior_params
 from dubito.network.examples import Inputs
-from dubito.posteriors.predict.sampled import GIGABYTE, sampled
+from dubito.posteriors.predict.sampled import GIGABYTE, room, sampled
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import randomness, tree
 
 
-def prior_predictive(model: Model, x: Inputs, *, draws: int = 100, seed: int = 0, memory: float = 1.0) -> LatentMixture:
+def prior_predictive(model: Model, x: Inputs, *, draws: int = 100, seed: int = 0, memory: float | None = None) -> LatentMixture:
     """What the model expects at x before it sees data: the predictive of weights drawn from its prior.
 
     Its `means`, [draws, B, ..., C], are the functions. Hyperparameters are drawn too; a learned noise is taken where it starts, since
@@ -31,6 +31,7 @@ def prior_predictive(model: Model, x: Inputs, *, draws: int = 100, seed: int = 0
     params, generator = model.parameters(), randomness.generator(model.device, seed, "prior predictive")
     believed, shared = prior_params(params), {**model.buffers(), **likelihood_params(params)}
     size = sum(leaf.numel() * leaf.element_size() for leaf in believed.values())
+    memory = room(memory, model.device)
     at_once, parts = max(1, int(memory * GIGABYTE / size)), []
     for start in range(0, draws, at_once):
         drawn = [model.prior.sample(believed, generator) for _ in range(min(at_once, draws - start))]

@@ -45,7 +45,7 @@ class Point(Posterior):
         return tree.repeat(self.params, n)
 
     def predict(
-        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float | None = None, seed: int = 0
     ) -> LatentMixture:
         """The predictive of the network at this setting."""
         self._only(how, "sampled", "point", draws=draws)
@@ -118,7 +118,7 @@ class Samples(Posterior):
         return [Setting(p, {**self.buffers, **own}, share) for (p, own), share in zip(chosen, shares, strict=True)]
 
     def predict(
-        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float | None = None, seed: int = 0
     ) -> LatentMixture:
         """All draws by default; `draws` takes that many, evenly spaced."""
         self._only(how, "sampled", draws=draws)

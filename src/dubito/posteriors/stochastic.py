@@ -67,7 +67,7 @@ class Stochastic(Posterior):
         how: str | None = None,
         *,
         draws: int | None = None,
-        memory: float = 1.0,
+        memory: float | None = None,
         seed: int = 0,
         consistent: bool | None = None,
         link: str = "nodes",

@@ -19,7 +19,7 @@ from dubito.posteriors.diagnostics import Summary, energy_error_per_dimension, s
 from dubito.posteriors.functions import Functions, Setting, on_cpu, spaced
 from dubito.posteriors.identity import belonging, differences
 from dubito.posteriors.posterior import Posterior, inputs_of
-from dubito.posteriors.predict.sampled import sampled
+from dubito.posteriors.predict.sampled import room, sampled
 from dubito.posteriors.predictive import LatentMixture
 from dubito.posteriors.samples import Samples
 from dubito.tensors import store, tree
@@ -183,17 +183,21 @@ class Stored(Posterior):
         return {name: leaf.to(self.model.device).to(leaves[name].dtype) for name, leaf in out.items()}
 
     def predict(
-        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float = 1.0, seed: int = 0
+        self, x: Inputs, how: str | None = None, *, draws: int | None = None, memory: float | None = None, seed: int = 0
     ) -> LatentMixture:
         """All draws by default; `draws` takes that many, evenly spaced. Their outputs are kept, [S, B, ...], and no weights."""
-        return self._predict([x], how, draws, memory)[0]
+        return self._predict([x], how, draws, room(memory, self.model.device))[0]
 
     def _predict_all(
-        self, loader: Iterable[Batch], how: str | None, *, draws: int | None, memory: float, seed: int
+        self, loader: Iterable[Batch], how: str | None, *, draws: int | None, memory: float | None, seed: int
     ) -> Sequence[tuple[LatentMixture, Any]]:
         """The inputs are kept in memory, so that the draws are read once, and not for every batch."""
         batches = [tree.move(inputs_of(self.model, batch), "cpu") for batch in loader]
-        predictives = self._predict([x for x, _ in batches], how, draws, memory, torch.device("cpu")) if batches else []
+        predictives = (
+            self._predict([x for x, _ in batches], how, draws, room(memory, self.model.device), torch.device("cpu"))
+            if batches
+            else []
+        )
         return [(p, y) for p, (_, y) in zip(predictives, batches, strict=True)]
 
     def _predict(
@@ -220,8 +224,9 @@ class Stored(Posterior):
         # in the order in which they lie on disk; half of the memory is for the weights
         yield from ((group, memory / 2) for group in (which % len(self.archive)).argsort(stable=True).split(max(1, size // 2)))
 
-    def summary(self, x: Inputs = None, *, memory: float = 1.0) -> Summary:
+    def summary(self, x: Inputs = None, *, memory: float | None = None) -> Summary:
         """Whether the chains can be trusted: as `Samples.summary`, but of some weights only where all exceed `memory` gigabytes."""
+        memory = room(memory, self.model.device)
         predictions = None if x is None else self.predict(x, memory=memory).probs
         sizes = [torch.Size(leaf.shape).numel() for name, leaf in self.archive.leaves.items() if self._is_weight(name)]
         size = sum(sizes) // self.chains

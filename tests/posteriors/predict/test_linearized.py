@@ -17,6 +17,7 @@ from dubito.posteriors.predict.linearized import joint, linearized
 from dubito.posteriors.predict.tangents import functions
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance, Dense, Kronecker, LowRank
+from dubito.tensors.covariances.propagation import in_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")  # torch, of its own accord
 STRUCTURES = ["dense", "diagonal", "kronecker", "corrected", "lowrank", "subnetwork"]
@@ -146,7 +147,8 @@ def test_pieces_give_the_whole(name, monkeypatch):
         torch.testing.assert_close(small.cov, whole.cov)
         torch.testing.assert_close(small.means, whole.means)
         with monkeypatch.context() as patch:
-            patch.setattr("dubito.curvature.rows.CHUNK", 1)
+            patch.setattr("dubito.tensors.covariances.propagation.CHUNK", 1)
+            patch.setattr("dubito.tensors.covariances.propagation.CACHE", 1)
             pieces = linearized(model, x, params=params, buffers=buffers, covariance=covariance)
         torch.testing.assert_close(pieces.cov, whole.cov)
 
@@ -409,3 +411,23 @@ def test_the_module_is_as_it_was_also_when_it_raises():
     assert all(torch.equal(b, before[1][n]) for n, b in net.named_buffers())
     assert all(m.training for m in net.modules())
     assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "attention", "twice", "sequences", "class token"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "corrected"])
+def test_pairs_of_positions_give_what_the_gradients_of_all_weights_give(name, structure, monkeypatch):
+    """A GPU goes by them where positions are few."""
+    monkeypatch.setattr("dubito.tensors.covariances.propagation.few_positions", lambda *_: True)
+    monkeypatch.setattr("dubito.tensors.covariances.kronecker.few_positions", lambda *_: True)
+    net, x = build(name)
+    model = Model(net, Gaussian(scale=0.5))
+    params, buffers = model.parameters(), model.buffers()
+    covariance = covariance_of(model, params, x, structure)
+    p = linearized(model, x, params=params, buffers=buffers, covariance=covariance)
+    torch.testing.assert_close(p.cov[0], exact(model, params, x, covariance), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(30, 10, 6144), (3, 130, 512), (5, 7, 97)])
+def test_inner_products_of_long_rows_in_parts(shape):
+    rows = numbers(*shape)
+    torch.testing.assert_close(in_parts(rows), rows @ rows.mT)

@@ -33,7 +33,12 @@ Predictor = Callable[[Any], Predictive]
 
 
 def predictor(
-    posterior: Posterior | Predictor, *, how: str | None = None, draws: int | None = None, memory: float = 1.0, seed: int = 0
+    posterior: Posterior | Predictor,
+    *,
+    how: str | None = None,
+    draws: int | None = None,
+    memory: float | None = None,
+    seed: int = 0,
 ) -> Predictor:
     """A posterior with the options of its `predict`, or any function from inputs to a `Predictive`, as such a function."""
     if isinstance(posterior, Posterior):
@@ -182,7 +187,7 @@ def judge(
     scores: Sequence[str] | None = None,
     how: str | None = None,
     draws: int | None = None,
-    memory: float = 1.0,
+    memory: float | None = None,
     seed: int = 0,
     size: int = 1000,
     bins: int = 15,

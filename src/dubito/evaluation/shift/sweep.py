@@ -158,7 +158,7 @@ def sweep(
     draws: int | None = None,
     seed: int = 0,
     batch_size: int = 500,
-    memory: float = 1.0,
+    memory: float | None = None,
 ) -> Sweep:
     """Metrics of a posterior on inputs x, y that are shifted further and further.
 

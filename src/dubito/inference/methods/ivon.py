@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -254,7 +255,9 @@ def _loss(target: Target) -> Target:
     """The target without its prior, where gradient and Hessian of the log prior are known under q."""
     if target.model.prior.normal is None:
         return target
-    return replace(target, model=replace(target.model, prior=_Flat()))
+    model = copy.copy(target.model)
+    object.__setattr__(model, "prior", _Flat())  # nothing else changes, so that nothing has to be checked again at every step
+    return replace(target, model=model)
 
 
 def _deltas(target: Target, params: Params) -> list[float]:

@@ -33,7 +33,7 @@ from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
 from dubito.posteriors.predict.chain import Chain, find_chain, sweep
 from dubito.posteriors.predict.linearized import COUPLED, POSITIONS, linearized, portions
-from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups
+from dubito.posteriors.predict.sampled import GIGABYTE, draw_groups, room
 from dubito.posteriors.predict.streamlined.engine import Streamlined
 from dubito.posteriors.predict.streamlined.moments import Moments, is_moments, is_weight, mean_of
 from dubito.posteriors.predict.streamlined.operations import Trace
@@ -86,7 +86,7 @@ def adjoint(
     x: Any,
     *,
     x_var: Tensor | None = None,
-    memory: float = 1.0,
+    memory: float | None = None,
     seed: int = 0,
     fallback: int = 0,
     top: int | None = None,
@@ -102,7 +102,7 @@ def adjoint(
     there are no covariances. Of one output vector with more than MANY outputs it is TOP, unless given.
 
     `taylor`: to first order, which is the linearized network, with noise of inputs and dropout."""
-    x = engine.prepare(x)
+    x, memory = engine.prepare(x), room(memory, engine.model.device)
     trace = engine.trace(x)
     if x_var is not None:
         engine.refuse_decisions(trace)
@@ -211,7 +211,7 @@ def one_pass(
     how: str,
     *,
     draws: int | None = None,
-    memory: float = 1.0,
+    memory: float | None = None,
     seed: int = 0,
     x_var: Tensor | None = None,
     rank: int | None = None,

@@ -18,10 +18,10 @@ from torch import Tensor
 from dubito.model import Model
 from dubito.network.examples import Inputs
 from dubito.network.weights import Watch, in_mode
+from dubito.posteriors.predict.sampled import GIGABYTE, room
 from dubito.tensors import tree
 from dubito.tensors.tree import Buffers, Params
 
-GIGABYTE = 2**30
 INSTEAD = "or use Laplace(subset='last_layer', structure='dense')"
 
 
@@ -124,14 +124,14 @@ def _rows(call: Call, f: Tensor) -> Tensor | None:
     return index.as_strided(f.shape[:-1], [s // width for s in strides[:-1]], shift // width)
 
 
-def conjugate(phi: Tensor, mean: Tensor, root: Tensor, *, memory: float = 1.0) -> tuple[Tensor, Tensor]:
+def conjugate(phi: Tensor, mean: Tensor, root: Tensor, *, memory: float | None = None) -> tuple[Tensor, Tensor]:
     r"""Moments of :math:`f = W \phi` in units of the noise, for rows :math:`w_c \sim N(m_c, \sigma_c^2 R_c R_c^T)`:
     the means :math:`m_c^T \phi` and :math:`q_c = \lVert R_c^T \phi \rVert^2`, both [B, *D, C].
 
     `mean` is [C, d]; `root` is [K, d, d], where K is C or, for one that all outputs share, 1.
     """
     rows = phi.reshape(-1, phi.shape[-1])
-    size = max(1, int(memory * GIGABYTE / (24 * phi.shape[-1])))
+    size = max(1, int(room(memory, phi.device) * GIGABYTE / (24 * phi.shape[-1])))
     parts = []
     for part in rows.split(size):
         part = part.to(root)

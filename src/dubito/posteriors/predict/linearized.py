@@ -31,7 +31,7 @@ from dubito.curvature.rows import Layer, layer_rows
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, check_outputs
-from dubito.posteriors.predict.sampled import GIGABYTE, Stack
+from dubito.posteriors.predict.sampled import GIGABYTE, Stack, room
 from dubito.posteriors.predict.tangents import DRAWS, drawn_functions, drawn_variances, prepared
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
@@ -294,7 +294,7 @@ def linearized(
     covariance: Covariance,
     draws: int | None = None,
     fallback: int = DRAWS,
-    memory: float = 1.0,
+    memory: float | None = None,
     generator: torch.Generator | None = None,
     top: int | None = None,
     others: Tensor | None = None,
@@ -309,6 +309,7 @@ def linearized(
     them the mean squares of draws. There are no covariances. Of the output layer alone all variances are exact.
     """
     x, params, buffers = prepared(model, x, params, buffers)
+    memory = room(memory, model.device)
     known: dict[str, Any] = {"params": params, "buffers": buffers, "covariance": covariance}
     learned = likelihood_params(params)
     if count(model, x) == 0:
@@ -395,12 +396,20 @@ def numbers_of_pass(found: Layout) -> int:
 
 def _examples_at_a_time(found: Layout, params: Params, x: Inputs, covariance: Covariance, top: int | None, memory: float) -> int:
     """How many examples fit the memory, with all outputs at a position."""
+    budget = _budget(memory, next(iter(params.values())).dtype)
     if found.alone:  # inputs of the layer, and two matrices at each position
         weights = sum(torch.Size(shape).numel() for shape in covariance.shapes.values())
         each = found.outputs * (2 * found.classes + 4) + 2 * found.outputs // found.classes * (weights // found.classes)
     else:
-        each = (top or found.classes) * numbers_of_output(found, params) + numbers_of_pass(found)
-    return max(1, min(example_count(x), int(_budget(memory, next(iter(params.values())).dtype) / max(1, each))))
+        outputs = top or found.classes
+        each = outputs * numbers_of_output(found, params) + numbers_of_pass(found)
+        budget = max(budget / 2, budget - 3 * outputs * _numbers_of_rows(found, params))
+    return max(1, min(example_count(x), int(budget / max(1, each))))
+
+
+def _numbers_of_rows(found: Layout, params: Params) -> int:
+    """Numbers in an output's gradient in the weights of the largest layer, of which some are formed beside all else."""
+    return max([sum(params[name].numel() for name in part.names) for part in found.parts if part.kind == "affine"], default=0)
 
 
 @torch.inference_mode(False)

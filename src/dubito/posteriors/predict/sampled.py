@@ -36,6 +36,13 @@ GIGABYTE = 2**30
 IN_PLACE = re.compile(r"[^_]_$|^__i(?!n)\w+__$|^__setitem__$")  # relu_, __iadd__, __setitem__
 
 
+def room(memory: float | None, device: torch.device) -> float:
+    """Gigabytes that a prediction may take beside its result: as it is asked for; if nothing is, 1, or an eighth of a GPU's memory."""
+    if memory is not None or device.type != "cuda":
+        return 1.0 if memory is None else memory
+    return torch.cuda.get_device_properties(device).total_memory / 8 / GIGABYTE
+
+
 def _batched(value: Any) -> bool:
     """Whether a tensor anywhere in a call's arguments differs between draws."""
     return any(map(is_batchedtensor, tree.leaves(value)))
@@ -160,7 +167,7 @@ def sampled(
     seeds: Tensor | None = None,
     consistent: bool = True,
     weights: Tensor | None = None,
-    memory: float = 1.0,
+    memory: float | None = None,
     stack: Stack | None = None,
 ) -> LatentMixture:
     """The predictive of S draws.
@@ -169,7 +176,7 @@ def sampled(
     draws of masks. `memory` bounds what the draws may take at a time, in gigabytes, beside the outputs, which go to a `stack` if there
     is one.
     """
-    stacked, x = stacked or {}, read_inputs(x, model.dtype, model.device)
+    stacked, x, memory = stacked or {}, read_inputs(x, model.dtype, model.device), room(memory, model.device)
     varying = {**stacked} if seeds is None else {**stacked, "dropout:seed": seeds}
     draws = tree.count(varying) if varying else 1
     kind = (*((leaf.shape, leaf.dtype) for leaf in tree.leaves(x)), consistent, frozenset(stacked), dropout is None)

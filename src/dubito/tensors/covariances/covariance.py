@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito.tensors import tree
-from dubito.tensors.covariances.propagation import Full, Gradients, LayerRows, Noise, Shift, flat, input_noise, pieces
+from dubito.tensors.covariances.propagation import Full, Gradients, LayerRows, Noise, Shift, flat, input_noise, leaves_of, pieces
 from dubito.tensors.tree import Params
 
 
@@ -148,9 +148,7 @@ class Covariance(ABC):
         for piece in pieces(like.shape[1], like.shape[2] * self.size, like):
             leaves = {name: leaf[:, piece] for name, leaf in others.items()}
             for layer, g in layers:
-                part = layer.examples(piece)
-                each = [part.gradients(rows[piece]) for rows in g]
-                leaves |= {name: torch.stack([e[name] for e in each]) for name in each[0]}
+                leaves |= leaves_of(layer.examples(piece), g[:, piece])
             n = piece.stop - piece.start
             rows = {name: leaves.get(name, like.new_zeros(like.shape[2], n, *shape)) for name, shape in self.shapes.items()}
             total[:, piece] = self.grams(rows, factors)

@@ -120,7 +120,17 @@ class Dense(Covariance):
         """Rows [..., P] times a root of the covariance: their inner products are then those under the covariance."""
         picked = rows if self.index is None else rows[..., self.index]
         flat = picked.reshape(-1, picked.shape[-1])
+        if flat.is_cuda and flat.shape[-1] <= flat.shape[0]:  # there one product is done sooner than many small solutions
+            return (flat @ self._root).reshape(picked.shape)
         return torch.linalg.solve_triangular(self._cholesky, flat.mT, upper=False).mT.reshape(picked.shape)
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """The inverse of the Cholesky factor of the precision, transposed."""
+        factor = self._cholesky
+        return torch.linalg.solve_triangular(
+            factor.double(), torch.eye(len(factor), dtype=torch.float64, device=factor.device), upper=False
+        ).mT.to(factor)
 
     def grams(self, rows: Params, factors: Sequence[float]) -> Tensor:
         """Inner products of whitened rows, or in the basis of `spectrum` for several factors."""
@@ -186,6 +196,10 @@ class Dense(Covariance):
             jitter = self._rounding * float(matrix.detach().diagonal().max())
             factor = torch.linalg.cholesky(matrix + jitter * torch.eye(len(shift), dtype=matrix.dtype, device=matrix.device))
         return 2 * factor.diagonal().log().sum()
+
+    def spectra(self) -> list[tuple[Covariance, Tensor]]:
+        """Itself, where there is one curvature."""
+        return [(self, self._values)] if len(self.curvature) == 1 else []
 
     def with_prior(self, prior: Mapping[str, Tensor], scale: Tensor | None = None, temperature: float | None = None) -> Dense:
         """The same curvature under another prior, noise or temperature."""

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from dubito.tensors.covariances.covariance import Covariance, Indefinite, alike, normal
-from dubito.tensors.covariances.propagation import Gradients, LayerRows, Rotated, gram, pieces
+from dubito.tensors.covariances.propagation import (
+    Gradients,
+    LayerRows,
+    Rotated,
+    by_pairs,
+    few_positions,
+    gram,
+    inner_products,
+    pieces,
+)
 from dubito.tensors.eigen import eigh
 from dubito.tensors.tree import Params
 
@@ -177,11 +186,15 @@ class Kronecker(Covariance):
         if positions == 1:
             squared, turned = layer.energy(basis), g.squeeze(2) @ self.left
             return torch.stack([gram(turned * (squared @ v.mT).sqrt()) for v in variances])
-        roots, parts = [v.sqrt() for v in variances], []
-        for piece in pieces(size, classes * outputs * basis.shape[0], basis):
-            product = self._rotated_rows(layer.a[piece], g[:, piece], basis, bias)
-            each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
-            parts.append(torch.stack([white @ white.mT for white in each]))
+        if few_positions(positions, classes, g):
+            turned, each = g @ self.left, pieces(size, positions**2 * basis.shape[0], basis)
+            parts = [by_pairs(_to_basis(layer.a[piece], basis, bias), turned[:, piece], variances) for piece in each]
+        else:
+            roots, parts = [v.sqrt() for v in variances], []
+            for piece in pieces(size, classes * outputs * basis.shape[0], basis):
+                product = self._rotated_rows(layer.a[piece], g[:, piece], basis, bias)
+                each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
+                parts.append(torch.stack([inner_products(white) for white in each]))
         total = torch.cat(parts, 1)
         if layer.spread is not None:  # noise of the inputs is each position's own
             squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, g @ self.left
@@ -196,7 +209,7 @@ class Kronecker(Covariance):
         classes, size, positions, outputs = g.shape
         inputs_first, outputs_first = positions < classes * outputs, positions < basis.shape[0]
         if inputs_first:
-            a = a @ basis[:-1] + basis[-1] if bias else a @ basis
+            a = _to_basis(a, basis, bias)
         g = g @ self.left if outputs_first else g
         columns = g.permute(1, 0, 3, 2).reshape(size, classes * outputs, positions)
         product = columns @ a
@@ -339,6 +352,11 @@ class Kronecker(Covariance):
             self.weight, self.bias, self.shape, b.unsqueeze(0), a, prior,
             scale=torch.ones_like(self.scale[:1]), count=total, temperature=self.temperature,
         )  # fmt: skip
+
+
+def _to_basis(a: Tensor, basis: Tensor, bias: bool) -> Tensor:
+    """Inputs in the eigenbasis, with the constant 1 of a bias."""
+    return a @ basis[:-1] + basis[-1] if bias else a @ basis
 
 
 BASIS = (

@@ -143,6 +143,9 @@ Noise = Rotated | Full | Directions
 CHUNK = 2**22  # numbers that may be formed at a time, where something is formed piece by piece
 CACHE = 2**19  # numbers that a CPU's cache holds while they are formed, scaled and multiplied
 PARTS = 2**8  # into which a GPU cuts long sums
+TILE = 2**7  # rows that a GPU multiplies at no more cost than few of them
+PAIRS = 2**6  # pairs of positions for each output up to which a GPU goes by these
+LONG = 2**12  # length of rows above which it would be idle with one product for each example
 WIDE = 100  # outputs above which independent ones are given by their variances alone
 
 
@@ -241,26 +244,63 @@ def flat(leaf: Tensor, start: int) -> Tensor:
     return leaf.unsqueeze(-1) if leaf.ndim == start else leaf.flatten(start)
 
 
-def pieces(n: int, each: int, like: Tensor | None = None, chunk: int = CHUNK) -> Iterator[slice]:
+def pieces(n: int, each: int, like: Tensor | None = None, chunk: int | None = None) -> Iterator[slice]:
     """n things in slices, so that things of `each` numbers stay within bounds, which are wider on a GPU (where `like` is)."""
     if symbolic(n):  # while it is traced for any number of them: all at a time
         return iter([slice(0, n)])
-    chunk = chunk if like is None or not like.is_cuda else 64 * CHUNK
+    chunk = (chunk or CHUNK) if like is None or not like.is_cuda else 64 * CHUNK
     step = max(1, chunk // max(1, each))
     return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
 
 def gram(rows: Tensor) -> Tensor:
     """Inner products of rows [C, B, n] as [B, C, C], summed in full precision."""
+    return inner_products(rows.transpose(0, 1) if rows.is_cuda else full_precision(rows).transpose(0, 1))
+
+
+def inner_products(rows: Tensor) -> Tensor:
+    """Those of rows [B, C, n] of every example, [B, C, C]."""
     if not rows.is_cuda:
-        rows = full_precision(rows).transpose(0, 1)
         return rows @ rows.mT
-    # few rows that are long: a GPU is busy only with many products, of parts of them
-    parts = math.gcd(rows.shape[-1], PARTS)
-    short = rows.unflatten(-1, (parts, -1)).flatten(1, 2).transpose(0, 1)  # [B parts, C, n / parts]
-    half = short.dtype.itemsize < 4
-    products = torch.bmm(short, short.mT, out_dtype=torch.float32) if half else torch.bmm(short, short.mT)
-    return products.unflatten(0, (-1, parts)).sum(1)
+    size, classes, length = rows.shape
+    few = not symbolic(size) and classes <= TILE and length > LONG
+    return in_parts(rows) if few else _in_single(rows, rows.mT)
+
+
+def in_parts(rows: Tensor) -> Tensor:
+    """The same of few rows that are long, as suits a GPU: of several examples at once, part by part; only the products within an
+    example are kept."""
+    _, classes, length = rows.shape
+    parts, found = math.gcd(length, PARTS), []
+    for some in rows.split(max(1, TILE // classes)):
+        short = some.flatten(0, 1).unflatten(1, (parts, -1)).transpose(0, 1)  # [parts, b C, n / parts]
+        whole = _in_single(short, short.mT).sum(0).view(len(some), classes, len(some), classes)
+        found.append(whole.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
+    return torch.cat(found)
+
+
+def _in_single(a: Tensor, b: Tensor) -> Tensor:
+    """Products that are summed, and given, in single precision or better."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.dtype.itemsize < 4 else torch.bmm(a, b)
+
+
+def few_positions(positions: int, classes: int, like: Tensor) -> bool:
+    """Whether a GPU is done sooner with `by_pairs` than with the gradients of all weights, whose numbers it would have to move."""
+    return like.is_cuda and positions * positions <= PAIRS * classes
+
+
+def by_pairs(a: Tensor, g: Tensor, variances: Sequence[Tensor]) -> Tensor:
+    r"""Inner products of the rows :math:`\sum_t g_t a_t^T` under independent weights, [G, b, C, C], for inputs a [b, T, I], gradients
+    g [C, b, T, O] and each of several variances [O, I], without the rows: :math:`\sum_{tu} g_t g_u (\sum_i v_i a_{ti} a_{ui})`."""
+    size, positions, _ = a.shape
+    g = g.permute(1, 3, 0, 2)  # [b, O, C, T]
+    columns = g.permute(0, 1, 3, 2).flatten(1, 2)  # [b, O T, C]
+    products, found = (a.unsqueeze(2) * a.unsqueeze(1)).flatten(0, 2), []  # [b T T, I]
+    for variance in variances:
+        inner = (products @ variance.mT).view(size, positions, positions, -1).permute(0, 3, 1, 2)  # [b, O, T, T]
+        half = (g @ inner).permute(0, 1, 3, 2).flatten(1, 2)  # [b, O T, C]
+        found.append(half.mT @ columns)
+    return torch.stack(found)
 
 
 def input_noise(layer: LayerRows, g: Tensor, variances: Sequence[Params]) -> Tensor:
@@ -284,21 +324,38 @@ def single_position(layer: LayerRows, variance: Params) -> Tensor:
 
 def weight_gradients(layer: LayerRows, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
     """Gradients of a layer's weights [C, b, *shape], with their name, in pieces of the batch."""
-    part, size = layer.part, sum(layer.shapes[name].numel() for name in layer.part.names)
-    affine = part.kind == "affine" and part.weight is not None
-    for piece in pieces(layer.batch, len(g) * size, g, CACHE):
-        if affine:  # all outputs in one product
-            assert part.weight is not None
-            rows = g[:, piece]
-            columns = rows.permute(1, 0, 3, 2).flatten(1, 2)  # [b, C O, T]: the inputs are read once for all outputs
-            product = (columns @ layer.inputs[piece].to(g.dtype)).unflatten(1, (len(g), -1)).transpose(0, 1)
-            yield product.unflatten(-1, layer.shapes[part.weight][1:]), part.weight, piece
-            if part.bias is not None:
-                yield rows.sum(2), part.bias, piece
-            continue
-        each = [layer.examples(piece).gradients(one[piece].float() if one.dtype.itemsize < 4 else one[piece]) for one in g]
-        for name in each[0]:
-            yield torch.stack([e[name] for e in each]), name, piece
+    part, shapes, classes = layer.part, layer.shapes, len(g)
+    if part.kind == "lookup":
+        yield from _table_gradients(layer, g)
+        return
+    affine = part.kind == "affine"
+    size = sum(shapes[name].numel() for name in part.names) * (1 if affine else layer.positions)
+    for piece in pieces(layer.batch, classes * size, g, CACHE):
+        rows = g[:, piece] if affine else full_precision(g[:, piece])
+        if part.weight is not None and affine:  # all outputs in one product: the inputs are read once for all of them
+            columns = rows.permute(1, 0, 3, 2).flatten(1, 2)  # [b, C O, T]
+            product = (columns @ layer.inputs[piece].to(g.dtype)).unflatten(1, (classes, -1)).transpose(0, 1)
+            yield product.unflatten(-1, shapes[part.weight][1:]), part.weight, piece
+        elif part.weight is not None:
+            yield (rows * layer.a[piece]).sum(2).reshape(*rows.shape[:2], *shapes[part.weight]), part.weight, piece
+        if part.bias is not None:
+            yield rows.sum(2).reshape(*rows.shape[:2], *shapes[part.bias]), part.bias, piece
+
+
+def leaves_of(layer: LayerRows, g: Tensor) -> Params:
+    """Gradients of a layer's weights, leaves [C, B, *shape]."""
+    found: dict[str, list[Tensor]] = {}
+    for leaf, name, _ in weight_gradients(layer, g):
+        found.setdefault(name, []).append(leaf)
+    return {name: parts[0] if len(parts) == 1 else torch.cat(parts, 1) for name, parts in found.items()}
+
+
+def _table_gradients(layer: LayerRows, g: Tensor) -> Iterator[tuple[Tensor, str, slice]]:
+    """The same for a table of which rows are looked up."""
+    assert layer.part.weight is not None
+    for piece in pieces(layer.batch, len(g) * layer.shapes[layer.part.weight].numel(), g, CACHE):
+        each = [layer.examples(piece).gradients(full_precision(one[piece])) for one in g]
+        yield torch.stack([e[layer.part.weight] for e in each]), layer.part.weight, piece
 
 
 def propagate_independent(variances: Sequence[Params], layers: Gradients, others: Params, total: Tensor) -> Tensor:
@@ -313,12 +370,31 @@ def propagate_independent(variances: Sequence[Params], layers: Gradients, others
         elif part.kind == "lookup":
             total = _add_lookups(variances, layer, g, total)
         else:
-            roots = {name: [v[name].sqrt().to(g.dtype) for v in variances] for name in part.names}
-            for leaf, name, piece in weight_gradients(layer, g):
-                scaled = [leaf.mul_(roots[name][0])] if len(variances) == 1 else [leaf * root for root in roots[name]]
-                total[:, piece] += torch.stack([gram(rows.flatten(2)) for rows in scaled])
+            paired = part.kind == "affine" and part.weight is not None and few_positions(layer.positions, len(g), g)
+            total = (_add_by_pairs if paired else _add_rows)(variances, layer, g, total)
             if layer.spread is not None:
                 total = total + input_noise(layer, g, variances)
+    return total
+
+
+def _add_rows(variances: Sequence[Params], layer: LayerRows, g: Tensor, total: Tensor) -> Tensor:
+    """The same by the gradients of all weights."""
+    roots = {name: [v[name].sqrt().to(g.dtype) for v in variances] for name in layer.part.names}
+    for leaf, name, piece in weight_gradients(layer, g):
+        scaled = [leaf.mul_(roots[name][0])] if len(variances) == 1 else [leaf * root for root in roots[name]]
+        total[:, piece] += torch.stack([gram(rows.flatten(2)) for rows in scaled])
+    return total
+
+
+def _add_by_pairs(variances: Sequence[Params], layer: LayerRows, g: Tensor, total: Tensor) -> Tensor:
+    """The same by pairs of positions."""
+    (weight, bias), g = (layer.part.weight, layer.part.bias), full_precision(g)
+    assert weight is not None
+    each = [v[weight].flatten(1) for v in variances]
+    for piece in pieces(layer.batch, layer.positions**2 * layer.a.shape[-1], g):
+        total[:, piece] += by_pairs(layer.a[piece], g[:, piece], each)
+    if bias is not None:
+        total = total + torch.stack([gram(g.sum(2) * v[bias].sqrt()) for v in variances])
     return total
 
 
