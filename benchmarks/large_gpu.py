@@ -2,12 +2,16 @@
 
 ResNet-18 for 32-pixel images, ViT-B/16 for 224 pixels, and GPT-2 small, on random data of few examples, so that fixed costs show.
 The unit of a prediction is a forward pass of the same inputs; of a fit, a plain training epoch over the same batches (forward,
-backward, fused Adam, by hand); of a step, one step of that epoch. Each case says in which precision it ran: "fp32" is strict,
-"tf32" allows it in matrix products (convolutions have it by torch's default), "bf16" is autocast to bfloat16, of the unit too.
+backward, fused Adam, by hand); of a step, one step of that epoch. A fit is timed twice, over all batches and over half of them, and
+a fit of several epochs with one and with three: the difference is what an epoch or a step costs, the rest is a fixed cost, in seconds.
+Each case says in which precision it ran: "fp32" is strict, "tf32" allows it in matrix products (convolutions have it by torch's
+default), "bf16" is autocast to bfloat16, of the unit too.
 
 Every case has a roofline line: the operations that torch's own counter sees in one run, the time they would take at the rate that a
 large matrix product reaches here, and the share of it that is reached; for linearized predictions also the least operations and
 bytes by formula (`prediction_work`), at that rate and at the rate of a large copy.
+
+What the result file has already is kept and not run again, so that the cases can be run in parts.
 
     python benchmarks/large_gpu.py                          # on a GPU, some eight minutes
     python benchmarks/large_gpu.py --device cpu --tiny      # only see that all runs; nothing is written
@@ -17,14 +21,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import interleaved, ratio, show, write
+from measure import RESULTS, interleaved, ratio, show, write
 from networks import ViT, resnet18
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -73,12 +79,16 @@ CASES = (
     Case("ViT-B/16", "fit, diagonal, one draw", "epoch", 3, method=dubito.Laplace("diagonal", **ONE_DRAW)),
     Case("ResNet-18", "step, mean field", "step", 1.4, method=dubito.Variational(epochs=2)),
     Case("ResNet-18", "step, mean field", "step", 1.4, "bf16", dubito.Variational(epochs=2)),
+    Case(
+        "ResNet-18", "step, mean field, one draw a batch", "step", 1.4, method=dubito.Variational(epochs=2, estimator="weights")
+    ),
     Case("ResNet-18", "step, IVON", "step", 1.1, "bf16", dubito.IVON(epochs=2)),
     Case("ViT-B/16", "step, IVON", "step", 1.12, "bf16", dubito.IVON(epochs=2)),
     Case("ResNet-18", "step, MAP", "step", 1.0, method=dubito.MAP(epochs=2)),
     Case(
         "GPT-2", "fit, last layer, diagonal, one draw", "epoch", 1, method=dubito.Laplace("diagonal", "fisher", draws=1, **HEAD)
     ),
+    Case("GPT-2, adapters", "fit, Kronecker, one draw", "epoch", None, method=dubito.Laplace(**ONE_DRAW)),
     Case("GPT-2", "step, IVON", "step", 1.15, "bf16", dubito.IVON(epochs=2)),
     Case("GPT-2", "predict, 30 draws of IVON", "forward", 35, "bf16", dubito.IVON(epochs=1), {"draws": 30}),
 )
@@ -90,6 +100,13 @@ def gpt2(tiny: bool) -> nn.Module:
 
     small = dict(n_layer=1, n_embd=16, n_head=2, vocab_size=101) if tiny else {}
     return GPT2LMHeadModel(GPT2Config(**small, use_cache=False, bos_token_id=0, eos_token_id=0))
+
+
+def adapted(tiny: bool) -> nn.Module:
+    """GPT-2 with adapters of rank 8 at its attention; all else is frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(gpt2(tiny), LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True))  # pyright: ignore
 
 
 def studies(tiny: bool) -> dict[str, Study]:
@@ -109,6 +126,7 @@ def studies(tiny: bool) -> dict[str, Study]:
         "ResNet-18": Study(lambda: resnet18(4 if tiny else 64), images(32), 12800, 128, 128, classes),
         "ViT-B/16": Study(vit, images(side), 1024, 32, 16, classes),
         "GPT-2": Study(lambda: gpt2(tiny), tokens, 256, 8, 4, text),
+        "GPT-2, adapters": Study(lambda: adapted(tiny), tokens, 256, 8, 4, text),
     }
     return {name: study._replace(rows=8, size=4, predict=2) for name, study in found.items()} if tiny else found
 
@@ -135,7 +153,7 @@ def loss_of(study: Study, network: nn.Module, x: Any, y: Tensor) -> Tensor:
 def epoch(study: Study, network: nn.Module, data: Data, half: bool) -> Callable[[], None]:
     """A plain training epoch; its time is that of its steps."""
     network.train()
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=1e-5, fused=True)
 
     def run() -> None:
         for x, y in data:
@@ -163,30 +181,41 @@ def measure(case: Case, study: Study, args: argparse.Namespace) -> dict[str, Any
 
     half = case.precision == "bf16"
 
-    def fit() -> dubito.posteriors.Posterior:
-        return dubito.fit(model, case.method, data, progress=False, precision="bfloat16" if half else None)
+    def fit(method: Any, batches: Data) -> dubito.posteriors.Posterior:
+        return dubito.fit(model, method, batches, progress=False, precision="bfloat16" if half else None)
 
     least: dict[str, float] = {}
+    runs: dict[str, Callable[[], object]] = {}
     if case.unit == "forward":
-        posterior, x = fit(), data[0][0][: study.predict]
+        posterior, x = fit(case.method, data), data[0][0][: study.predict]
         unit = torch.no_grad()(lambda: network(x))
-        run: Callable[[], object] = lambda: posterior.predict(x, **(case.how or {})).mean  # noqa: E731
+        runs["case"] = lambda: posterior.predict(x, **(case.how or {})).mean
         if isinstance(posterior, dubito.posteriors.Gaussian) and not case.how:
             least = prediction_work(posterior, x)
     else:
-        unit, run = epoch(study, prepared(study, args), data, half), fit
-    both = {"unit": synchronized(unit, args), "case": synchronized(run, args)}
+        unit = epoch(study, prepared(study, args), data, half)
+        if case.unit == "epoch":
+            runs = {"half": lambda: fit(case.method, data[: len(data) // 2]), "case": lambda: fit(case.method, data)}
+        else:
+            runs = {f"{n}": lambda n=n: fit(replace(case.method, epochs=n), data) for n in (1, 3)}
+    both = {"unit": synchronized(unit, args), **{name: synchronized(run, args) for name, run in runs.items()}}
     seconds = interleaved(both, args.repeats)
+    times, fixed, scale = {"unit": seconds["unit"], "case": seconds.get("case", [])}, 0.0, 1.0
+    if case.unit != "forward":
+        (few, some), (many, all_) = ((name, seconds[name]) for name in runs)
+        factor = 2.0 if few == "half" else 0.5  # to one epoch, from half of one or from two
+        times["case"] = [factor * (b - a) for a, b in zip(some, all_, strict=True)]
+        fixed, scale = min(all_) - (1 if few == "half" else 3) * min(times["case"]), 1.0 if many == "case" else 3.0
+    last = runs["case" if "case" in runs else "3"]
     with FlopCounterMode(display=False) as counter:
-        run()
-    scale = {"forward": 1, "epoch": 1, "step": getattr(case.method, "epochs", None) or 1}[case.unit]  # a fit has several epochs
-    times = {name: [s / (scale if name == "case" else 1) for s in each] for name, each in seconds.items()}
+        last()
     return {
         "ratio": ratio(times, "case", "unit"),
+        "fixed seconds": fixed,
         "milliseconds": {name: 1e3 * min(each) for name, each in times.items()},
         "operations": counter.get_total_flops() / scale,
         **least,
-        "peak of memory, GB": peak_memory(run, args),
+        "peak of memory, GB": peak_memory(last, args),
     }
 
 
@@ -274,15 +303,18 @@ def line(case: Case, figure: dict[str, Any], rates: dict[str, float]) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="run also what the result file has already")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of cases, as 'ResNet-18: predict'")
     parser.add_argument("--tiny", action="store_true", help="tiny networks, to see that all runs; nothing is written")
     args, began = parser.parse_args(), time.time()
     warnings.simplefilter("ignore")
-    rates, figures = ceilings(args), {}
+    path = RESULTS / "large_gpu.json"
+    figures = json.loads(path.read_text())["figures"] if path.exists() and not args.tiny else {}
+    rates = ceilings(args)
     for case in CASES:
         name = f"{case.study}: {case.name}, {case.precision}"
-        if not any(part in name for part in args.only):
+        if not any(part in name for part in args.only) or (name in figures and not args.again):
             continue
         try:
             figure = measure(case, studies(args.tiny)[case.study], args)
@@ -291,21 +323,29 @@ def main() -> None:
             continue
         figures[name] = {**figure, **line(case, figure, rates), "goal": case.goal, "unit": case.unit}
         print(name, {key: value for key, value in figures[name].items() if key != "milliseconds"}, flush=True)
+        if not args.tiny:
+            save(figures, rates, args, time.time() - began)
         gc.collect()
         torch.cuda.empty_cache()
-    rows = [[name, f["ratio"]["fastest"], f["goal"], f["unit"], f["share reached"]] for name, f in figures.items()]
-    show("Cost over its unit, fastest rounds", ["case", "ratio", "goal", "unit", "share of the roofline"], rows)
-    if args.tiny:
-        return
-    headline = {
-        f"{name}, over a plain {f['unit']} (share of the roofline)": [
-            f"{f['ratio']['fastest']:.2f} ({f['share reached']:.0%})", f"<= {f['goal']:g}",
-        ]
-        for name, f in figures.items()
-    }  # fmt: skip
+    rows = [
+        [name, f["ratio"]["fastest"], f["goal"], f["unit"], f["fixed seconds"], f["share reached"]] for name, f in figures.items()
+    ]
+    show("Cost over its unit, fastest rounds", ["case", "ratio", "goal", "unit", "fixed, s", "share of the roofline"], rows)
+
+
+def save(figures: dict[str, Any], rates: dict[str, float], args: argparse.Namespace, seconds: float) -> None:
+    """After every case, so that a run that is cut short is not lost."""
+    headline = {}
+    for name, f in figures.items():
+        goal, share = f"<= {f['goal']:g}" if f["goal"] else "none", f"{f['share reached']:.0%}"
+        if f["unit"] == "forward":
+            headline[f"{name}, over a forward pass (share of the roofline)"] = [f"{f['ratio']['fastest']:.1f} ({share})", goal]
+        else:
+            value = f"{f['ratio']['fastest']:.2f} ({share}; {f['fixed seconds']:.1f} s)"
+            headline[f"{name}, over a plain {f['unit']} (share of the roofline; fixed cost)"] = [value, goal]
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "none"
     settings = {"gpu": gpu, "rates": rates, "repeats": args.repeats, "data": "random, few rows", "tf32 in convolutions": True}
-    write("large_gpu", settings=settings, figures=figures, headline=headline, seconds=time.time() - began)
+    write("large_gpu", settings=settings, figures=figures, headline=headline, seconds=seconds)
 
 
 if __name__ == "__main__":
