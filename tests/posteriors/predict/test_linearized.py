@@ -431,3 +431,18 @@ def test_pairs_of_positions_give_what_the_gradients_of_all_weights_give(name, st
 def test_inner_products_of_long_rows_in_parts(shape):
     rows = numbers(*shape)
     torch.testing.assert_close(in_parts(rows), rows @ rows.mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "corrected"])
+def test_a_gpu_gives_the_same_covariances(structure):
+    """By pairs where positions are few, by parts of rows where these are long, and by products with a root for small dense blocks."""
+    layers = nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 40, 3, 4), nn.ReLU(), nn.Flatten()
+    net, x = nn.Sequential(*layers, nn.Linear(360, 5)).double().eval(), numbers(30, 3, 12, 12)
+    found = []
+    for device in ("cpu", "cuda"):
+        model, inputs = Model(net.to(device), Categorical()), x.to(device)
+        fit = Laplace("kronecker" if structure == "corrected" else structure, corrected=structure == "corrected", check=False)
+        posterior = dubito.fit(model, fit, (inputs, torch.arange(30, device=device) % 5), progress=False)
+        found.append(posterior.predict(inputs).cov.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-8)
