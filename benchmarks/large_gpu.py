@@ -200,20 +200,25 @@ def measure(case: Case, study: Study, args: argparse.Namespace) -> dict[str, Any
             runs = {f"{n}": lambda n=n: fit(replace(case.method, epochs=n), data) for n in (1, 3)}
     both = {"unit": synchronized(unit, args), **{name: synchronized(run, args) for name, run in runs.items()}}
     seconds = interleaved(both, args.repeats)
-    times, fixed, scale = {"unit": seconds["unit"], "case": seconds.get("case", [])}, 0.0, 1.0
+    times, fixed = {"unit": seconds["unit"], "case": seconds.get("case", [])}, 0.0
     if case.unit != "forward":
-        (few, some), (many, all_) = ((name, seconds[name]) for name in runs)
+        (few, first), (many, whole) = ((name, seconds[name]) for name in runs)
         factor = 2.0 if few == "half" else 0.5  # to one epoch, from half of one or from two
-        times["case"] = [factor * (b - a) for a, b in zip(some, all_, strict=True)]
-        fixed, scale = min(all_) - (1 if few == "half" else 3) * min(times["case"]), 1.0 if many == "case" else 3.0
+        times["case"] = [factor * (b - a) for a, b in zip(first, whole, strict=True)]
+        fixed = min(whole) - (1 if few == "half" else 3) * min(times["case"])
     last = runs["case" if "case" in runs else "3"]
-    with FlopCounterMode(display=False) as counter:
-        last()
+    some = (
+        last
+        if case.unit == "forward"
+        else lambda: fit(case.method if many == "case" else replace(case.method, epochs=1), data[:1])
+    )
+    with FlopCounterMode(display=False) as counter:  # which keeps the graphs of all that it counts
+        some()
     return {
         "ratio": ratio(times, "case", "unit"),
         "fixed seconds": fixed,
         "milliseconds": {name: 1e3 * min(each) for name, each in times.items()},
-        "operations": counter.get_total_flops() / scale,
+        "operations": counter.get_total_flops() * (1 if case.unit == "forward" else len(data)),
         **least,
         "peak of memory, GB": peak_memory(last, args),
     }
