@@ -131,3 +131,83 @@ def test_predict_repeats_the_note_on_the_calibration(folder, cli, monkeypatch):
     assert code == 0
     assert "Note: the 90 % intervals contain" in err
     assert "check it on further rows with `dubito evaluate`" in err
+
+
+@pytest.fixture
+def cut(folder, tmp_path):
+    """The table in three parts, in a folder."""
+    head, *body = (folder / "homes.csv").read_text().splitlines()
+    data = tmp_path / "parts"
+    data.mkdir()
+    for name, lines in {"a": body[:30], "b": body[30:90], "c": body[90:]}.items():
+        (data / f"{name}.csv").write_text("\n".join([head, *lines]) + "\n")
+    (data / "notes.md").write_text("not a table")
+    return data
+
+
+def test_a_folder_is_predicted_part_by_part_and_once(folder, cut, cli, tmp_path):
+    out = tmp_path / "out"
+    assert cli("predict", folder / "homes", folder / "homes.csv", "--out", tmp_path / "whole.csv")[0] == 0
+    code, _, err = cli("predict", folder / "homes", cut, "--out", out, "--jobs", "2")
+    assert code == 0
+    assert err.count("Wrote") == 3
+    assert sorted(os.listdir(out)) == ["a.csv", "b.csv", "c.csv", "predictions.json"]
+    each = [(out / f"{name}.csv").read_text().splitlines() for name in "abc"]
+    assert [each[0][0], *(line for lines in each for line in lines[1:])] == (tmp_path / "whole.csv").read_text().splitlines()
+    written = {name: (out / name).stat().st_mtime_ns for name in os.listdir(out)}
+    os.remove(out / "b.csv")
+    code, _, err = cli("predict", folder / "homes", cut, "--out", out)  # as after a run that was stopped
+    assert (code, err.count("Wrote")) == (0, 1)
+    assert all((out / name).stat().st_mtime_ns == written[name] for name in ("a.csv", "c.csv"))
+    code, _, err = cli("predict", folder / "homes", cut, "--out", out)
+    assert (code, "are predicted already" in err) == (0, True)
+    later = (cut / "c.csv").stat().st_mtime + 100
+    os.utime(cut / "c.csv", (later, later))
+    assert cli("predict", folder / "homes", cut, "--out", out)[2].count("c.csv") == 1
+
+
+def test_processes_of_a_launcher_share_a_folder(folder, cut, cli, tmp_path, monkeypatch):
+    out, names = tmp_path / "out", []
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        names.append([line.rpartition("/")[2] for line in cli("predict", folder / "homes", cut, "--out", out)[2].splitlines()])
+    assert [[name for name in each if name.endswith(".csv")] for each in names] == [["a.csv", "c.csv"], ["b.csv"]]
+
+
+def test_what_is_wrong_with_a_folder_of_tables(folder, cut, cli, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert "--out FOLDER" in cli("predict", folder / "homes", cut)[2]
+    assert "is the folder of the tables" in cli("predict", folder / "homes", cut, "--out", cut)[2]
+    (tmp_path / "empty").mkdir()
+    assert "no .csv, .tsv" in cli("predict", folder / "homes", tmp_path / "empty", "--out", out)[2]
+    (cut / "b.csv").write_text("nothing;of;this\n1;2;3\n")
+    code, _, err = cli("predict", folder / "homes", cut, "--out", out)
+    assert (code, err.count("Wrote")) == (2, 2)
+    assert "1 of 3 tables cannot be predicted, the others are:" in err
+    assert "b.csv" in err.rpartition("others are:")[2]
+    assert "made by another model, or with other flags" in cli("predict", folder / "kinds", cut, "--out", out)[2]
+    assert (
+        "made by another model, or with other flags" in cli("predict", folder / "homes", cut, "--out", out, "--level", "0.5")[2]
+    )
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("")
+    assert "is not empty" in cli("predict", folder / "homes", cut, "--out", tmp_path / "full")[2]
+    (cut / "a.tsv").write_text("")
+    assert "rename one of them" in cli("predict", folder / "homes", cut, "--out", out)[2]
+    monkeypatch.setattr("dubito.cli.commands.parts.WAIT", 0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    os.remove(cut / "a.tsv")
+    assert "do all processes see the same folder?" in cli("predict", folder / "homes", cut, "--out", tmp_path / "new")[2]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_folder_is_evaluated_as_one_table(folder, cut, cli, jobs):
+    whole = json.loads(cli("evaluate", folder / "homes", folder / "homes.csv", "--json")[1])
+    code, out, _ = cli("evaluate", folder / "homes", cut, "--json", "--jobs", jobs)
+    found = json.loads(out)
+    assert (code, found["rows"]) == (0, 100)
+    assert {name: pytest.approx(value, rel=1e-6) for name, value in whole.items() if name != "standard_errors"} == {
+        name: value for name, value in found.items() if name != "standard_errors"
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -34,15 +35,18 @@ class Reading:
     folder: Annotated[Path, Positional, arg(metavar="FOLDER")]
     """A folder that `dubito fit` wrote."""
     data: Annotated[Path, Positional, arg(metavar="DATA")]
-    """A CSV file with the same input columns, in any order (others are ignored), or an NPZ file with x."""
+    """A CSV file with the same input columns, in any order (others are ignored), an NPZ file with x, or a folder of such files."""
     network: Annotated[str | None, arg(metavar="MODULE:FACTORY", help_behavior_hint="")] = None
     """The factory of your own network, if it was fitted with one. It is not read from the folder: files must not choose code to run."""
     draws: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: set by the method)")] = None
     """Number of posterior draws to average."""
     device: str = "cpu"
     """Device to run on: cpu, cuda, cuda:1 ..."""
+    jobs: int = 1
+    """Processes that share the files of a folder."""
 
     def __post_init__(self):
+        require(self.jobs >= 1, f"--jobs must be at least 1; got {self.jobs}")
         require(self.draws is None or self.draws >= 1, f"--draws must be at least 1; got {self.draws}")
 
     def open(self) -> Fitted | FittedTable:
@@ -183,6 +187,12 @@ class FittedTable:
             raise UsageError(f"{path}, row {row + 1}: the target is missing, or is not one that the training had")
         with usage_errors(ValueError, about=str(path)):
             return self.model.predict(frame), y
+
+
+@lru_cache(maxsize=1)
+def opened(reading: Reading) -> Fitted | FittedTable:
+    """The folder, read once in a process."""
+    return reading.open()
 
 
 def find_device(device: str) -> torch.device:
