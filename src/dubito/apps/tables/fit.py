@@ -79,7 +79,9 @@ def fit_table(
     end = math.inf if budget is None else started + budget
     training = None if budget is None else TRAINING * budget
     settings = CrossFit(budget=training, seed=seed, show=show)
-    design = Design(data.encoder.n_numbers, data.encoder.width, data.outputs, embed=data.encoder.n_numbers <= WIDE)
+    # classes are mostly smooth in the numbers, and where they are not, trees stand beside the networks
+    embed = data.kind == "regression" and data.encoder.n_numbers <= WIDE
+    design = Design(data.encoder.n_numbers, data.encoder.width, data.outputs, embed=embed)
     fitted = _networks(design, data, settings)
     if data.kind == "regression" and _heavy(fitted.gaussians, data.standardized):
         left = None if training is None else training - (time.monotonic() - started)
