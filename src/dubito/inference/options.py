@@ -13,6 +13,7 @@ from dubito.inference.method import Event
 from dubito.inference.start import Weights
 from dubito.network.examples import Data
 from dubito.tensors.checks import counts, require
+from dubito.tensors.processes import Distributed
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class FitOptions:
     memory: float = 4.0
     progress: bool | None = None
     callbacks: Sequence[Callable[[Event], object]] = ()
+    distributed: Distributed = "auto"
 
     def __post_init__(self):
         for name in ("batch_size", "accumulate"):

@@ -164,6 +164,9 @@ class Processes:
         self.group = None  # the last reference, which closes the connections
 
 
+ALONE = Processes()
+
+
 @contextmanager
 def join_processes(wanted: Distributed = "auto", device: torch.device | None = None) -> Iterator[Processes]:
     """The processes to work with, on a group of our own: `fit(distributed=...)`.
@@ -177,7 +180,7 @@ def join_processes(wanted: Distributed = "auto", device: torch.device | None = N
     """
     parent = _parent(wanted, device)
     if parent is None or distributed.get_world_size(parent) == 1:
-        yield Processes()
+        yield ALONE
         return
     processes = Processes(distributed.get_rank(parent), distributed.get_world_size(parent), _own_group(parent))
     try:
@@ -201,6 +204,7 @@ def _own_group(parent: ProcessGroup) -> ProcessGroup:
             return _OURS[0]
     group = distributed.new_group(timeout=TIMEOUT, backend=distributed.get_backend(parent))
     assert isinstance(group, ProcessGroup)
+    distributed.barrier(parent)  # all are connected: one that fails from now on is told by its words
     _OURS[:] = [group]
     return group
 

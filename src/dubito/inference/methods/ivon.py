@@ -96,7 +96,8 @@ class IVON:
     def traits(self) -> Traits:
         """Members train in one batched pass; a warmup, and a Hessian momentum that is not given, depend on the number of steps."""
         settings = {"warmup=0": self.warmup > 0, "hessian_momentum=0.999": self.hessian_momentum is None}
-        return Traits(draws_weights=True, stacks=True, length_settings=tuple(value for value, used in settings.items() if used))
+        length = tuple(value for value, used in settings.items() if used)
+        return Traits(draws_weights=True, stacks=True, length_settings=length, alone=None)
 
     def steps(self, n_batches: int) -> int:
         """`epochs` passes over the data."""

@@ -177,14 +177,18 @@ class Variational(Descent[VariationalState]):
 
     def update(self, target: Target, state: VariationalState, data: list[Batch], generator: torch.Generator) -> dict[str, Tensor]:
         """A gradient of minus the evidence bound, estimated by `samples` draws, and a step of the optimizer."""
-        q, (leaves, points) = self.q, _split(state.params)
+        q, (leaves, points), n = self.q, _split(state.params), target.n_data
         live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.constrain(leaves), **points}.items()}
         scores, buffers = [], state.buffers
+        # all processes add the same divergence, each a part of it, to the likelihood of examples of its own
+        target = replace(target, n_data=n * target.processes.size)
         for _ in range(self.samples):
             score, buffers = self._likelihood(target, state, live, data, buffers, generator)
             scores.append(score)
         complexity = self._complexity(target, state, live, generator)
         gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
+        score = torch.stack(scores).mean()
+        target.processes.sum_([*gradient.values(), score])
         gradient = q.unconstrain_gradient(leaves, gradient)
         slopes = [gradient[name] for name in state.params]
         if self.clip is not None:
@@ -192,8 +196,8 @@ class Variational(Descent[VariationalState]):
         advance(state.optimizer, state.params, slopes, pace=self.pace)
         q.enforce_bounds(leaves)
         tree.become(state.buffers, {name: leaf.detach() for name, leaf in buffers.items()})
-        info = {"log_likelihood": torch.stack(scores).mean()}
-        return info if complexity is None else {**info, "complexity": complexity / target.n_data}
+        info = {"log_likelihood": score}
+        return info if complexity is None else {**info, "complexity": complexity / n}
 
     def _likelihood(
         self,
@@ -238,7 +242,7 @@ class Variational(Descent[VariationalState]):
     ) -> tuple[Tensor, Params]:
         """The mean log likelihood of the batches; minus its gradient, over the number of draws, is added to the `inputs`."""
         require(data, "there is no data: the loader gave no batch")
-        total, n = None, sum(target.count(batch) for batch in data)
+        total, n = None, target.examples(data)
         for i, batch in enumerate(data):
             with torch.enable_grad():
                 means, drawing = outputs()
