@@ -38,6 +38,7 @@ from dubito.tensors.checks import of_type, require, type_of
 from dubito.tensors.processes import Distributed, Processes, join_processes
 
 RISE = 5.0  # nats, from which on it is said that training could have gone on
+SETTINGS = ("n_data", "temperature", "accumulate", "precision", "patience", "resume", "store_dtype", "memory", "exchange_dtype")
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # which exchange gradients in their own way
 
 
@@ -64,6 +65,7 @@ def fit(
     progress: bool | None = None,
     callbacks: Sequence[Callable[[Event], object]] = (),
     distributed: Distributed = "auto",
+    exchange_dtype: Literal["bfloat16"] | None = None,
 ) -> Posterior:
     """Give a model a posterior.
 
@@ -82,7 +84,8 @@ def fit(
     `memory` gigabytes they stay there, and the posterior, `posteriors.Stored`, reads them as it needs them.
 
     Under torchrun, or where torch.distributed has a process group, all processes fit one posterior together: `batch_size` is then that
-    of all of them. `distributed` is False for a fit on each process alone, or the process group or DeviceMesh to use.
+    of all of them. `distributed` is False for a fit on each process alone, or the process group or DeviceMesh to use. With
+    `exchange_dtype="bfloat16"` gradients travel between processes in half the bytes, rounded.
 
     The network, its gradients, buffers and mode, and the global random generators are as before when this returns or raises.
 
@@ -97,6 +100,7 @@ def fit(
     options = FitOptions(
         start, n_data, temperature, device, seed, batch_size, accumulate, precision, validation, patience, checkpoint,
         checkpoint_every, resume, store_dtype, memory, progress, callbacks, distributed,
+        exchange_dtype,
     )  # fmt: skip
     return fit_with(model, method, data, options)
 
@@ -182,6 +186,7 @@ def _check_fit(processes: Processes, model: Model, method: Method, options: FitO
     )
     if processes.size == 1:
         return
+    processes.exchange = torch.bfloat16 if options.exchange_dtype else None
     require(
         traits.alone is None,
         f"{name} cannot run on {processes.size} processes: {traits.alone}; with distributed=False each process fits for itself",
@@ -195,10 +200,7 @@ def _check_fit(processes: Processes, model: Model, method: Method, options: FitO
         method=store.describe(method),
         seed=options.seed,
         batch_size=options.batch_size,
-        settings=[
-            (name, getattr(options, name))
-            for name in ("n_data", "temperature", "accumulate", "precision", "patience", "resume", "store_dtype", "memory")
-        ],
+        settings=[(name, getattr(options, name)) for name in SETTINGS],
     )
 
 

@@ -10,7 +10,7 @@ import atexit
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dubito.tensors.checks import require, type_of
+from dubito.tensors.randomness import derive_seed
 
 TIMEOUT = timedelta(minutes=30)  # of one exchange, in which the others may wait for a checkpoint to be written
 JOINING = timedelta(minutes=5)  # until all processes have come to a fit
@@ -50,6 +51,7 @@ class Processes:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = field(default=None, repr=False)
+    exchange: torch.dtype | None = field(default=None, repr=False)  # in which gradients travel; None is their own
     collectives: int = field(default=0, repr=False)  # sums, broadcasts and gathers so far
     bytes: int = field(default=0, repr=False)  # that this process has given to sums
     flags: tuple[float, ...] = field(default=(), repr=False)  # travel with the next sum
@@ -79,6 +81,14 @@ class Processes:
                 for leaf, total in zip(leaves, sums, strict=True):
                     leaf.copy_(total.view(leaf.shape))
 
+    def sum_gradient_(self, gradient: Iterable[Tensor], *numbers: Tensor) -> None:
+        """Sum a gradient, in `exchange` where that is set, and numbers that go with it."""
+        if self.exchange is None:
+            self.sum_([*gradient, *numbers])
+        else:
+            self.sum_([*gradient], dtype=self.exchange)
+            self.sum_(numbers)
+
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Give all processes the tensors of the first, in place, as bytes in one message."""
         if self.size == 1 or not tensors:
@@ -97,6 +107,13 @@ class Processes:
         values: list[Any] = [None] * self.size
         self._together(lambda group: distributed.all_gather_object(values, value, group=group))
         return values
+
+    def own_generator(self, generator: torch.Generator) -> torch.Generator:
+        """A generator for numbers that differ from process to process, seeded by one that is the same on all."""
+        if self.size == 1:
+            return generator
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        return torch.Generator(generator.device).manual_seed(derive_seed(seed, "process", self.rank))
 
     def barrier(self) -> None:
         """Wait until all processes have come here."""
