@@ -35,7 +35,7 @@ from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import of_type, require, type_of
-from dubito.tensors.processes import Distributed, Processes, join_processes
+from dubito.tensors.processes import Distributed, Processes, join_processes, own_device
 
 RISE = 5.0  # nats, from which on it is said that training could have gone on
 SETTINGS = ("n_data", "temperature", "accumulate", "precision", "patience", "resume", "store_dtype", "memory", "exchange_dtype")
@@ -109,7 +109,7 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
     """`fit`, with its keyword arguments as one value."""
     _check_parts(model, method)
     traits, size, validation = traits_of(method), options.batch_size, options.validation
-    device = torch.device(options.device or model.device)
+    device = own_device(torch.device(options.device or model.device))
     with join_processes(options.distributed, device) as processes, _quiet(processes), ExitStack() as stack:
         _check_fit(processes, model, method, options)
         model = _on_device(model, device)

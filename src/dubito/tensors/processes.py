@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -196,7 +196,22 @@ def join_processes(wanted: Distributed = "auto", device: torch.device | None = N
     ...     processes.size
     1
     """
-    parent = _parent(wanted, device)
+    on_gpu = device is not None and device.type == "cuda"
+    with torch.cuda.device(own_device(device)) if on_gpu else nullcontext():  # where NCCL puts messages of its own
+        yield from _join(_parent(wanted, device))
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The device of this process: of "cuda", under torchrun, the GPU of its number.
+
+    >>> own_device(torch.device("cpu")), own_device(torch.device("cuda:1"))
+    (device(type='cpu'), device(type='cuda', index=1))
+    """
+    number = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", int(number)) if device == torch.device("cuda") and number is not None else device
+
+
+def _join(parent: ProcessGroup | None) -> Iterator[Processes]:
     if parent is None or distributed.get_world_size(parent) == 1:
         yield ALONE
         return
