@@ -182,11 +182,11 @@ class Processes:
         self.group = None  # the last reference, which closes the connections
 
 
-ALONE = Processes()
+ALONE, CPU = Processes(), torch.device("cpu")
 
 
 @contextmanager
-def join_processes(wanted: Distributed = "auto", device: torch.device | None = None) -> Iterator[Processes]:
+def join_processes(wanted: Distributed = "auto", device: torch.device = CPU) -> Iterator[Processes]:
     """The processes to work with, on a group of our own: `fit(distributed=...)`.
 
     "auto" takes the process group that there is, or makes one under torchrun; False takes this process alone. An error that leaves the
@@ -196,8 +196,7 @@ def join_processes(wanted: Distributed = "auto", device: torch.device | None = N
     ...     processes.size
     1
     """
-    on_gpu = device is not None and device.type == "cuda"
-    with torch.cuda.device(own_device(device)) if on_gpu else nullcontext():  # where NCCL puts messages of its own
+    with torch.cuda.device(own_device(device)) if device.type == "cuda" else nullcontext():  # where NCCL puts messages of its own
         yield from _join(_parent(wanted, device))
 
 
@@ -262,7 +261,7 @@ def _own_group(parent: ProcessGroup) -> ProcessGroup:
     return group
 
 
-def _parent(wanted: Distributed, device: torch.device | None) -> ProcessGroup | None:
+def _parent(wanted: Distributed, device: torch.device) -> ProcessGroup | None:
     """The user's group; None for one process."""
     if wanted is False:
         return None
@@ -279,7 +278,7 @@ def _parent(wanted: Distributed, device: torch.device | None) -> ProcessGroup | 
     if not distributed.is_initialized():
         if not all(name in os.environ for name in VARIABLES) or int(os.environ["WORLD_SIZE"]) == 1:
             return None
-        backend = "nccl" if device is not None and device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
         distributed.init_process_group(backend, timeout=JOINING)
         atexit.register(_end)
     return distributed.group.WORLD
