@@ -250,19 +250,16 @@ def test_labels_that_are_the_inputs_are_refused():
     fit([{"input_ids": ids, "labels": shifted}], dubito.Model(Language(), dubito.Categorical()))
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="runs in one process"):
-        fit((X, Y))
-
-
-def test_a_wrapper_that_averages_gradients_is_refused(tmp_path):
+def test_a_network_is_taken_out_of_distributed_data_parallel_aloud(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         network = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-        with pytest.raises(ValueError, match=r"network\.module"):
-            fit((X, Y), dubito.Model(network, dubito.Categorical()))
+        with pytest.warns(UserWarning, match="taken out of DistributedDataParallel"):
+            model = dubito.Model(network, dubito.Categorical())
+        assert model.network is network.module
+        assert list(fit((X, Y), model).params) == ["weight", "bias"]
+        with pytest.raises(ValueError, match="the network holds a DistributedDataParallel"):
+            fit((X, Y), dubito.Model(nn.Sequential(network), dubito.Categorical()))
     finally:
         torch.distributed.destroy_process_group()
 

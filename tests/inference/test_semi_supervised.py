@@ -15,6 +15,7 @@ from dubito import TemporalEnsembling as Temporal
 from dubito.augment import Noise
 from dubito.inference.semi_supervised import Consistent, Stream, ramp, squared
 from dubito.priors import Normal
+from dubito.tensors.shares import Share
 from dubito.testing import tensors
 
 METHODS = (PiModel, Temporal, MeanTeacher)
@@ -53,7 +54,7 @@ def test_the_term_is_scaled_as_the_log_joint_is(temperature):
         40,
         temperature,
         teach=lambda view: squared(view.z, fixed),
-        batch=lambda index: (more, torch.arange(20)),
+        batch=lambda index: (more, torch.arange(20), Share.of(20, 0, 1)),
         augment=None,
         generator=torch.Generator(),
         weight=7.0,
@@ -164,7 +165,7 @@ def test_every_pass_meets_every_example_once_in_another_order():
     passes = [torch.cat([stream(5 * turn + i, 9)[1] for i in range(5)]) for turn in range(2)]
     assert all(torch.equal(rows.sort().values, torch.arange(23)) for rows in passes)
     assert not torch.equal(*passes)
-    batch, rows = stream(3, 9)
+    batch, rows, _ = stream(3, 9)
     assert torch.equal(batch, x[rows])
     assert not torch.equal(stream(3, 8)[1], rows)
 

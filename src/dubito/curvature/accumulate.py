@@ -16,6 +16,7 @@ from dubito.model import Target
 from dubito.model.likelihoods import NOISE
 from dubito.network.examples import Batch, Inputs
 from dubito.tensors.covariances import Covariance
+from dubito.tensors.processes import Processes
 from dubito.tensors.tree import Params
 
 
@@ -47,6 +48,14 @@ class Accumulated:
         for leaf in (*self.sums.values(), self.log_likelihood, self.errors, self.counts):
             leaf.zero_()
         self.seen = [0, 0]
+
+    def sum_(self, processes: Processes) -> None:
+        """Add up the sums of all processes."""
+        if processes.size == 1:
+            return
+        numbers = self.log_likelihood.new_tensor([*self.seen, self.gradient_seen])
+        processes.sum_([*self.sums.values(), *self.gradient.values(), self.log_likelihood, self.errors, self.counts, numbers])
+        *self.seen, self.gradient_seen = map(int, numbers.tolist())
 
     def add(
         self, passes: Passes, setup: Setup, data: Iterable[Batch], which: int, generator: torch.Generator, *, gradient: bool

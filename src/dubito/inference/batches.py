@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from dubito.network.examples import Batch, Data, Inputs, Targets, as_arrays, bat
 from dubito.tensors import tree
 from dubito.tensors.checks import require
 from dubito.tensors.randomness import borrowed_generators, fork_rng, seed_global
+from dubito.tensors.shares import Share
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Arrays:
     y: Targets
     size: int
     shuffle: bool = True
+    part: tuple[int, int] = (0, 1)  # of every batch, for which of how many processes
 
     @staticmethod
     def of(data: tuple[Inputs, Targets], dtype: torch.dtype, size: int, *, shuffle: bool, device: Any = None) -> Arrays:
@@ -50,30 +53,37 @@ class Arrays:
     def __iter__(self) -> Iterator[tuple[Inputs, Targets]]:
         n = batch_size(self.y)
         order = torch.randperm(n).to(next(iter(tree.leaves(self.y))).device) if self.shuffle else None
-        for part in _evenly(n, self.size):
+        for batch in evenly(n, self.size):
+            part = part_of(batch, self.part)
             rows = part if order is None else order[part]
             yield _rows(self.x, rows), _rows(self.y, rows)
 
 
-def _evenly(n: int, size: int) -> Iterator[slice]:
+def evenly(n: int, size: int) -> Iterator[slice]:
     """Cut n examples into batches of nearly equal size, at most `size`: BatchNorm would fail on a last batch of one example."""
     k = math.ceil(n / size)
     return (slice(n * i // k, n * (i + 1) // k) for i in range(k))
 
 
+def part_of(batch: slice, part: tuple[int, int]) -> slice:
+    """The rows of a batch that a process (its rank, and how many there are) has of it."""
+    share = Share.of(batch.stop - batch.start, *part).rows[0]
+    return slice(batch.start + share.start, batch.start + share.stop)
+
+
 class Evenly(Sampler[list[int]]):
     """The batches of a data set, by position, cut in that way."""
 
-    def __init__(self, sampler: RandomSampler | SequentialSampler, size: int):
-        self.sampler, self.size = sampler, size
+    def __init__(self, sampler: RandomSampler | SequentialSampler, size: int, part: tuple[int, int] = (0, 1)):
+        self.sampler, self.size, self.part = sampler, size, part
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(self.sampler)
-        for part in _evenly(len(order), self.size):
-            yield order[part]
+        for batch in evenly(len(order), self.size):
+            yield order[part_of(batch, self.part)]
 
 
 def _rows(value: Any, rows: slice | Tensor) -> Any:
@@ -82,6 +92,13 @@ def _rows(value: Any, rows: slice | Tensor) -> Any:
     if isinstance(value, dict):
         return {key: _rows(item, rows) for key, item in value.items()}
     return tuple(_rows(item, rows) for item in value)
+
+
+class Group(NamedTuple):
+    """The batches of a step; on several processes, those of this one, and which part of the common batches they are."""
+
+    batches: Iterable[Batch]
+    shares: tuple[Share, ...] | None = None
 
 
 @dataclass
@@ -121,6 +138,12 @@ class Batches:
                 self.check(batch)
             yield tree.move(batch, self.device)
         self.check = None
+
+    def groups(self, size: int, epoch: int) -> Iterator[Group]:
+        """The batches of a pass, `size` a step."""
+        iterator = iter(self)
+        while group := list(islice(iterator, size)):
+            yield Group(group)
 
 
 def batches(model: Model, data: Data, *, n_data: int | None = None, size: int = 128, shuffle: bool = True) -> Batches:

@@ -12,6 +12,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from dubito.network.examples import Batch
 from dubito.posteriors.identity import belonging, differences
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import require
+from dubito.tensors.processes import ALONE, Processes
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOOK = 10  # steps on a GPU from one look at what the other processes have received to the next: it must wait for the GPU
 
 
 @dataclasses.dataclass
@@ -46,13 +52,17 @@ class Run:
 
 
 class Checkpoint:
-    """The checkpoint of a run in `options.checkpoint`; without a folder nothing is ever written."""
+    """The checkpoint of a run in `options.checkpoint`; without a folder nothing is ever written.
 
-    def __init__(self, options: FitOptions):
+    Of several processes all read it, and the first writes it.
+    """
+
+    def __init__(self, options: FitOptions, processes: Processes = ALONE):
+        self.processes, self.collectives = processes, 0
         self.folder = None if options.checkpoint is None else Path(options.checkpoint)
         self.every, self.fingerprint = options.checkpoint_every, {}
         self.due = time.monotonic() + self.every
-        self.signals = Signals(() if self.folder is None else (signal.SIGINT, signal.SIGTERM))
+        self.signals = Signals(() if self.folder is None else SIGNALS)
 
     @property
     def path(self) -> Path:
@@ -60,10 +70,32 @@ class Checkpoint:
         assert self.folder is not None
         return self.folder / "checkpoint.safetensors"
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The folder for this run alone; a folder that only some of the processes see is refused."""
+        with store.lock_folder(self.folder if self.processes.first else None):
+            self.processes.barrier()
+            seen = self.processes.gather(self.folder is None or (self.folder / "lock.json").exists())
+            blind = [rank for rank, sees in enumerate(seen) if not sees]
+            require(
+                not blind,
+                f"processes {blind} do not see {self.folder} as process 0 has it: give a folder that all processes share",
+            )
+            yield
+
     def open(self, run: Run, draws: store.Draws, *, resume: bool, device: torch.device, steps: int) -> Run:
         """The run that the folder holds, or `run` itself where it holds none."""
         if self.folder is None:
             return run
+        if not self.processes.first:
+            self.processes.barrier()  # the first one is done with it
+            return self._open(run, draws, resume=resume, device=device, steps=steps)
+        run = self._open(run, draws, resume=resume, device=device, steps=steps)
+        self.processes.barrier()
+        return run
+
+    def _open(self, run: Run, draws: store.Draws, *, resume: bool, device: torch.device, steps: int) -> Run:
+        assert self.folder is not None
         if not self.path.exists():
             self._check_without_file(resume)
             draws.keep(0)  # killed before its first checkpoint: what it left is made again
@@ -102,14 +134,34 @@ class Checkpoint:
 
     def write_if_due(self, run: Run, draws: store.Draws) -> None:
         """Write when it is due, at a signal, and at the first draw, so that there are no draws without a state from which to go on."""
-        first = len(draws) and not run.draws
-        if self.folder is not None and (time.monotonic() > self.due or self.signals.pending or first):
+        if self.folder is None:
+            return
+        first, signal = len(draws) and not run.draws, self._signal(run.step)
+        if time.monotonic() > self.due or signal or first:
             self.write(run, draws)
+        if signal:
+            self.processes.barrier()  # the others' ends would be the first one's end too
+            self.signals.pending = signal
             self.signals.deliver()
+
+    def _signal(self, step: int) -> int | None:
+        """The signal that a process has received; on several, all of them know of it one step later."""
+        if self.processes.size == 1:
+            return self.signals.pending
+        if self.processes.collectives == self.collectives:  # nothing has travelled in this step
+            self.processes.sum_([])
+        flags, self.collectives = self.processes.sum_of_flags, self.processes.collectives
+        self.processes.flags = tuple(float(self.signals.pending == number) for number in SIGNALS)
+        if flags is None or not len(flags) or (flags.is_cuda and step % LOOK):
+            return None
+        return next((number for number, flag in zip(SIGNALS, flags.tolist(), strict=True) if flag), None)
 
     def write(self, run: Run, draws: store.Draws) -> None:
         """Write the draws made so far, and then the checkpoint that counts them."""
         if self.folder is None:
+            return
+        if not self.processes.first:
+            run.draws = len(draws)
             return
         with store.describing_write_errors(self.folder):
             draws.flush()

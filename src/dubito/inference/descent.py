@@ -106,7 +106,7 @@ class Descent(ABC, Generic[Trained]):
     @property
     def traits(self) -> Traits:
         """Members of an ensemble train in one batched pass; a warmup is a share of all steps."""
-        return Traits(stacks=True, length_settings=("warmup=0",) if self.warmup else ())
+        return Traits(stacks=True, length_settings=("warmup=0",) if self.warmup else (), alone=None)
 
     @property
     def pace(self) -> float:
@@ -155,7 +155,8 @@ class Descent(ABC, Generic[Trained]):
 
     def _may_record(self, target: Target, data: list[Batch]) -> bool:
         """On a GPU, and where a batch is all that is new in a step."""
-        new = len(data) != 1 or any(own is not None for own in (target.weights, target.adversary, target.targets))
+        own = (target.weights, target.adversary, target.targets, target.shares)
+        new = len(data) != 1 or any(field is not None for field in own)
         return self.record and target.model.device.type == "cuda" and not new
 
     def kind(self, state: Trained) -> Hashable | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import distributed
 
 from dubito.curvature.memory import least_room, refusal
 from dubito.inference.batches import batches, reseed
@@ -19,6 +20,7 @@ from dubito.inference.loop import Loop
 from dubito.inference.method import Event, Method, Start, departures, least_memory, traits_of, unfinished, with_budget
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
+from dubito.inference.shards import agree_on_first, borrowed_epoch, divide
 from dubito.inference.start import Weights, make_start
 from dubito.model import Model, Target
 from dubito.model.inspect import (
@@ -33,9 +35,11 @@ from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import of_type, require, type_of
+from dubito.tensors.processes import Distributed, Processes, join_processes, own_device
 
 RISE = 5.0  # nats, from which on it is said that training could have gone on
-PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # wrappers whose gradients would have to be averaged
+SETTINGS = ("n_data", "temperature", "accumulate", "precision", "patience", "resume", "store_dtype", "memory", "exchange_dtype")
+PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # which exchange gradients in their own way
 
 
 def fit(
@@ -60,6 +64,8 @@ def fit(
     memory: float = 4.0,
     progress: bool | None = None,
     callbacks: Sequence[Callable[[Event], object]] = (),
+    distributed: Distributed = "auto",
+    exchange_dtype: Literal["bfloat16"] | None = None,
 ) -> Posterior:
     """Give a model a posterior.
 
@@ -77,6 +83,10 @@ def fit(
     Draws go to that folder as they are made, the weights in `store_dtype` if one is given. If all of them would take more than
     `memory` gigabytes they stay there, and the posterior, `posteriors.Stored`, reads them as it needs them.
 
+    Under torchrun, or where torch.distributed has a process group, all processes fit one posterior together: `batch_size` is then that
+    of all of them. `distributed` is False for a fit on each process alone, or the process group or DeviceMesh to use. With
+    `exchange_dtype="bfloat16"` gradients travel between processes in half the bytes, rounded.
+
     The network, its gradients, buffers and mode, and the global random generators are as before when this returns or raises.
 
     >>> import dubito
@@ -89,7 +99,8 @@ def fit(
     """
     options = FitOptions(
         start, n_data, temperature, device, seed, batch_size, accumulate, precision, validation, patience, checkpoint,
-        checkpoint_every, resume, store_dtype, memory, progress, callbacks,
+        checkpoint_every, resume, store_dtype, memory, progress, callbacks, distributed,
+        exchange_dtype,
     )  # fmt: skip
     return fit_with(model, method, data, options)
 
@@ -97,30 +108,30 @@ def fit(
 def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> Posterior:
     """`fit`, with its keyword arguments as one value."""
     _check_parts(model, method)
-    traits = traits_of(method)
-    require(
-        options.start is None or not traits.starts_anew or traits.many_starts,
-        f"{type(method).__name__} initializes its members itself and would ignore `start`: leave it out",
-    )
-    model = _on_device(model, options.device)
-    size, validation = options.batch_size, options.validation
-    source = batches(model, data, n_data=options.n_data, size=size, shuffle=method.data == "batches")
-    held_out = None if validation is None else batches(model, validation, size=max(size, 256), n_data=1, shuffle=False)
-    target = Target(model, source.n_data, options.temperature, torch.bfloat16 if options.precision else None)
-    with (
-        randomness.borrowed_generators(source.source) as generators,
-        randomness.borrowed_generators(validation),
-        randomness.fork_rng(),
-    ):
+    traits, size, validation = traits_of(method), options.batch_size, options.validation
+    device = own_device(torch.device(options.device or model.device))
+    with join_processes(options.distributed, device) as processes, _quiet(processes), ExitStack() as stack:
+        _check_fit(processes, model, method, options)
+        model = _on_device(model, device)
+        source = batches(model, data, n_data=options.n_data, size=size, shuffle=method.data == "batches")
+        held_out = None if validation is None else batches(model, validation, size=max(size, 256), n_data=1, shuffle=False)
+        generators = stack.enter_context(randomness.borrowed_generators(source.source))
+        for context in (randomness.borrowed_generators(validation), borrowed_epoch(source.source), randomness.fork_rng()):
+            stack.enter_context(context)
         reseed(generators, randomness.derive_seed(options.seed, "start"))
         first = next(iter(source), None)
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
+        source = divide(model, source, first, processes)
+        precision = torch.bfloat16 if options.precision else None
+        target = Target(model, source.n_data, options.temperature, precision, processes=processes)
         begin = make_start(model, options.start, model.split(first)[1], many=traits.many_starts)
+        _share_start(processes, begin)
         output = _inspect(model, method, begin, first, rows=source.arrays is not None)
         check = TargetCheck.of(model, output, first)
         source.check_targets(check)
         if held_out is not None:
+            agree_on_first(processes, held_out, "validation data, of which each process scores a part")
             held_out.check_targets(check)
         groups = math.ceil(source.n_batches / options.accumulate) if method.data == "batches" else 1
         method = with_budget(method, groups)
@@ -128,31 +139,87 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
         _check_memory(method, begin, model.device)
         generator = randomness.generator(model.device, options.seed, "method")
         run = Run(method.init(target, begin, first, generator, steps=steps), generator)
-        checkpoint = Checkpoint(options)
+        checkpoint = Checkpoint(options, processes)
         if checkpoint.folder is not None:
-            checkpoint.fingerprint = fingerprint(target, method, options, source, held_out, first, begin, steps)
-        draws = store.Draws(
-            checkpoint.folder,
-            dtype=torch.bfloat16 if options.store_dtype else None,
-            memory=options.memory,
-            buffers=begin.buffers,
-            about=None if checkpoint.folder is None else about(target, method),
-        )
+            known = fingerprint(target, method, options, source, held_out, first, begin, steps) if processes.first else {}
+            checkpoint.fingerprint = processes.gather(known)[0]
+        draws = _draws(checkpoint, options, about(target, method), begin)
         del first, begin  # not to be held during the fit
-        with store.lock_folder(checkpoint.folder), draws:
-            run = checkpoint.open(run, draws, resume=options.resume, device=model.device, steps=steps)
-            loop = Loop(target, method, source, held_out, options, generators, checkpoint, draws, steps)
-            with Progress(type(method).__name__, steps, show=options.progress) as bar:
-                run = loop(run, bar)
-            if run.best_state is None and run.step >= steps:
-                _warn_if_unfinished(unfinished(method, target, run.state))
-            if run.best_state is not None:
-                run.state = store.unpack(run.best_state["description"], run.best_state["tensors"], run.state)
-            try:
-                posterior = method.posterior(target, run.state, draws)
-            except store.TooLarge:  # all draws at once, as a method asks for them, may not be in memory
-                posterior = Stored.of(model, draws)
-            return posterior.departing(*departures(target, method))
+        loop = Loop(target, method, source, held_out, options, generators, checkpoint, draws, steps)
+        with checkpoint.locked(), draws:
+            return _run(loop, run)
+
+
+def _run(loop: Loop, run: Run) -> Posterior:
+    """The posterior after all steps."""
+    method, target, draws, processes = loop.method, loop.target, loop.draws, loop.processes
+    run = loop.checkpoint.open(run, draws, resume=loop.options.resume, device=target.model.device, steps=loop.steps)
+    with Progress(type(method).__name__, loop.steps, show=loop.options.progress if processes.first else False) as bar:
+        run = loop(run, bar)
+    processes.barrier()  # all draws are on disk
+    if run.best_state is None and run.step >= loop.steps:
+        _warn_if_unfinished(unfinished(method, target, run.state))
+    if run.best_state is not None:
+        run.state = store.unpack(run.best_state["description"], run.best_state["tensors"], run.state)
+    try:
+        posterior = method.posterior(target, run.state, draws)
+    except store.TooLarge:  # all draws at once, as a method asks for them, may not be in memory
+        posterior = Stored.of(target.model, draws)
+    return posterior.departing(*departures(target, method))
+
+
+@contextmanager
+def _quiet(processes: Processes) -> Iterator[None]:
+    """Only the first process warns."""
+    with nullcontext() if processes.first else warnings.catch_warnings():
+        if not processes.first:
+            warnings.simplefilter("ignore")
+        yield
+
+
+def _check_fit(processes: Processes, model: Model, method: Method, options: FitOptions) -> None:
+    """Raise unless the method can run so, and all processes have begun the same fit."""
+    traits, name = traits_of(method), type(method).__name__
+    require(
+        options.start is None or not traits.starts_anew or traits.many_starts,
+        f"{name} initializes its members itself and would ignore `start`: leave it out",
+    )
+    if processes.size == 1:
+        return
+    processes.exchange = torch.bfloat16 if options.exchange_dtype else None
+    require(
+        traits.alone is None,
+        f"{name} cannot run on {processes.size} processes: {traits.alone}; with distributed=False each process fits for itself",
+    )
+    shapes = [(name, tuple(leaf.shape), leaf.dtype) for name, leaf in model.network.named_parameters()]
+    processes.agree(
+        version=(sys.modules["dubito"].__version__, torch.__version__),
+        network=shapes,
+        likelihood=store.describe(model.likelihood),
+        prior=store.describe(model.prior),
+        method=store.describe(method),
+        seed=options.seed,
+        batch_size=options.batch_size,
+        settings=[(name, getattr(options, name)) for name in SETTINGS],
+    )
+
+
+def _share_start(processes: Processes, begin: Start) -> None:
+    """All processes begin where the first does, as the replicas of DistributedDataParallel do."""
+    trees = (begin.params, begin.buffers, begin.draws or {}, begin.own or {})
+    processes.broadcast_([leaf for leaves in trees for leaf in leaves.values()])
+
+
+def _draws(checkpoint: Checkpoint, options: FitOptions, about: dict[str, Any], begin: Start) -> store.Draws:
+    """Where draws go: to the folder of the first process, if there is one, and else into the memory of each."""
+    kind = store.Draws if checkpoint.folder is None or checkpoint.processes.first else store.Followed
+    return kind(
+        checkpoint.folder,
+        dtype=torch.bfloat16 if options.store_dtype else None,
+        memory=options.memory,
+        buffers=begin.buffers,
+        about=None if checkpoint.folder is None else about,
+    )
 
 
 def _on_device(model: Model, device: torch.device | str | None) -> Model:
@@ -191,19 +258,19 @@ def _warn_if_unfinished(rise: float) -> None:
         warnings.warn(
             f"The training has not arrived: going on, its objective would rise by about {rise:.2g} nats. Give more epochs or a higher "
             "learning_rate, or neither, so that both follow the data (check=False says nothing).",
-            stacklevel=4,  # the call of fit
+            stacklevel=5,  # the call of fit
         )
 
 
 def _check_parts(model: Any, method: Any) -> None:
     """Raise for the usual mistakes: arguments in another order, a class instead of an object, a network without a model."""
     of_type(Model, "a dubito.Model(network, likelihood)", model=model)
-    parallel = any(type(module).__name__ in PARALLEL for module in model.network.modules())
-    if parallel or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        raise ValueError(
-            "fit runs in one process and never averages gradients over several: leave torch.distributed out, and give the model the "
-            "network itself (of DistributedDataParallel: network.module)"
-        )
+    wrapped = {type(module).__name__ for module in model.network.modules()} & set(PARALLEL)
+    require(
+        not wrapped,
+        f"the network holds a {' and a '.join(wrapped)}, but it is fit that has processes work together: give the model the network "
+        "without it",
+    )
     if any(isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1 for module in model.network.modules()):
         raise ValueError(
             "nn.DataParallel runs copies of a network in threads of their own, where neither other weights nor masks reach them: give "

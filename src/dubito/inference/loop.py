@@ -5,22 +5,22 @@ The loop owns what no method should have to think of: seeds, progress, gradient 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from dubito.inference.batches import Batches, reseed
+from dubito.inference.batches import Batches, Group, reseed
 from dubito.inference.checkpoint import Checkpoint, Run
 from dubito.inference.method import Event, Info, Method
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.model import Target
-from dubito.network.examples import Batch
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import require
+from dubito.tensors.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Loop:
     draws: store.Draws
     steps: int
 
+    @property
+    def processes(self) -> Processes:
+        """Those that fit together."""
+        return self.target.processes
+
     def __call__(self, run: Run, bar: Progress) -> Run:
         with self.checkpoint.signals:
             return self._run(run, bar)
@@ -48,7 +53,10 @@ class Loop:
             {},
         )  # halted by a callback; unlike early stopping, a resumed run goes on from there
         while run.step < self.steps and not run.stopped and not halted:
+            began = run.step
             info, halted = self._epoch(run, bar)
+            if began == before:
+                self._check_same(run)
         _check_finite(info, run.step)
         _restore_random(run)  # a run that had ended before: its posterior then draws the same numbers again
         # Without data to validate on, a run that ends within an epoch stays there, and can go on from there if it is to be longer.
@@ -56,8 +64,23 @@ class Loop:
             self._end_epoch(run, info)
             self._validate(run)
         if run.step > before or not before:
+            self._check_same(run)
             self.checkpoint.write(run, self.draws)
         return run
+
+    def _check_same(self, run: Run) -> None:
+        """Raise unless all processes hold the same state, after the first pass and in the end."""
+        if self.processes.size == 1:
+            return
+        tensors: dict[str, Tensor] = {}
+        store.pack(run.state, tensors)
+        digests = self.processes.gather({name: store.checksum({name: leaf}) for name, leaf in tensors.items()})
+        apart = [name for name in digests[0] if any(other.get(name) != digests[0][name] for other in digests)]
+        require(
+            not apart,
+            f"after {run.step} steps the processes no longer hold the same {apart[:4]}: a buffer that follows the examples of one "
+            "process, or a callback that changes the state, cannot be divided; give distributed=False",
+        )
 
     def _epoch(self, run: Run, bar: Progress) -> tuple[Info, bool]:
         """The rest of a pass over the data: what its last step showed, and whether a callback has stopped the run."""
@@ -65,13 +88,14 @@ class Loop:
         seen, skip = 0, run.batch
         if method.data == "batches" or run.epoch == 0:
             reseed(self.generators, randomness.derive_seed(self.options.seed, run.epoch))
-        groups = self._groups()
+        groups = self._groups(run.epoch)
         for _ in islice(groups, skip):  # a checkpoint fell into this epoch: take up the same order of the data where it was left
             pass
         _restore_random(run)
-        for size, group in groups:
-            run.state, info = method.step(self.target, run.state, group, run.generator)
-            run.step, run.batch, seen = run.step + 1, run.batch + 1, seen + size
+        for group in groups:
+            target = self.target if group.shares is None else replace(self.target, shares=group.shares)
+            run.state, info = method.step(target, run.state, group.batches, run.generator)
+            run.step, run.batch, seen = run.step + 1, run.batch + 1, seen + self._size(target, group)
             if seen > self.source.n_data:
                 self._confirm(seen)
             if (draw := method.draw(run.state)) is not None:
@@ -81,6 +105,7 @@ class Loop:
             self.checkpoint.write_if_due(run, self.draws)
             answers = [callback(Event(run.step, self.steps, run.epoch, info, run.state)) for callback in callbacks]
             halted = any(answer is True for answer in answers)
+            halted = any(self.processes.gather(halted)) if callbacks else halted
             if run.step >= self.steps or halted:
                 return info, halted
         if not skip:
@@ -88,14 +113,13 @@ class Loop:
         self._end_epoch(run, info)
         return {**info, **self._validate(run)}, False
 
-    def _groups(self) -> Iterator[tuple[int, Iterable[Batch]]]:
-        """(number of examples, batches) for every step of an epoch."""
-        if self.method.data == "full":
-            yield self.source.n_data, self.source
-            return
-        iterator = iter(self.source)
-        while group := list(islice(iterator, self.options.accumulate)):
-            yield sum(self.target.count(batch) for batch in group), group
+    def _groups(self, epoch: int) -> Iterator[Group]:
+        """The batches of every step of an epoch."""
+        return iter([Group(self.source)]) if self.method.data == "full" else self.source.groups(self.options.accumulate, epoch)
+
+    def _size(self, target: Target, group: Group) -> int:
+        """The number of examples of a step."""
+        return self.source.n_data if self.method.data == "full" else target.examples(group.batches)
 
     def _end_epoch(self, run: Run, info: Info) -> None:
         require(run.batch, "the data gave no batch in this pass: an iterable must give its batches again every time")
@@ -117,18 +141,24 @@ class Loop:
         require(
             not len(self.draws), "early stopping picks one state and would bias a set of draws: samplers take no `validation`"
         )
-        with randomness.fork_rng():  # scoring must not move the generators that training draws from
+        seed = None if self.processes.size == 1 else randomness.derive_seed(self.options.seed, "validation", run.epoch)
+        with randomness.fork_rng(seed):  # scoring must not move the generators that training draws from
             posterior = self.method.posterior(self.target, run.state, self.draws)
-            pairs = (self.target.model.split(batch) for batch in self.held_out)
-            scores = [posterior.predict(x).log_prob(y) for x, y in pairs]
-        score = torch.cat(scores).double()
-        lost = int(score.isnan().sum())
+            own = islice(
+                self.held_out, self.processes.rank, None, self.processes.size
+            )  # every process scores some of the batches
+            pairs = (self.target.model.split(batch) for batch in own)
+            scores = [posterior.predict(x).log_prob(y).double() for x, y in pairs]
+        score = torch.cat([torch.zeros(0, dtype=torch.float64, device=self.source.device), *scores])
+        total = torch.stack([score.sum(), score.isnan().sum(), torch.ones_like(score).sum()])
+        self.processes.sum_([total])
+        lost, examples = int(total[1]), int(total[2])
         require(
             not lost,
-            f"the scores of {lost} of {len(score)} held-out examples are NaN after epoch {run.epoch}: remove examples with NaN or "
+            f"the scores of {lost} of {examples} held-out examples are NaN after epoch {run.epoch}: remove examples with NaN or "
             "infinite values from `validation`",
         )
-        nll = float(-score.mean())
+        nll = float(-total[0] / examples)
         if nll < run.best:
             tensors: dict[str, Tensor] = {}
             description = store.pack(run.state, tensors)

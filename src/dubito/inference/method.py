@@ -103,6 +103,7 @@ class Traits:
     | `learning_rate` | files of draws | the learning rate of a sampler on mini-batches |
     | `length_field` | checkpoints | the field with the number of draws: a run can be resumed with a larger one |
     | `length_settings` | Q-learning | settings in use that depend on the number of steps, each as the value that does not |
+    | `alone` | `fit` | why it runs in one process only; None: a step gives the same numbers on any number of processes |
     | `exact_settings` | `fit` | settings with the one value that aims at the posterior of Bayes' rule, see `Posterior.label` |
 
     >>> import dubito
@@ -122,6 +123,7 @@ class Traits:
     length_field: str | None = None
     length_settings: tuple[str, ...] = ()
     exact_settings: tuple[tuple[str, float], ...] = ()
+    alone: str | None = "what each process computes is not added up over all of them"
 
 
 def with_budget(method: Method, n_batches: int) -> Method:

@@ -33,7 +33,9 @@ from dubito.posteriors import Posterior
 from dubito.posteriors.posterior import inputs_of
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, require
+from dubito.tensors.processes import ALONE, Processes
 from dubito.tensors.randomness import derive_seed
+from dubito.tensors.shares import Share
 from dubito.tensors.tree import Buffers, Params
 
 Unlabelled = Any  # inputs without targets: a tensor, an array, a dict of them, or a Dataset of inputs or of (input, anything)
@@ -65,8 +67,8 @@ class Stream:
         shown = self.held if self.dataset is None else [self.dataset[0], self.dataset[self.n - 1]]
         return store.checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(tree.tensors(shown)))}, str(self.n))
 
-    def __call__(self, index: int, seed: int) -> tuple[Any, Tensor]:
-        """The inputs of a batch, counted from the first pass on, and their rows."""
+    def __call__(self, index: int, seed: int, processes: Processes = ALONE) -> tuple[Any, Tensor, Share]:
+        """The inputs of a batch, counted from the first pass on, their rows, and which of its rows a process has of it."""
         k = math.ceil(self.n / self.size)
         turn, i = divmod(index, k)
         if self.order is None or self.order[0] != (seed, turn):
@@ -74,15 +76,21 @@ class Stream:
             order = torch.randperm(self.n, generator=source)
             self.order = (seed, turn), order if self.dataset is not None else order.to(self.model.device)
         rows = self.order[1][self.n * i // k : self.n * (i + 1) // k]
+        share = Share.of(len(rows), processes.rank, processes.size)
+        require(
+            len(rows) >= processes.size,
+            f"a batch of {len(rows)} unlabelled examples cannot be divided over {processes.size} processes: raise unlabelled_size",
+        )
+        rows = share.take(rows)
         if self.dataset is None:
-            return tree.apply_leaves(lambda leaf: leaf[rows], self.held), rows
+            return tree.apply_leaves(lambda leaf: leaf[rows], self.held), rows, share
         items = [self.dataset[row] for row in rows.tolist()]
         if self.model.split is split_batch:  # targets are not looked at: they may be what has no batch, such as None
             x = default_collate([inputs_of(self.model, item)[0] for item in items])
             x = tuple(x) if isinstance(x, list) else x
         else:
             x = inputs_of(self.model, default_collate(items))[0]
-        return tree.move(x, self.model.device), rows.to(self.model.device)
+        return tree.move(x, self.model.device), rows.to(self.model.device), share
 
 
 def count(unlabelled: Unlabelled) -> int:
@@ -131,6 +139,7 @@ class View(NamedTuple):
     params: Params
     buffers: Buffers  # after the student's pass
     z: Tensor  # [B, ...]: what the student predicts
+    shares: tuple[Share, Share] | None  # of several processes: which labelled rows, and which of all, these are
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ class Consistent(Target):
     """A target that also asks for stable predictions; a method that descends on it does not know."""
 
     teach: Callable[[View], Tensor] = field(kw_only=True)  # the squared difference of every example, [B]
-    batch: Callable[[int], tuple[Any, Tensor]] | None = field(kw_only=True)  # unlabelled inputs, and their rows
+    batch: Callable[[int], tuple[Any, Tensor, Share]] | None = field(kw_only=True)  # unlabelled inputs, and their rows
     augment: Augmentation | None = field(kw_only=True)
     generator: torch.Generator = field(kw_only=True)
     weight: float = field(kw_only=True)
@@ -155,27 +164,33 @@ class Consistent(Target):
         """The sum over the labelled batch of log likelihoods, less its share of N w J: the caller scales both by N / B."""
         x, y = self.model.split(batch)
         n, rows = batch_size(y), torch.empty(0, dtype=torch.long, device=self.model.device)
+        own = Share.of(n, 0, 1) if self.shares is None else self.shares[index]
+        share = own
         if self.batch is not None:
-            more, rows = self.batch(index)
-            x = join_inputs(x, more)
+            more, rows, unlabelled = self.batch(index)
+            x, share = join_inputs(x, more), own.followed_by(unlabelled)
+        target = self if self.shares is None else replace(self, shares=(*self.shares[:index], share, *self.shares[index + 1 :]))
+        common = target.shares is not None
 
         def view() -> Any:
             """Another random view of the inputs."""
             if self.augment is None:
                 return x
-            made = self.augment(x, self.generator)
-            sizes = [batch_size(one) for one in (x, made)]
+            made = self.augment(tree.apply_leaves(share.pad, x) if common else x, self.generator)
+            sizes = [share.total if common else batch_size(x), batch_size(made)]
             if sizes[0] != sizes[1]:
                 raise ValueError(f"augment must return one input for each; it received {sizes[0]} and returned {sizes[1]}")
-            return made
+            return tree.apply_leaves(share.take, made) if common else made
 
         kind = self.model.device.type
-        with in_mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
+        autocast = torch.autocast(kind, self.precision) if self.precision else nullcontext()
+        with in_mode(self.model.network, train), autocast, target.as_shared(index):
             f, z, after = self.predicted(params, view(), buffers)
             scores = self.model.score(f[:n], y, params)
-            apart = self.teach(View(self, x, view, n, rows, params, after, z)).mean()
-        self.noted.append((n, apart.detach()))
-        return scores.sum() - n * self.weight * apart, after
+            apart = self.teach(View(self, x, view, n, rows, params, after, z, (own, share) if common else None))
+        apart = apart[own.idle :].sum() / share.total if common else apart.mean()
+        self.noted.append((own.total, apart.detach()))
+        return scores[own.idle :].sum() - own.total * self.weight * apart, after
 
 
 def squared(z: Tensor, other: Tensor) -> Tensor:
@@ -232,9 +247,8 @@ class Consistency(ABC):
         inner = traits_of(self.method)
         ramp_up = ("ramp_up=0",) if self.ramp_up else ()
         # examples count once each: bagging and adversarial neighbors would have to reach the teacher
-        return Traits(
-            keeps_dropout=inner.keeps_dropout, takes_example_weights=False, length_settings=(*ramp_up, *inner.length_settings)
-        )
+        length = (*ramp_up, *inner.length_settings)
+        return Traits(keeps_dropout=inner.keeps_dropout, takes_example_weights=False, length_settings=length, alone=inner.alone)
 
     @property
     def _inner(self) -> Descent:
@@ -281,6 +295,7 @@ class Consistency(ABC):
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         stream = None if self.unlabelled is None else Stream(target.model, self.unlabelled, self.unlabelled_size)
         digest = "" if stream is None else stream.digest()
+        target.processes.agree(unlabelled_examples=digest)
         state = ConsistencyState(student, 0, steps, 0, seed, digest, stream=stream, given=digest)
         if stream is not None:
             x = join_inputs(x, stream(0, seed)[0])  # fails early where they are not alike
@@ -296,7 +311,7 @@ class Consistency(ABC):
         stable = Consistent(
             **own,
             teach=lambda view: self.teach(state, view),
-            batch=None if stream is None else lambda index: stream(first + index, state.seed),
+            batch=None if stream is None else lambda index: stream(first + index, state.seed, target.processes),
             augment=self.augment,
             generator=generator,
             weight=weight,
@@ -306,6 +321,7 @@ class Consistency(ABC):
         self.follow(state)
         # what the method has seen as a log likelihood is less by the consistency
         apart = torch.stack([n * difference for n, difference in stable.noted]).sum() / sum(n for n, _ in stable.noted)
+        target.processes.sum_([apart])
         info = {**info, "log_likelihood": info["log_likelihood"] + weight * apart, "consistency": apart}
         return state, info
 

@@ -174,7 +174,9 @@ class Langevin(ABC):
     def traits(self) -> Traits:
         """Chains that start at many places, without an accept step; without cycles they can be made longer."""
         grows = None if self.cycles else "draws"  # cycles are laid out over all draws
-        return Traits(many_starts=True, draws_weights=True, adjusted=False, learning_rate=self.rate, length_field=grows)
+        return Traits(
+            many_starts=True, draws_weights=True, adjusted=False, learning_rate=self.rate, length_field=grows, alone=None
+        )
 
     @property
     def rate(self) -> float:
@@ -255,7 +257,7 @@ class Langevin(ABC):
         adapts = self.preconditioner != "none" and self._place(state.step, state.period) < self.burn * state.period
         state.adapted += adapts
         data = list(data)
-        size = sum(target.count(batch) for batch in data)
+        size = target.examples(data)
         if state.step % state.period == 0:
             state.scores.zero_()
             state.seen, state.whole = 0, state.seen

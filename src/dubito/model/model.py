@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,6 +88,12 @@ class Model:
 
     def __post_init__(self):
         of_type(nn.Module, "a torch.nn.Module", network=self.network)
+        if isinstance(self.network, nn.parallel.DistributedDataParallel):
+            object.__setattr__(self, "network", self.network.module)
+            warnings.warn(
+                "The network is taken out of DistributedDataParallel: fit adds up the gradients of all processes itself.",
+                stacklevel=3,  # the call of Model
+            )
         of_type(Likelihood, "an object such as dubito.Categorical() or dubito.Gaussian()", likelihood=self.likelihood)
         names = [name for name, _ in self.network.named_parameters()]
         every = [name for name, _ in self.network.named_parameters(remove_duplicate=False)]  # tied ones by all their names

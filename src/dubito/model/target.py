@@ -15,8 +15,11 @@ from dubito.model.likelihoods import likelihood_params
 from dubito.model.model import Model
 from dubito.model.priors import prior_params
 from dubito.network.examples import Batch, Inputs, Targets, batch_size
+from dubito.network.shared_batch import SharedBatch
 from dubito.network.weights import in_mode
 from dubito.tensors.checks import at_least, positive
+from dubito.tensors.processes import ALONE, Processes
+from dubito.tensors.shares import Share
 from dubito.tensors.tree import Buffers, Params
 
 
@@ -40,6 +43,9 @@ class Target:
     weights. `weights`: how often each example of each batch counts, [B] or [S, B]. `targets`: what takes the place of each batch's
     targets, with a leading axis [S] for members. `adversary`: a step for every input element; each example is averaged with its
     adversarial neighbour x + step sign(d loss / dx) (fast gradient sign).
+
+    Where several `processes` fit together, a step's data are this one's part of batches that all have in common; `shares` says which
+    part, one for each batch, and gradients are those of all processes. Without `shares` (before the first step, say) nothing is shared.
     """
 
     model: Model
@@ -51,6 +57,8 @@ class Target:
     weights: tuple[Tensor, ...] | None = None
     adversary: Tensor | None = None
     targets: tuple[Tensor, ...] | None = None
+    processes: Processes = ALONE
+    shares: tuple[Share, ...] | None = None
 
     def __post_init__(self):
         at_least(1, n_data=self.n_data)
@@ -77,15 +85,24 @@ class Target:
             return (self.n_data / seen * total + self.log_prior(params)) / self.temperature
 
     def gradient(
-        self, params: Params, data: Iterable[Batch], buffers: Buffers, *, train: bool = False, factor: float = 1.0
+        self,
+        params: Params,
+        data: Iterable[Batch],
+        buffers: Buffers,
+        *,
+        train: bool = False,
+        factor: float = 1.0,
+        apart: bool = False,
     ) -> Evaluation:
-        """Gradient of `factor` times the log joint. The prior's gradient is analytic; autograd sees the likelihood only."""
+        """Gradient of `factor` times the log joint. The prior's gradient is analytic; autograd sees the likelihood only. `apart` leaves
+        it, on several processes, at this one's part of the likelihood's gradient: to be added up by the caller."""
         live = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
         leaves, factor = list(live.values()), factor / self.temperature
         total, seen, first = None, 0, 1
+        common = None if self.shares is None else self.examples(())
         for i, batch in enumerate(data):
             size = self.count(batch)
-            first = size if total is None else first
+            first = (common or size) if total is None else first
             with torch.enable_grad():
                 value, buffers = self.sum_scores(live, i, batch, buffers, train=train)
             # The scale enters at the top of the backward pass, where it costs nothing, as if the first batch were all the data. The
@@ -95,16 +112,28 @@ class Target:
         if total is None:
             raise ValueError("there is no data: the loader gave no batch")
         gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
+        if common is not None:
+            seen = common
+        if common is not None and not apart:
+            self.processes.sum_gradient_(gradient.values(), total)
         with torch.no_grad():
             if seen != first:
                 torch._foreach_mul_(list(gradient.values()), first / seen)
-            self._add_prior(gradient, params, factor)
+            self._add_prior(gradient, params, factor / self.processes.size if apart else factor)
         buffers = {name: leaf.detach() for name, leaf in buffers.items()}
         return Evaluation(gradient, buffers, total / seen)
 
     def count(self, batch: Batch) -> int:
         """The number of examples in a batch."""
         return batch_size(self.model.split(batch)[1])
+
+    def examples(self, data: Iterable[Batch]) -> int:
+        """The number of examples in the batches of a step, on all processes."""
+        return sum(map(self.count, data)) if self.shares is None else sum(share.total for share in self.shares)
+
+    def as_shared(self, index: int) -> AbstractContextManager:
+        """A context for training passes over a batch: what depends on all of it is as if all of it were on this process."""
+        return nullcontext() if self.shares is None else SharedBatch(self.shares[index], self.processes)
 
     def _add_prior(self, gradient: Params, params: Params, factor: float) -> None:
         """Add the gradient of `factor` times the log prior: of weights, hyperparameters, and what the likelihood learns."""
@@ -144,10 +173,12 @@ class Target:
                 slope = grad(lambda x: -score(frozen, x, y, {n: b.clone() for n, b in after.items()})[0].sum())(x)
                 near = x + self.adversary * slope.sign()
                 scores = 0.5 * (scores + score(params, near, y, {n: b.clone() for n, b in after.items()})[0])
-            return (scores if weights is None else scores * weights).sum(), after
+            scores = scores if weights is None else scores * weights
+            return (scores if self.shares is None else scores[self.shares[index].idle :]).sum(), after
 
         kind = self.model.device.type
-        with in_mode(self.model.network, train), torch.autocast(kind, self.precision) if self.precision else nullcontext():
+        autocast = torch.autocast(kind, self.precision) if self.precision else nullcontext()
+        with in_mode(self.model.network, train), autocast, self.as_shared(index):
             if self.members is None:
                 return one(params, buffers, weights, y)
             # Parameters that are not Bayesian are the same for all members: they are neither stacked nor returned.

@@ -126,6 +126,17 @@ class Draws:
 
     def append(self, draw: Params) -> None:
         """Add a draw, with the names and shapes of the first one."""
+        self._check(draw)
+        if not self._blocks or self._blocks[-1].used == self._blocks[-1].room:
+            self._blocks.append(_Block(self._leaves, draw))
+        block = self._blocks[-1]
+        block.add(draw)
+        self.device = next(iter(draw.values())).device
+        self._count += 1
+        if self.folder is not None and block.used == block.room:
+            self._close()
+
+    def _check(self, draw: Params) -> None:
         if not self._leaves:
             self._leaves = {
                 name: Leaf(tuple(leaf.shape), leaf.dtype, _kept(name, leaf.dtype, self.dtype)) for name, leaf in draw.items()
@@ -137,14 +148,6 @@ class Draws:
                 f"a draw has the same names and shapes as the first one, {describe_leaves(self._leaves)}; "
                 f"got { {name: list(leaf.shape) for name, leaf in draw.items()} }"
             )
-        if not self._blocks or self._blocks[-1].used == self._blocks[-1].room:
-            self._blocks.append(_Block(self._leaves, draw))
-        block = self._blocks[-1]
-        block.add(draw)
-        self.device = next(iter(draw.values())).device
-        self._count += 1
-        if self.folder is not None and block.used == block.room:
-            self._close()
 
     def stacked(self) -> Params:
         """All draws, leaves [n, ...], on the device where they were made."""
@@ -288,3 +291,24 @@ class _Column(Draws):
     def _stacked(self, column: int | None) -> Params:
         stacked = self.whole._stacked(self.member)
         return stacked if column is None else tree.select(stacked, (slice(None), column))  # pyright: ignore[reportArgumentType]
+
+
+class Followed(Draws):
+    """The draws that another process writes to a folder: this one counts those that it would write, and reads them there."""
+
+    def append(self, draw: Params) -> None:
+        """Count a draw."""
+        self._check(draw)
+        self.device = next(iter(draw.values())).device
+        self._count += 1
+
+    def flush(self) -> None:
+        """Look at what is there."""
+        assert self.folder is not None
+        self._archive = Archive.find(self.folder) if self._count else None
+
+    def keep(self, n: int, device: torch.device | str = "cpu") -> None:
+        """Go on after the first n draws, which is all that the other process has left."""
+        assert self.folder is not None
+        self._count, self.device = n, torch.device(device)
+        self._leaves = Archive.find(self.folder).leaves if n else {}

@@ -8,6 +8,7 @@ from dubito.tensors.archive import Shard as Shard
 from dubito.tensors.archive import write_shared as write_shared
 from dubito.tensors.draws import GIGABYTE as GIGABYTE
 from dubito.tensors.draws import Draws as Draws
+from dubito.tensors.draws import Followed as Followed
 from dubito.tensors.draws import TooLarge as TooLarge
 from dubito.tensors.files import FORMAT as FORMAT
 from dubito.tensors.files import FileError as FileError

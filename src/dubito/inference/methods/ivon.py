@@ -61,6 +61,8 @@ class IVON:
     and Hessian of the log prior are estimated with those of the loss. The learned quantities are Gaussian as the weights are.
 
     Several `samples` a step come in pairs, m + e and m - e: what they have in common, the noise of the batch, cancels in the Hessian.
+    On several processes all have the same draws, and the numbers are those of one; with `draws_per_rank` each has draws of its own
+    for its part of a batch, so that a step averages over more of them.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
@@ -79,6 +81,7 @@ class IVON:
     warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
     clip: float | None = field(default=1.0, kw_only=True)  # a gradient moves a weight by at most clip * learning_rate
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
+    draws_per_rank: bool = field(default=False, kw_only=True, metadata={"before": False})  # on each process draws of its own
     check: bool = field(default=True, kw_only=True, repr=False)  # warn where the training ends on its way, see `rise`
 
     def __post_init__(self):
@@ -97,7 +100,8 @@ class IVON:
     def traits(self) -> Traits:
         """Members train in one batched pass; a warmup, and a Hessian momentum that is not given, depend on the number of steps."""
         settings = {"warmup=0": self.warmup > 0, "hessian_momentum=0.999": self.hessian_momentum is None}
-        return Traits(draws_weights=True, stacks=True, length_settings=tuple(value for value, used in settings.items() if used))
+        length = tuple(value for value, used in settings.items() if used)
+        return Traits(draws_weights=True, stacks=True, length_settings=length, alone=None)
 
     def steps(self, n_batches: int) -> int:
         """`epochs` passes over the data."""
@@ -127,21 +131,33 @@ class IVON:
         data, loss, factor = list(data), _loss(target), -target.temperature / target.n_data / self.samples
         fixed = {name for name, _ in target.model.network.named_parameters()}  # among the buffers, these do not move
         buffers = {name: leaf if name in fixed else leaf.clone() for name, leaf in state.buffers.items()}
-        gradient, buffers, score = loss.gradient(state.drawn, data, buffers, train=True, factor=factor)
-        scores, more, drawn = [score], (), state.drawn
-        for i in range(1, self.samples):
-            if i % 2:
-                drawn = tree.apply(lambda mean, leaf: 2 * mean - leaf, state.params, drawn)
-            else:
-                self._draw(target, state, drawn, generator)
-            slopes, buffers, score = loss.gradient(drawn, data, buffers, train=True, factor=factor)
+        apart, scores, gradient = self.draws_per_rank and target.processes.size > 1, [], {}
+        more: tuple[Params, ...] = ()
+        own = target.processes.own_generator(generator) if apart else generator
+        for i, drawn in enumerate(self._draws(target, state, own, fresh=apart)):
+            slopes, buffers, score = loss.gradient(drawn, data, buffers, train=True, factor=factor, apart=apart)
             scores.append(score)
-            more = _added(
-                more, slopes, tree.apply(lambda leaf, mean, slope: (leaf - mean).mul_(slope), drawn, state.params, slopes)
-            )
+            if i or apart:
+                product = tree.apply(lambda leaf, mean, slope: (leaf - mean).mul_(slope), drawn, state.params, slopes)
+                more = _added(more, slopes, product)
+            else:
+                gradient = slopes
+        if apart:  # the draw that all processes have is not used
+            gradient = tree.apply(torch.zeros_like, state.params)
+            target.processes.sum_gradient_((leaf for sums in more for leaf in sums.values()), *scores)
         self._update(target, state, gradient, more, generator)
         state.buffers = buffers
         return state, {"log_likelihood": scores[0] if self.samples == 1 else torch.stack(scores).mean(0)}
+
+    def _draws(self, target: Target, state: IVONState, generator: torch.Generator, *, fresh: bool) -> Iterator[Params]:
+        """The draws of a step, in pairs; the first was made at the end of the step before, unless a fresh one is wanted."""
+        drawn = tree.apply(torch.empty_like, state.drawn) if fresh else state.drawn
+        for i in range(self.samples):
+            if i % 2:
+                drawn = tree.apply(lambda mean, leaf: 2 * mean - leaf, state.params, drawn)
+            elif i or fresh:
+                self._draw(target, state, drawn, generator)
+            yield drawn
 
     def _draw(self, target: Target, state: IVONState, places: Params, generator: torch.Generator) -> None:
         """Fill `places` with weights from q."""

@@ -73,7 +73,7 @@ class NeuralLinear:
     a0: float = field(default=1e-3, kw_only=True)  # prior of the noise, InvGamma(a0, b0): worth 2 a0 observations
     b0: float = field(default=1e-3, kw_only=True)  # of variance b0 / a0
 
-    traits: ClassVar[Traits] = Traits(post_hoc=True)
+    traits: ClassVar[Traits] = Traits(post_hoc=True, alone=None)
 
     def __post_init__(self):
         between(0, math.inf, prior_precision=self.prior_precision, a0=self.a0, b0=self.b0)
@@ -122,7 +122,11 @@ class NeuralLinear:
         if target.adversary is not None:
             raise ValueError("the last layer's exact posterior has no place for adversarial neighbors: leave out adversarial")
         head = Head(state.weight, state.bias)
+        data, rows = list(data), state.square.new_zeros(1)
+        sums = [torch.zeros_like(leaf) for leaf in (state.gram, state.cross, state.square)]
         for i, batch in enumerate(data):
+            if target.shares is not None and target.shares[i].idle:
+                continue
             x, y = target.model.split(batch)
             phi, f = features(target.model, state.params, state.buffers, x, head)
             y = target.model.likelihood.target(y, f.double()) - head.offset(state.buffers, state.gram)
@@ -130,10 +134,14 @@ class NeuralLinear:
             if target.weights is not None:  # how often each example counts
                 count = count * target.weights[i].to(count).reshape(-1, *[1] * (count.ndim - 1))
             phi, y, count = phi.double().flatten(0, -2), y.flatten(0, -2), count.reshape(-1, 1)
-            state.gram += phi.mT @ (count * phi)
-            state.cross += phi.mT @ (count * y)
-            state.square += (count * y * y).sum(0)
-            state.rows, state.seen = state.rows + float(count.sum()), state.seen + len(f)
+            sums[0] += phi.mT @ (count * phi)
+            sums[1] += phi.mT @ (count * y)
+            sums[2] += (count * y * y).sum(0)
+            rows += count.sum()
+        target.processes.sum_([*sums, rows])
+        for leaf, more in zip((state.gram, state.cross, state.square), sums, strict=True):
+            leaf += more
+        state.rows, state.seen = state.rows + float(rows), state.seen + target.examples(data)
         return state, {"rows": state.rows}
 
     def draw(self, state: NeuralLinearState) -> Params | None:

@@ -156,8 +156,10 @@ class SWAG(Descent[SWAGState]):
         for own in self._members(target, state):
             for i in range(self.draws):
                 params = self._draw(own, i)
-                for x in inputs:
-                    for name, value in _statistics(model, norms, params, x, own.buffers).items():
+                for index, x in enumerate(inputs):
+                    with target.as_shared(index):
+                        statistics = _statistics(model, norms, params, x, own.buffers)
+                    for name, value in statistics.items():
                         own.statistics[name][i] += value
 
     def _draw(self, state: SWAGState, i: int) -> Params:

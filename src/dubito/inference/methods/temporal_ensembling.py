@@ -75,15 +75,22 @@ class TemporalEnsembling(Consistency):
     def teach(self, state: TemporalEnsemblingState, view: View) -> Tensor:
         """The squared difference from the average of earlier predictions, which is then updated."""
         x = tree.apply_leaves(lambda leaf: leaf[: view.labelled], view.inputs)
-        rows = torch.cat([self._places(state, hash_rows(list(tree.leaves(x)))), len(state.keys) + view.rows])
-        z, k = view.z.detach().to(state.sums.dtype), state.seen[rows]
+        keys, more, z, share = hash_rows(list(tree.leaves(x))), view.rows, view.z.detach().to(state.sums.dtype), None
+        if view.shares is not None:  # all processes remember the predictions for all examples
+            labelled, share = view.shares
+            places, z = share.alone(torch.cat([keys, more])), share.alone(z)
+            view.target.processes.sum_([places, z])
+            keys, more = places[: labelled.total], places[labelled.total :]
+        rows = torch.cat([self._places(state, keys), len(state.keys) + more])
+        k = state.seen[rows]
         each = (-1, *[1] * (z.ndim - 1))
         before = state.sums[rows]
         told = before / (1 - self.decay ** k.clamp_min(1).double()).to(before).view(each)
         # the whole batch is written at once: an example that is in it twice counts once
         state.sums[rows] = self.decay * before + (1 - self.decay) * z
         state.seen[rows] = k + 1
-        return squared(view.z, told.to(view.z)) * (k > 0)
+        told, known = (told, k > 0) if share is None else (share.take(told), share.take(k > 0))
+        return squared(view.z, told.to(view.z)) * known
 
     def _places(self, state: TemporalEnsemblingState, keys: Tensor) -> Tensor:
         """Where the labelled examples of a batch are kept; those that are new get a place."""

@@ -29,6 +29,7 @@ from dubito.model import Model
 from dubito.network.weights import Watch, in_mode
 from dubito.tensors import tree
 from dubito.tensors.randomness import Normals, fork_rng
+from dubito.tensors.shares import draw_rows
 from dubito.tensors.tree import Buffers, Params
 
 LINEAR = {F.linear}
@@ -191,7 +192,8 @@ class Reparametrized(TorchFunctionMode):
         mean = call.run(x, call.weight, call.bias)
         if self.estimator == "local" or (self.estimator == "auto" and call.linear and x.ndim == 2):
             variance = call.run(x.square(), self.variances[name], None if bias is None else self.variances[bias])
-            return torch.addcmul(mean, variance.clamp_min(TINY).sqrt(), self._normal(mean))
+            noise = draw_rows(lambda shape: self._normal(mean.detach().new_empty(shape)), mean.shape)
+            return torch.addcmul(mean, variance.clamp_min(TINY).sqrt(), noise)
         # one sign for each input and output channel of an example, the same at all its positions
         r, s = self._signs(x, call.channel), self._signs(mean, call.channel)
         delta = self.scales[name] * self._normal(self.scales[name])
@@ -207,7 +209,7 @@ class Reparametrized(TorchFunctionMode):
         shape = [like.shape[0], *[1] * (like.ndim - 1)]
         if like.ndim > 1:
             shape[channel] = like.shape[channel]
-        bits = torch.randint(0, 2, shape, generator=self.generator, device=like.device)
+        bits = draw_rows(lambda shape: torch.randint(0, 2, shape, generator=self.generator, device=like.device), shape)
         return bits.to(like.dtype).mul_(2).sub_(1)
 
 

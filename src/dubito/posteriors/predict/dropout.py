@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from dubito.network.inspect import layers_of
 from dubito.network.recurrent import RECURRENT, unrolled
 from dubito.network.weights import in_mode
 from dubito.tensors.randomness import derive_seed, fork_rng
+from dubito.tensors.shares import draw_rows
 from dubito.tensors.tree import Params, as_tuple
 
 PREFIX = "dropout:"
@@ -229,11 +230,15 @@ class Masks(TorchFunctionMode):
         if self.seed is not None:
             return hashed_uniform(self.seed, site, (*shape[:batch_axis], 1, *shape[batch_axis + 1 :])) >= rate
         if isinstance(rate, Tensor):
-            return torch.rand(shape, device=device) >= rate
-        # the two halves of 64-bit integers cost less than floats do, and masks are most of the work
-        count, limit = math.prod(shape), round(rate * 2**32)
-        bits = torch.randint(-(2**63), 2**63 - 1, ((count + 1) // 2,), device=device)
-        return torch.cat([(bits & (2**32 - 1)) >= limit, (bits >> 32) >= limit - 2**31])[:count].reshape(shape)
+            return draw_rows(lambda shape: torch.rand(shape, device=device), shape, batch_axis) >= rate
+
+        def kept(shape: Sequence[int]) -> Tensor:
+            """The two halves of 64-bit integers cost less than floats do, and masks are most of the work."""
+            count, limit = math.prod(shape), round(rate * 2**32)
+            bits = torch.randint(-(2**63), 2**63 - 1, ((count + 1) // 2,), device=device)
+            return torch.cat([(bits & (2**32 - 1)) >= limit, (bits >> 32) >= limit - 2**31])[:count].reshape(shape)
+
+        return draw_rows(kept, shape, batch_axis)
 
     def mask(self, site: str, shape: tuple[int, ...], rate: float | Tensor, like: Tensor, batch_axis: int = 0) -> Tensor | None:
         """Kept entries hold 1 / keep, dropped ones 0; None where nothing is dropped."""
@@ -241,7 +246,7 @@ class Masks(TorchFunctionMode):
         if not learned and rate in (0, 1):
             return like.new_zeros([1] * len(shape)) if rate else None
         if learned and self.relax is not None:  # concrete dropout: a smooth mask that lets the rate learn
-            uniform = torch.rand(shape, device=like.device).clamp(1e-6, 1 - 1e-6)
+            uniform = draw_rows(lambda shape: torch.rand(shape, device=like.device), shape, batch_axis).clamp(1e-6, 1 - 1e-6)
             drop = torch.sigmoid((torch.logit(rate) + torch.logit(uniform)) / self.relax)
             return ((1 - drop) / (1 - rate)).to(like.dtype)
         return (self.keep(site, shape, rate, like.device, batch_axis) / (1 - rate)).to(like.dtype)
