@@ -173,6 +173,7 @@ def test_processes_of_a_launcher_share_a_folder(folder, cut, cli, tmp_path, monk
         monkeypatch.setenv("WORLD_SIZE", "2")
         names.append([line.rpartition("/")[2] for line in cli("predict", folder / "homes", cut, "--out", out)[2].splitlines()])
     assert [[name for name in each if name.endswith(".csv")] for each in names] == [["a.csv", "c.csv"], ["b.csv"]]
+    assert cli("predict", folder / "homes", folder / "homes.csv") == (0, "", "")  # a table alone: by the first process
 
 
 def test_what_is_wrong_with_a_folder_of_tables(folder, cut, cli, tmp_path, monkeypatch):

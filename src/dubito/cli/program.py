@@ -104,7 +104,7 @@ def _dispatch(args: list[str]) -> None:
         raise UsageError(f"no command is called {args[0]!r}; {suggestion(args[0], COMMANDS)}")
     elif args[0] == "fit":
         _fit(args[1:])
-    elif _in_one_process():
+    elif args[0] == "predict" or _in_one_process():  # which looks for itself, since tables of a folder are shared
         COMMANDS[args[0]](args[1:])
 
 

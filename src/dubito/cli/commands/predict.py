@@ -62,6 +62,8 @@ def predict(args: Sequence[str]) -> None:
     if options.data.is_dir():
         predict_folder(options)
         return
+    if parts.share()[0] > 0:  # one table is predicted by the first process
+        return
     if options.out is not None and options.out.is_dir():
         raise UsageError(f"--out {options.out} is a folder; give the name of a file")
     if options.out is not None:
