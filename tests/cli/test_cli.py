@@ -1026,3 +1026,23 @@ def test_as_a_program(tables, fitted, tmp_path):
         process.stdout.close()  # as `| head -1` does
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 0
+
+
+def test_plan_takes_the_command_of_a_fit_and_writes_nothing(tables, ok, cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = ok("plan", "laplace", tables / "wine.csv", "--target", "cultivar", *QUICK)
+    assert [line for line in out.splitlines() if line in ("MAP", "Laplace")] == ["MAP", "Laplace"]
+    assert "peak of the fit" in out
+    assert "exchange" not in out
+    out = ok("plan", "ivon", tables / "wine.csv", "--target", "cultivar", "--out", "w", "--processes", "4", *QUICK)
+    assert out.count("a step, by each of 4 processes") == 2
+    assert os.listdir(tmp_path) == []
+    for args, words in (
+        (["plan", "nothing", tables / "wine.csv"], "no method is called 'nothing'"),
+        (["plan"], "dubito plan METHOD TABLE"),
+        (["plan", "map", tables / "wine.csv", "--target", "cultivar", "--processes", "0"], "must be at least 1"),
+        (["plan", "map", tables / "wine.csv", "--target", "cultivar", "--processes", "x"], "invalid int value"),
+    ):
+        code, _, err = cli(*args)
+        assert (code, words in err, err.count("\n")) == (2, True, 1)
+    assert "dubito plan" in ok("plan", "--help")

@@ -274,3 +274,27 @@ def test_a_fit_that_cannot_have_its_memory_is_refused_before_it_begins(method, m
     monkeypatch.setattr("dubito.curvature.memory.available", lambda device: needed - 1)
     with pytest.raises(MemoryError, match="of 1,010 weights needs"):
         dubito.fit(model, method, data)
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers"),
+    [(MAP(), 1), (dubito.IVON(samples=3), 3), (dubito.SGHMC(), 1), (dubito.Variational(), 2), (SWAG(), 1)],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_a_step_exchanges_is_what_the_page_on_several_processes_says(method, numbers):
+    """Four bytes for each number, and for the log likelihood that goes with each sum."""
+    model, data = Model(mlp(), Categorical()), classes()
+    count = sum(p.numel() for p in model.network.parameters())
+    found = plan(model, method, data, n_data=16, processes=4)
+    sums = 3 if numbers == 3 else 1
+    assert found.exchanged == 4 * (numbers * count + sums)
+    assert "by each of 4 processes" in str(found)
+    assert plan(model, method, data).exchanged == 0
+
+
+def test_batch_norm_has_sums_of_its_own_and_samplers_are_refused():
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    count = sum(p.numel() for p in net.parameters())
+    assert plan(Model(net, Categorical()), MAP(), classes(), processes=2).exchanged == 4 * (count + 1) + 4 * (4 * 4 + 2)
+    with pytest.raises(ValueError, match="cannot run on 2 processes"):
+        plan(Model(mlp(), Categorical()), dubito.Metropolis(), classes(), processes=2)

@@ -1,4 +1,4 @@
-"""The command line: `dubito demo`, `fit`, `predict`, `evaluate`, `diagnose`, `compare` and `label`.
+"""The command line: `dubito demo`, `fit`, `predict`, `evaluate`, `diagnose`, `compare`, `label` and `plan`.
 
 Input that cannot be used gives one line on standard error and exit code 2. A traceback is a bug.
 """
@@ -27,6 +27,7 @@ from dubito.cli.commands.fit import fit
 from dubito.cli.commands.fit_table import fit_table
 from dubito.cli.commands.flags import headline
 from dubito.cli.commands.label import label
+from dubito.cli.commands.plan import plan
 from dubito.cli.commands.predict import predict
 from dubito.evaluation.data.csv_table import is_table
 from dubito.inference.registry import METHODS
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "diagnose": diagnose,
     "compare": compare,
     "label": label,
+    "plan": plan,
 }
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk or quota is not a bug

@@ -23,14 +23,17 @@ from dubito.curvature import Setup
 from dubito.curvature.layout import Layout
 from dubito.curvature.memory import Need, available, refusal, written
 from dubito.curvature.passes import Passes, SinglePass, Subnetwork, alternatives
-from dubito.inference.method import Method, Start, with_budget
+from dubito.inference.method import Method, Start, traits_of, with_budget
 from dubito.inference.methods import SWAG, Ensemble, Laplace, MCDropout, OnlineLaplace
 from dubito.inference.methods.swag import batch_norms, statistic_names
 from dubito.inference.start import make_start
 from dubito.model import Model, Target
 from dubito.network.examples import Batch, batch_size
 from dubito.tensors import store, tree
+from dubito.tensors.checks import at_least, require
+from dubito.tensors.processes import Rehearsal
 from dubito.tensors.randomness import fork_rng, generator
+from dubito.tensors.shares import Share
 from dubito.tensors.text import TextTable
 
 GIGABYTE = 10**9
@@ -52,6 +55,8 @@ class Plan:
     free: int | None = None  # bytes, as given or as measured; None where nothing tells
     advice: str = ""  # what would fit
     curvature: str = ""  # what it is made of; empty for methods without
+    processes: int = 1
+    exchanged: int = 0  # bytes that each process gives to sums over all of them in a step
 
     @property
     def fits(self) -> bool:
@@ -71,18 +76,24 @@ class Plan:
             rows["curvature"] = self.curvature
         rows["prediction"] = f"{written(self.prediction)} an input"
         if self.step is not None:
-            rows["step"] = _duration(self.step)
+            rows["step"] = _duration(self.step) + (", without the exchange" if self.processes > 1 else "")
+        if self.processes > 1:
+            rows["exchange"] = f"{written(self.exchanged)} a step, by each of {self.processes} processes"
         if self.total is not None:
             rows["all steps"] = f"{_duration(self.total)}, {self.steps:,} steps"
         table = str(TextTable(list(rows.items()), title=self.method))
         return table if self.fits else f"{table}\n{self.advice}"
 
 
-def plan(model: Model, method: Method, batch: Batch, *, n_data: int | None = None, memory: float | None = None) -> Plan:
+def plan(
+    model: Model, method: Method, batch: Batch, *, n_data: int | None = None, memory: float | None = None, processes: int = 1
+) -> Plan:
     """What `fit(model, method, data)` will need in memory and time, for data that come in batches like `batch`.
 
     With `n_data`, the size of the data, the time of all steps is told, too. `memory` is what there is, in gigabytes; None takes what is
     free where the network is. A plan that does not fit says so and what would: `plan(...).check()` raises.
+
+    With several `processes`, which share every batch, it is the plan of one of them, with the bytes that it exchanges with the others.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(100, 10), dubito.Categorical())
@@ -92,13 +103,16 @@ def plan(model: Model, method: Method, batch: Batch, *, n_data: int | None = Non
     >>> estimate.fits, estimate.steps
     (True, 7500)
     """
+    at_least(1, processes=processes)
+    alone = traits_of(method).alone
+    require(processes == 1 or alone is None, f"{type(method).__name__} cannot run on {processes} processes: {alone}")
     batch = tree.move(tree.tensors(batch, model.dtype), model.device)
     size = batch_size(model.split(batch)[1])
     free = available(model.device)
     limit = free if memory is None else int(memory * GIGABYTE)
     batches = math.ceil((n_data or size) / size)
     with fork_rng():
-        estimate = _plan(_Case(model, with_budget(method, batches), batch, batches, limit, free))
+        estimate = _plan(_Case(model, with_budget(method, batches), batch, batches, limit, free, processes))
     return estimate if n_data is not None else replace(estimate, steps=None, total=None)
 
 
@@ -109,6 +123,7 @@ class _Case(NamedTuple):
     batches: int  # in a pass over the data
     limit: int | None
     free: int | None
+    processes: int = 1
 
     @property
     def x(self) -> Any:
@@ -136,7 +151,8 @@ def _plan(case: _Case) -> Plan:
     estimate = Plan(
         type(method).__name__, tree.size({name: leaf for name, leaf in start.params.items() if ":" not in name}),
         measured.posterior if costs.posterior is None else costs.posterior, max(measured.peak, costs.end), measured.state,
-        _prediction(case, costs, start), measured.step, steps, total, case.limit, "", costs.curvature,
+        _prediction(case, costs, start), measured.step, steps, total, case.limit, "", costs.curvature, case.processes,
+        measured.exchanged,
     )  # fmt: skip
     return estimate if estimate.fits else replace(estimate, advice=_advice(case, costs, estimate, _bytes(start)))
 
@@ -301,23 +317,31 @@ class _Measured(NamedTuple):
     state: int  # bytes that stay between steps
     posterior: int | None = None
     step: float | None = None  # seconds, the mean over steps of all kinds
+    exchanged: int = 0  # bytes
 
 
 def _measure(case: _Case, costs: _Costs) -> _Measured:
     """Make a step, and another one for the time, which the first one spends on warming up."""
     model, method = case.model, case.method
-    target = Target(model, case.batches * batch_size(model.split(case.batch)[1]))
+    size = batch_size(model.split(case.batch)[1])
+    target, batch, processes = Target(model, case.batches * size), case.batch, Rehearsal(0, case.processes)
+    if case.processes > 1:
+        share = Share.of(size, 0, case.processes)
+        batch = tree.apply_leaves(lambda leaf: leaf[: share.count] if leaf.shape[:1] == (size,) else leaf, batch)
+        target = replace(target, processes=processes, shares=(share,))
     source, peak = generator(model.device, "plan"), _peak(model.device)
 
     def step(state: Any) -> tuple[Any, float]:
         """One step, measured."""
         with peak:
-            state, _ = method.step(target, state, [case.batch], source)
-        return state, _seconds(model.device, lambda: method.step(target, state, [case.batch], source))
+            state, _ = method.step(target, state, [batch], source)
+        return state, _seconds(model.device, lambda: method.step(target, state, [batch], source))
 
     with peak:
-        state = method.init(target, case.start(), case.batch, source, steps=method.steps(case.batches))
+        state = method.init(target, case.start(), batch, source, steps=method.steps(case.batches))
+    processes.bytes = 0
     state, seconds = step(state)
+    exchanged = processes.bytes // 2
     held, posterior = peak.now, None
     if costs.later is not None:
         costs.later(state)
@@ -326,7 +350,7 @@ def _measure(case: _Case, costs: _Costs) -> _Measured:
     if costs.posterior is None:
         with suppress(ValueError):  # of samplers, which have no draws yet
             posterior = _bytes(method.posterior(target, state, store.Draws()))
-    return _Measured(peak.peak, held, posterior, seconds)
+    return _Measured(peak.peak, held, posterior, seconds, exchanged)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -182,6 +182,17 @@ class Processes:
         self.group = None  # the last reference, which closes the connections
 
 
+class Rehearsal(Processes):
+    """As many processes as one likes, of which only this one is there: what it gives to sums is counted, and goes nowhere."""
+
+    def gather(self, value: Result) -> list[Result]:
+        """As if all had the same value."""
+        return [value] * self.size
+
+    def _together(self, exchange: Callable[[ProcessGroup], object]) -> None:
+        self.collectives += 1
+
+
 ALONE, CPU = Processes(), torch.device("cpu")
 
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,17 +58,8 @@ def fit(name: str, args: Sequence[str]) -> None:
 
 def _fit(name: str, args: Sequence[str], options: FitOptions, device: torch.device, processes: Processes) -> None:
     """Fit on one of the processes, of which the first writes and speaks."""
-    table, y, kind = read_table(options.data)
-    rows = split(len(y), options.data.held_out, seed=options.run.seed)
-    outputs = output_names(table, y)
-    training = options.training(len(rows.train), tuple(table.x.shape[1:]), len(outputs))
-    options = parse_options(name, args, about=fit.__doc__ or "", training=training)
-    recipe = make_recipe(options, table, y, kind, rows)
-    with randomness.fork_rng(randomness.derive_seed(options.run.seed, "network")):
-        model = recipe.model(options.network.network)
-    check(model, recipe, options, rows)
-    announce(name, model, recipe, options, rows)
-    fitting = Fitting(model, recipe, options, rows, device, recipe.x.apply(table.x), recipe.y.apply(y) if recipe.y else y)
+    made = prepare(name, args, options)
+    options, recipe, rows, fitting = made.options, made.recipe, made.rows, Fitting(made, device)
     fitting.rehearse()
     folder = options.data.out
     with fit_folder(folder, recipe, resume=options.run.resume) if processes.first else nullcontext():
@@ -76,10 +67,36 @@ def _fit(name: str, args: Sequence[str], options: FitOptions, device: torch.devi
         with usage_errors(ValueError, FloatingPointError), print_warnings():
             posterior = fitting.run()
         if len(rows.held_out):
-            recipe = replace(recipe, metrics=score(posterior, recipe, options, table.x, y, rows))
+            recipe = replace(recipe, metrics=score(posterior, recipe, options, made.x, made.y, rows))
         if processes.first:
             write(folder, posterior, recipe)
     print(f"Wrote {folder}. Predict with: dubito predict {folder} DATA")
+
+
+class Prepared(NamedTuple):
+    """What is fitted, and all that is known before."""
+
+    options: FitOptions
+    x: Tensor  # [N, ...] in the units of the table
+    y: Tensor
+    rows: Rows
+    recipe: Recipe
+    model: Model
+
+
+def prepare(name: str, args: Sequence[str], options: FitOptions, command: str = "fit") -> Prepared:
+    """Read the table, make the network, and report what cannot work and what is about to be fitted."""
+    table, y, kind = read_table(options.data)
+    rows = split(len(y), options.data.held_out, seed=options.run.seed)
+    outputs = output_names(table, y)
+    training = options.training(len(rows.train), tuple(table.x.shape[1:]), len(outputs))
+    options = parse_options(name, args, about=fit.__doc__ or "", training=training, command=command)
+    recipe = make_recipe(options, table, y, kind, rows)
+    with randomness.fork_rng(randomness.derive_seed(options.run.seed, "network")):
+        model = recipe.model(options.network.network)
+    check(model, recipe, options, rows)
+    announce(name, model, recipe, options, rows)
+    return Prepared(options, table.x, y, rows, recipe, model)
 
 
 def write(folder: Path, posterior: Posterior, recipe: Recipe) -> None:
@@ -135,10 +152,13 @@ def announce(name: str, model: Model, recipe: Recipe, options: FitOptions, rows:
 class Fitting:
     """The run itself, in one or two stages."""
 
-    def __init__(
-        self, model: Model, recipe: Recipe, options: FitOptions, rows: Rows, device: torch.device, inputs: Tensor, targets: Tensor
-    ):
-        self.model, self.recipe, self.options, self.device = model, recipe, options, device
+    def __init__(self, made: Prepared, device: torch.device):
+        self.model, self.recipe, self.options, self.device = made.model, made.recipe, made.options, device
+        inputs, targets, rows = (
+            self.recipe.x.apply(made.x),
+            made.y if self.recipe.y is None else self.recipe.y.apply(made.y),
+            made.rows,
+        )
         self.train = inputs[rows.train], targets[rows.train]
         self.held_out = inputs[rows.held_out], targets[rows.held_out]
 

@@ -101,7 +101,9 @@ class FitOptions(NamedTuple):
         return training._replace(dropout_at=dropout_places(network))
 
 
-def parse_options(name: str, args: Sequence[str], *, about: str, training: Training | None = None) -> FitOptions:
+def parse_options(
+    name: str, args: Sequence[str], *, about: str, training: Training | None = None, command: str = "fit"
+) -> FitOptions:
     """Read the command line of `dubito fit NAME`. Flags that are not given have the values of the presets for this training."""
     training = training or table_training(MANY)
     with usage_errors(ValueError):
@@ -112,7 +114,7 @@ def parse_options(name: str, args: Sequence[str], *, about: str, training: Train
     values = parse(
         combine({**groups, "network": Network, "run": RunOptions}, prefixed=("start",) if type(start) is StartFlags else ()),
         args,
-        prog=f"dubito fit {name}",
+        prog=f"dubito {command} {name}",
         about=about,
     )
     trained = values.get("start")
