@@ -81,6 +81,25 @@ def test_what_is_no_date():
     assert date_format(np.zeros(2)) is None
 
 
+def test_durations_are_numbers_of_seconds_however_they_are_written():
+    spans = [
+        datetime.timedelta(days=1, seconds=3),
+        datetime.timedelta(days=-1, seconds=7),
+        datetime.timedelta(seconds=5.25),
+        None,
+    ]
+    expected = [86403, -86393, 5.25]
+    pandas_cells = ["1 days 00:00:03", "-1 days +00:00:07.000000", "0 days 00:00:05.250000", ""]  # of its CSV files
+    array = np.array(["NaT" if span is None else span for span in spans], dtype="timedelta64[ms]")
+    for column in (spans, array, pandas_cells, [str(span) for span in spans]):
+        found = numbers(as_frame({"a": column})["a"])
+        assert found[:3].tolist() == expected
+        assert np.isnan(found[3])
+    assert numbers(["2 days", "12:30:00"]).tolist() == [172800, 45000]
+    assert np.isnan(numbers(["days", " ", "1:2", "12:30", "3:4:5", "2 days ago", "1 2:00:00 days"])).all()
+    assert describe("wait", as_frame({"wait": array})["wait"]).kind == "number"
+
+
 def test_words():
     assert words(["Yes", "yes", " NA".strip(), "01", "1.0"]) == ["yes", "yes", "", "1", "1"]
 
@@ -231,6 +250,8 @@ def test_polars():
 
 def test_pandas():
     pandas = pytest.importorskip("pandas")
+    spans = pandas.Series(pandas.to_timedelta(["1h", "-2 days", None]))
+    assert np.allclose(as_frame(pandas.DataFrame({"a": spans}))["a"], [3600, -172800, np.nan], equal_nan=True)
     check_frame(as_frame(pandas.DataFrame(COLUMNS)))
     check_frame(as_frame(pandas.DataFrame(COLUMNS).convert_dtypes()))
     check_frame(as_frame(pandas.DataFrame(COLUMNS).astype({"d": "datetime64[ns]", "b": "category"})))
