@@ -25,7 +25,7 @@ from dubito import (
     NextToken,
     StudentT,
 )
-from dubito.likelihoods import Likelihood, align, entropy, nodes
+from dubito.likelihoods import Likelihood, align, average, entropy, nodes
 from dubito.posteriors.predictive import LatentMixture, concatenate, mix
 
 DOUBLE = torch.float64
@@ -824,3 +824,12 @@ def test_a_joint_score_reads_targets_as_other_scores_do():
     torch.testing.assert_close(p.joint_log_prob(tokens), p.joint_log_prob(torch.tensor(tokens)))
     with pytest.raises(ValueError, match="the targets go from 0 to 5, but the network has 5 classes"):
         p.joint_log_prob(torch.tensor([[0, 5, 1, 1], [0, 0, 0, 0]]))
+
+
+@pytest.mark.parametrize("likelihood", [HeteroscedasticGaussian(), StudentT(0.3, dof=4.0), Gaussian(scale=0.4)])
+def test_a_mean_that_is_linear_in_the_outputs_needs_no_nodes(likelihood):
+    p = predictive(likelihood, covariance="diagonal")
+    assert torch.allclose(p.mean, average(p.probs, p.draw_weights))
+    plain = predictive(likelihood, covariance="diagonal")
+    assert torch.equal(plain.mean, p.mean)
+    assert not {"probs", "_nodes", "_line_nodes"} & vars(plain).keys()

@@ -215,6 +215,8 @@ class LatentMixture(Predictive):
             return self._class_terms.probs.clamp(0, 1).unflatten(0, self.means.shape[1:-1])
         if isinstance(self.likelihood, MultiTask) and not self.certain:  # each task with the nodes that it asks for
             return torch.cat([self.task(name).mean for name in self.likelihood.tasks], -1)
+        if self._noise is not None:
+            return self.f_mean[..., : self._noise.shape[-1]]
         mean = average(self.probs, self.draw_weights)
         return mean.clamp(0, 1) if self.likelihood.discrete else mean  # a mean of probabilities may round to more than 1
 
@@ -239,13 +241,17 @@ class LatentMixture(Predictive):
         return self.likelihood.log_forecasts(points.means, points.component_weights, points.aligned_params)
 
     @cached_property
+    def _noise(self) -> Tensor | None:
+        """The mean variance of the noise in each component, where the first outputs are the means of y; None of draws."""
+        return None if self.certain else self.likelihood.noise_variance(self.means, self.variances, self.aligned_params)
+
+    @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Total = aleatoric + epistemic."""
         if isinstance(self.likelihood, MultiTask) and not self.certain:
             return self.likelihood.beside([self.task(name).uncertainty for name in self.likelihood.tasks], self.means.ndim - 1)
-        noise = None if self.certain else self.likelihood.noise_variance(self.means, self.variances, self.aligned_params)
-        if noise is not None:  # exactly: the mean of the noise, and the variance of the outputs that are means
-            aleatoric, epistemic = average(noise, self.component_weights), self.f_var[..., : noise.shape[-1]]
+        if self._noise is not None:  # exactly: the mean of the noise, and the variance of the outputs that are means
+            aleatoric, epistemic = average(self._noise, self.component_weights), self.f_var[..., : self._noise.shape[-1]]
             return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
         if self._class_terms is not None:
             return Uncertainty.of(entropy(self.mean), self._class_terms.entropy.reshape(self.means.shape[1:-1]))
