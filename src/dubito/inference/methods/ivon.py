@@ -193,8 +193,8 @@ class IVON:
         return 0.5 * target.n_data / target.temperature * gain
 
     def rise(self, target: Target, state: IVONState) -> float:
-        """How many nats a Newton step would add to the evidence bound, at least: by the mean gradient, less ten times what is noise
-        in it if a batch has as much as the Fisher information says; or by the gains of the last steps, less twice the standard error."""
+        """How many nats a Newton step would add to the evidence bound, at least: by the mean gradient, less ten times the noise in it
+        if a batch has as much as the Fisher information says; or by the gains of the last steps, less two standard errors."""
         if not self.check or not state.step:
             return 0.0
         batches = max(1.0, state.steps / max(1, self.epochs or 1))  # in a pass: the smaller a batch, the more noise there is

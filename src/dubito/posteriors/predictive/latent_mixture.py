@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 
 from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
 from dubito.network.examples import as_arrays
@@ -429,11 +429,12 @@ class LatentMixture(Predictive):
         if self.likelihood.discrete or self.likelihood.task_names:
             raise ValueError(f"intervals and quantiles are for regression; {type(self.likelihood).__name__} has classes")
         resolved = self._resolved
-        if resolved.certain and not self.certain:  # outputs that hang together may still have closed forms one by one
+        one_by_one = isinstance(resolved._exact, Independent | MultivariateNormal)
+        if not self.certain and (resolved.certain or not one_by_one):  # correlated outputs may still have closed forms one by one
             alone = replace(self, cov=self.variances, root=None)
             resolved = resolved if alone._exact is None else alone
         exact, weights = resolved._exact, resolved.component_weights
-        if isinstance(exact, torch.distributions.MultivariateNormal):
+        if isinstance(exact, MultivariateNormal):
             return Normal(exact.mean, exact.stddev, validate_args=False), weights
         assert isinstance(exact, Independent)
         return exact.base_dist, weights
