@@ -22,7 +22,9 @@ from dubito import (
     HeteroscedasticGaussian,
     HeteroscedasticStudentT,
     MultiTask,
+    NegativeBinomial,
     NextToken,
+    Poisson,
     StudentT,
 )
 from dubito.likelihoods import Likelihood, align, average, entropy, nodes
@@ -872,3 +874,30 @@ def test_a_mean_that_is_linear_in_the_outputs_needs_no_nodes(likelihood):
     plain = predictive(likelihood, covariance="diagonal")
     assert torch.equal(plain.mean, p.mean)
     assert not {"probs", "_nodes", "_line_nodes"} & vars(plain).keys()
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0])
+def test_several_counts_are_as_exact_as_one(spread):
+    """With 128 nodes for all outputs, the means of three counts were off by an eighth at a spread of 2, and their variances by most."""
+    source = torch.Generator().manual_seed(0)
+    means, variance = torch.randn(1, 2, 3, dtype=DOUBLE, generator=source), torch.tensor(spread**2, dtype=DOUBLE)
+    p = LatentMixture(Poisson(), means, cov=variance.expand_as(means))
+    rate = (means[0] + variance / 2).exp()
+    torch.testing.assert_close(p.mean, rate)
+    torch.testing.assert_close(p.uncertainty.epistemic, rate**2 * variance.expm1(), rtol=1e-5, atol=0)
+    y = torch.tensor([[0.0, 3.0, 9.0], [1.0, 2.0, 0.0]], dtype=DOUBLE)
+    alone = [replace(p, means=means[..., i : i + 1], cov=p.cov[..., i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(p.log_prob(y), sum(one.log_prob(y[:, i : i + 1]) for i, one in enumerate(alone)))
+    torch.testing.assert_close(p.quantile(0.9), torch.cat([one.quantile(0.9) for one in alone], -1))
+
+
+@pytest.mark.parametrize("likelihood", [Poisson(), NegativeBinomial(0.4)])
+def test_correlated_counts_against_draws(likelihood):
+    cov = torch.tensor([[1.0, 0.8], [0.8, 1.0]], dtype=DOUBLE)
+    p = LatentMixture(likelihood, torch.ones(1, 1, 2, dtype=DOUBLE), cov=cov.expand(1, 1, 2, 2))
+    source = torch.Generator().manual_seed(0)
+    f = 1 + torch.randn(400_000, 2, dtype=DOUBLE, generator=source) @ torch.linalg.cholesky(cov).mT
+    y = torch.tensor([[4.0, 1.0]], dtype=DOUBLE)
+    exact = likelihood.log_prob(f, y, {}).logsumexp(0) - math.log(len(f))
+    torch.testing.assert_close(p.log_prob(y)[0], exact, rtol=0, atol=0.01)
+    torch.testing.assert_close(p.mean, (torch.ones(1, 2, dtype=DOUBLE) * 1.5).exp())

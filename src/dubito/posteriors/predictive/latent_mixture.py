@@ -171,8 +171,8 @@ class LatentMixture(Predictive):
 
     @property
     def marginal_points(self) -> LatentMixture:
-        """Points with the right distribution of every output on its own, as labels need them: exact nodes of one dimension, which all
-        outputs share. For other likelihoods they are `points`."""
+        """Points with the right distribution of every output on its own, as labels and counts need them: exact nodes of one dimension,
+        which all outputs share. For other likelihoods they are `points`."""
         free = self.certain or self.link == "mc" or self.means.shape[-1] == 1 or not self.likelihood.separate
         return self.points if free else self._line_nodes
 
@@ -223,7 +223,7 @@ class LatentMixture(Predictive):
     @cached_property
     def complement(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """P(y = 0 | x, D) of labels, with all digits."""
-        if not self.likelihood.separate:
+        if not (self.likelihood.separate and self.likelihood.discrete):
             return super().complement
         if self.linked_points is not None:
             return self.linked_points.complement
@@ -309,14 +309,16 @@ class LatentMixture(Predictive):
 
     @property
     def _joint(self) -> bool:
-        """Whether a log score of labels or tasks is an integral over several outputs, with as many nodes as their spread asks for."""
+        """Whether a log score of labels, counts or tasks is an integral over several outputs, with as many nodes as their spread asks
+        for."""
         free = not self.certain and self.quadrature is None and self.link == "nodes" and self.means.shape[-1] > 1
-        several = (self.likelihood.discrete and not self.likelihood.indexed) or isinstance(self.likelihood, MultiTask)
+        several = self.likelihood.separate or (self.likelihood.discrete and not self.likelihood.indexed)
+        several = several or isinstance(self.likelihood, MultiTask)
         return free and several and not self._labels_alone and self._exact is None
 
     @property
     def _labels_alone(self) -> bool:
-        """Whether labels are independent within each component."""
+        """Whether labels or counts are independent within each component."""
         return self.likelihood.separate and self.cov is not None and self.cov.ndim == self.means.ndim
 
     def position_scores(self, y: Tensor) -> Tensor:
@@ -353,7 +355,8 @@ class LatentMixture(Predictive):
         return (score.reshape(*score.shape[:2], -1).sum(-1) + log_weights).logsumexp(0)
 
     def _label_scores(self, y: Tensor) -> Tensor:
-        """Log scores [S, B, *D] of labels that are independent within each component: products of one-dimensional integrals."""
+        """Log scores [S, B, *D] of labels or counts that are independent within each component: products of integrals of one
+        dimension."""
         points, n = self.marginal_points, len(self.marginal_points.means) // len(self.means)
         each = self.likelihood.label_scores(points.means, y, points.aligned_params).unflatten(0, (-1, n))  # [S, n, B, *D, C]
         shares = (points.component_weights.unflatten(0, (-1, n)) / self.component_weights.unsqueeze(1)).log().to(each)
@@ -428,7 +431,7 @@ class LatentMixture(Predictive):
         """Every component's distribution of each output on its own, batch [S, B, *D, C], and the weights."""
         if self.likelihood.discrete or self.likelihood.task_names:
             raise ValueError(f"intervals and quantiles are for regression; {type(self.likelihood).__name__} has classes")
-        resolved = self._resolved
+        resolved = self.marginal_points if self.likelihood.separate else self._resolved
         one_by_one = isinstance(resolved._exact, Independent | MultivariateNormal)
         if not self.certain and (resolved.certain or not one_by_one):  # correlated outputs may still have closed forms one by one
             alone = replace(self, cov=self.variances, root=None)
