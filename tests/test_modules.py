@@ -162,7 +162,7 @@ REFUSED = {  # at the start of `fit`
     ("traced", "last layer"): "name its weights with subset",
     ("scripted", "dropout"): "names no layer whose input can be dropped",
     ("traced", "dropout"): "names no layer whose input can be dropped",
-    **{(name, "dropout"): NO_PLACE for name in NETWORKS if "norm" in name or name in ("orthogonal", "pruned", "tied")},
+    **{(name, "dropout"): NO_PLACE for name in NETWORKS if "norm" in name or name in ("orthogonal", "pruned")},
 }
 NO_PASS = {"scripted": "ScriptModule", "traced": "ScriptModule", "scripted part": "ScriptModule"} | {
     name: "there is no rule for" for name in NETWORKS if "norm" in name or name == "orthogonal"

@@ -16,11 +16,13 @@ from dubito.apps.tables import TableModel, fit_table
 from dubito.apps.tables.calibration import Scales, at_least, mixture, stretch, temperature
 from dubito.apps.tables.cells import date_format, missing, numbers, seconds, words
 from dubito.apps.tables.columns import BUCKETS, LEVELS, Encoder, describe
+from dubito.apps.tables.deadline import in_time
 from dubito.apps.tables.fit import _heavy, _shares, prepare
 from dubito.apps.tables.forest import TREES, Forest
 from dubito.apps.tables.frames import as_frame, with_targets
+from dubito.apps.tables.model import Design
 from dubito.apps.tables.network import TableNetwork
-from dubito.apps.tables.process import Process
+from dubito.apps.tables.process import Process, covariance
 from dubito.apps.tables.training import CrossFit, Training, best_weights, deal
 from dubito.apps.tables.trees import ROUNDS, Trees, below, from_scikit_learn
 from dubito.evaluation.judge import score
@@ -79,6 +81,25 @@ def test_what_is_no_date():
     assert date_format(["12-34", "a"]) is None
     assert date_format(["1.5", "2.5"]) is None
     assert date_format(np.zeros(2)) is None
+
+
+def test_durations_are_numbers_of_seconds_however_they_are_written():
+    spans = [
+        datetime.timedelta(days=1, seconds=3),
+        datetime.timedelta(days=-1, seconds=7),
+        datetime.timedelta(seconds=5.25),
+        None,
+    ]
+    expected = [86403, -86393, 5.25]
+    pandas_cells = ["1 days 00:00:03", "-1 days +00:00:07.000000", "0 days 00:00:05.250000", ""]  # of its CSV files
+    array = np.array(["NaT" if span is None else span for span in spans], dtype="timedelta64[ms]")
+    for column in (spans, array, pandas_cells, [str(span) for span in spans]):
+        found = numbers(as_frame({"a": column})["a"])
+        assert found[:3].tolist() == expected
+        assert np.isnan(found[3])
+    assert numbers(["2 days", "12:30:00"]).tolist() == [172800, 45000]
+    assert np.isnan(numbers(["days", " ", "1:2", "12:30", "3:4:5", "2 days ago", "1 2:00:00 days"])).all()
+    assert describe("wait", as_frame({"wait": array})["wait"]).kind == "number"
 
 
 def test_words():
@@ -231,6 +252,8 @@ def test_polars():
 
 def test_pandas():
     pandas = pytest.importorskip("pandas")
+    spans = pandas.Series(pandas.to_timedelta(["1h", "-2 days", None]))
+    assert np.allclose(as_frame(pandas.DataFrame({"a": spans}))["a"], [3600, -172800, np.nan], equal_nan=True)
     check_frame(as_frame(pandas.DataFrame(COLUMNS)))
     check_frame(as_frame(pandas.DataFrame(COLUMNS).convert_dtypes()))
     check_frame(as_frame(pandas.DataFrame(COLUMNS).astype({"d": "datetime64[ns]", "b": "category"})))
@@ -329,8 +352,7 @@ def test_the_process_predicts_a_fold_as_if_it_had_not_seen_it():
     source = torch.Generator().manual_seed(0)
     x = torch.randn(40, 2, generator=source)
     y, fold = x[:, :1].sin() + 0.1 * torch.randn(40, 1, generator=source), torch.arange(40) % 5
-    process = Process.fit(x, y)
-    found = process.out_of_fold(x, fold)
+    process, found = Process.fit(x, y, fold)
     for k in range(5):
         kept = fold[process.rows] != k
         rest = replace(process, x=process.x[kept], y=process.y[kept])
@@ -342,7 +364,8 @@ def test_the_process_predicts_a_fold_as_if_it_had_not_seen_it():
 def test_the_process_finds_the_noise_and_what_matters():
     source = torch.Generator().manual_seed(0)
     x = torch.randn(200, 3, generator=source)
-    process = Process.fit(x, (2 * x[:, :1]).sin() + 0.2 * torch.randn(200, 1, generator=source))
+    y = (2 * x[:, :1]).sin() + 0.2 * torch.randn(200, 1, generator=source)
+    process, _ = Process.fit(x, y, torch.arange(200) % 5)
     assert float(process.noise.sqrt()) == pytest.approx(0.2, rel=0.2)
     assert process.hyper["length"][0] < process.hyper["length"][1:].min() - 1
 
@@ -681,6 +704,66 @@ def test_budget_bounds_the_other_experts_too(monkeypatch):
     assert any("no time for a Gaussian process, boosted trees, a forest of random trees:" in r for r in model.remarks)
     with pytest.raises(TimeoutError):
         Trees.fit(x, x, torch.arange(40).unsqueeze(0) % 5, end=0.0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still, in a list, until someone moves it."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_work_ends_as_soon_as_it_is_clear_that_it_is_too_long(clock):
+    with pytest.raises(TimeoutError):
+        [moved(clock, item) for item in in_time(range(100), end=1050.0)]
+    assert clock[0] == 1010  # a tenth of the work took 10 of 50 seconds
+    assert [moved(clock, item) for item in in_time(range(50), end=1060.0)] == list(range(50))
+
+
+def test_an_expert_that_takes_too_long_leaves_its_time_to_the_others(monkeypatch, clock):
+    def slow(hyper, x):
+        clock[0] += 0.1  # 100 times
+        return covariance(hyper, x)
+
+    monkeypatch.setattr("dubito.apps.tables.process.covariance", slow)
+    x = torch.linspace(-1, 1, 100).unsqueeze(1)
+    model = fit_table(x, (x > 0).float().flatten() + 0.1 * x.flatten(), budget=6.0)
+    assert any("no time for a Gaussian process: a larger" in remark for remark in model.remarks)
+    assert clock[0] == pytest.approx(1001.0)
+    assert set(model.shares) - {"networks"}
+    assert "process" not in model.shares
+
+
+def test_predictions_and_forests_of_many_rows_end_in_time(monkeypatch, clock):
+    monkeypatch.setattr("dubito.apps.tables.process.ROWS", 5)
+    x = torch.randn(100, 2)
+    process, _ = Process.fit(x, x[:, :1], torch.arange(100) % 5)
+    kernel = dubito.apps.tables.process.kernel
+    monkeypatch.setattr("dubito.apps.tables.process.kernel", lambda *args: moved(clock, kernel(*args)))
+    with pytest.raises(TimeoutError):
+        process.out_of_fold(x, torch.arange(100) % 5, end=1010.0)
+    assert clock[0] == 1002  # two of twenty blocks
+    grow = ExtraTreesRegressor.fit
+    monkeypatch.setattr(ExtraTreesRegressor, "fit", lambda *args: moved(clock, grow(*args)))
+    with pytest.raises(TimeoutError):
+        Forest.fit(x, x[:, :1], torch.arange(100) % 5, end=1004.0)
+    assert clock[0] == 1003  # one of four portions of the first forest
+
+
+def test_the_training_leaves_time_for_its_last_look(monkeypatch, clock):
+    step, outputs = Training.step, Training.held_out_outputs
+    monkeypatch.setattr(Training, "step", lambda *args: moved(clock, step(*args)))
+    monkeypatch.setattr(Training, "held_out_outputs", lambda *args: moved(clock, moved(clock, outputs(*args))))
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    fitted = CrossFit(budget=20.0, steps=6000).fit(Design(1, 1, 2).model("regression"), x, x)
+    assert clock[0] == 1020  # a look, sixteen steps and a look
+    assert fitted.done == 16 / 6000
+
+
+def moved(clock, result):
+    clock[0] += 1
+    return result
 
 
 @pytest.mark.parametrize(

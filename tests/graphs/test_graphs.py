@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import dubito
 from dubito import MAP, SGHMC, Categorical, Ensemble, Gaussian, Laplace, MCDropout, Model, TemporalEnsembling
@@ -19,7 +21,7 @@ from dubito.inference.members import example_keys
 from dubito.model import Target
 from dubito.posteriors.predict import linearized
 from dubito.priors import Normal
-from graphs.networks import LAYERS, GraphNetwork, brute_force, graphs, nodes
+from graphs.networks import LAYERS, GraphNetwork, brute_force, edges, graphs, nodes
 
 INPUTS = {"nodes": nodes, "graphs": graphs}
 
@@ -320,6 +322,65 @@ def test_a_graph_as_one_object():
     dubito.fit(model, MCDropout(at="", rate=0.1, epochs=1), graph).predict(graph)
     assert vars(before).keys() == vars(graph).keys()
     assert all(torch.equal(leaf, graph[name]) for name, leaf in before)
+
+
+class Joined:
+    """What `torch_geometric.data.Batch` does with graphs: side by side, in one without edges between them."""
+
+    @staticmethod
+    def from_data_list(parts):
+        starts = torch.tensor([0, *(len(part.x) for part in parts)]).cumsum(0)
+        edges = [part.edge_index + start for part, start in zip(parts, starts, strict=False)]
+        return Graph(
+            x=torch.cat([part.x for part in parts]), edge_index=torch.cat(edges, 1), y=torch.cat([part.y for part in parts])
+        )
+
+
+def test_a_data_set_of_graphs_is_joined_as_pytorch_geometric_does_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", SimpleNamespace(Batch=Joined))
+    torch.manual_seed(0)
+    network, source, width = OfGraphs("gcn").double(), torch.Generator().manual_seed(0), nodes()["x"].shape[1]
+    parts = [Graph(x=torch.randn(n, width).double(), edge_index=edges(n, source), y=torch.arange(n) % 3) for n in (4, 6, 5)]
+
+    class Graphs(Dataset):
+        def __len__(self):
+            return len(parts)
+
+        def __getitem__(self, i):
+            return parts[i]
+
+    model = Model(network, Categorical(), Normal(scale=1.0), coupled=True)
+    method = Laplace("dense", check=False, optimize_evidence=False)
+    expected = dubito.fit(model, method, [Joined.from_data_list(parts)]).covariance.dense()
+    for size in (1, 2, 8):
+        found = dubito.fit(model, method, Graphs(), batch_size=size).covariance.dense()
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_data_set_of_pytorch_geometric():
+    data, torch_nn = pytest.importorskip("torch_geometric.data"), pytest.importorskip("torch_geometric.nn")
+    source = torch.Generator().manual_seed(0)
+    parts = [data.Data(x=torch.randn(n, 3), edge_index=edges(n, source), y=torch.tensor([n % 2])) for n in range(3, 13)]
+
+    class Graphs(data.InMemoryDataset):
+        def __init__(self):
+            super().__init__(None)
+            self.data, self.slices = self.collate(parts)
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = torch_nn.GCNConv(3, 4), nn.Linear(4, 2)
+
+        def forward(self, graph):
+            h = self.first(graph.x, graph.edge_index).tanh()
+            return self.head(torch_nn.global_mean_pool(h, graph.batch))
+
+    model = Model(Classifier(), Categorical(), Normal(scale=1.0), coupled=True)
+    method = Laplace("dense", check=False, optimize_evidence=False)
+    found, expected = (dubito.fit(model, method, d) for d in (Graphs(), [data.Batch.from_data_list(parts)]))
+    torch.testing.assert_close(found.covariance.dense(), expected.covariance.dense(), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_said_to_be_coupled_is_refused_with_the_way_out():

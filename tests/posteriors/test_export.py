@@ -20,6 +20,7 @@ from dubito.posteriors import Mixture
 from dubito.posteriors.export import elimination
 from dubito.posteriors.predict.streamlined import Streamlined, Weight
 from dubito.posteriors.predict.streamlined.engine import covariance_of
+from dubito.tensors.covariances import Dense
 
 FIELDS = ["mean", "total", "aleatoric", "epistemic", "f_mean", "f_cov"]
 
@@ -211,8 +212,20 @@ def test_refusals(posterior, options, message):
 
 def test_an_adjoint_that_is_no_graph_says_so():
     posterior = around(nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 3)))
+    leaves = {name: list(leaf.shape) for name, leaf in posterior.params.items()}
+    size = sum(leaf.numel() for leaf in posterior.params.values())
+    dense = Dense(leaves, torch.eye(size).unsqueeze(0), dict.fromkeys(leaves, torch.ones(())), torch.ones(1))
     with pytest.raises(ValueError, match="one graph"):
-        as_module(posterior, torch.randint(10, (5, 3)), how="adjoint")
+        as_module(replace(posterior, covariance=dense), torch.randint(10, (5, 3)), how="adjoint")
+
+
+def test_the_adjoint_of_random_embeddings():
+    """Words that occur again in a text share their row."""
+    posterior = around(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3)))
+    x = torch.tensor([[1, 1, 1], [2, 3, 2], [4, 5, 6], [7, 7, 8], [0, 9, 0]])
+    module = as_module(posterior, x, how="adjoint")
+    for words in (x, x[:2], torch.randint(10, (17, 3))):
+        torch.testing.assert_close(module(words)["f_cov"], posterior.predict(words, "adjoint").covariances[0])
 
 
 # --- compilers and exporters ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from dubito.curvature.capture import Use
 from dubito.curvature.layout import MERGED, Part
@@ -239,16 +240,19 @@ class Layer:
         assert self.part.weight is not None
         vocabulary = self.shapes[self.part.weight][0]
         keys, inverse = self._lookup_keys
-        sums = g.new_zeros(len(keys), g.shape[-1]).index_add_(0, inverse, g.reshape(-1, g.shape[-1]))
+        sums = g.new_zeros(keys.shape[0], g.shape[-1]).index_add_(0, inverse, g.reshape(-1, g.shape[-1]))
         return sums, keys // vocabulary, keys % vocabulary
 
     @cached_property
     def _lookup_keys(self) -> tuple[Tensor, Tensor]:
         assert self.part.weight is not None
         vocabulary = self.shapes[self.part.weight][0]
-        offset = torch.arange(self.batch, device=self.a.device).unsqueeze(1) * vocabulary
-        keys, inverse = torch.unique((self.a + offset).flatten(), return_inverse=True)
-        return keys, inverse
+        examples = torch.arange(self.batch, device=self.a.device).unsqueeze(1)
+        keys = (self.a + examples * vocabulary).flatten()
+        if isinstance(keys, FakeTensor):  # in a graph no size may follow the data: what occurs again adds to where it was first
+            first = (self.a.unsqueeze(2) == self.a.unsqueeze(1)).int().argmax(2)
+            return keys, (first + examples * self.a.shape[1]).flatten()
+        return torch.unique(keys, return_inverse=True)  # pyright: ignore[reportReturnType]
 
 
 class RepeatedLayer(Layer):

@@ -189,11 +189,20 @@ def is_hugging_face(data: Data) -> bool:
 
 
 def _loader(data: Dataset, size: int, shuffle: bool) -> DataLoader:
-    """A data set in batches of nearly one size."""
+    """A data set in batches of nearly one size; graphs are joined as PyTorch Geometric does it."""
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=size)
-    order = RandomSampler(data) if shuffle and len(data) else SequentialSampler(data)  # pyright: ignore[reportArgumentType]
-    return DataLoader(data, batch_sampler=Evenly(order, size))
+    rows: Any = data
+    order = RandomSampler(rows) if shuffle and len(rows) else SequentialSampler(rows)
+    join = join_graphs if len(rows) and tree.is_graph(rows[0]) else None
+    return DataLoader(data, batch_sampler=Evenly(order, size), collate_fn=join)
+
+
+def join_graphs(graphs: list[Any]) -> Any:
+    """Graphs of PyTorch Geometric as one `Batch`."""
+    from torch_geometric.data import Batch  # pyright: ignore[reportMissingImports]
+
+    return Batch.from_data_list(graphs)
 
 
 def _check_iterable(data: Data) -> None:

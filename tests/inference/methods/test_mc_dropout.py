@@ -118,3 +118,23 @@ def test_bad_options_are_refused_in_words():
         dubito.fit(Model(net, Gaussian()), MCDropout(length_scale=1.0, weight_decay=1e-3), data())
     with pytest.raises(ValueError, match=r"Gaussian\(\) without a scale"):
         dubito.fit(Model(net, Gaussian(scale=1.0)), MCDropout(at="", length_scale=1.0, weight_decay=1e-3), data())
+
+
+def test_a_head_that_is_tied_to_an_embedding_is_no_place_of_its_own():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.middle, self.head = nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 9)
+            self.head.weight = self.embed.weight
+
+        def forward(self, words):
+            return self.head(self.middle(self.embed(words)).tanh().mean(1))
+
+    torch.manual_seed(0)
+    model, data = Model(Reader(), dubito.Categorical()), (torch.randint(9, (40, 4)), torch.randint(9, (40,)))
+    for options in ({}, {"learn_rates": True}):
+        found, named = (dubito.fit(model, MCDropout(at=at, rate=0.2, epochs=2, **options), data) for at in ("", "^(?!(head)$)"))
+        assert list(found.dropout.sites) == ["embed", "middle"]
+        assert torch.equal(found.predict(data[0]).mean, named.predict(data[0]).mean)
+    with pytest.raises(ValueError, match=r"inputs of \['head'\]: their weights are tied"):
+        dubito.fit(model, MCDropout(at="head", rate=0.2, epochs=2), data)

@@ -288,6 +288,9 @@ def test_binary_weights():
         family.divergence(leaves, family.noise(leaves, generator), Normal(), {})
     with pytest.raises(ValueError, match="matches none"):
         Binary(at="head").leaves({"w": torch.zeros(1)}, {})
+    for values in ((1.0, 0.0), (0.0, math.inf), (0.0, 1.0, 2.0)):
+        with pytest.raises(ValueError, match="two finite numbers in increasing order; got"):
+            Binary(values)
 
 
 def test_binary_weights_have_a_scale_for_each_tensor():

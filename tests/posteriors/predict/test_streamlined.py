@@ -357,6 +357,11 @@ class Odd(nn.Module):
         h = self.layer(x)
         if self.how == "unknown":
             return torch.cumprod(h, -1)
+        if self.how == "chooses":
+            best, which = h.softmax(-1).topk(2)
+            return torch.stack([h, 2 * h], -1).gather(1, which.unsqueeze(-1).expand(-1, -1, 2)).mul(best.unsqueeze(-1)).sum(-1)
+        if self.how == "complex":
+            return torch.fft.irfft(torch.fft.rfft(h) * 1j, n=3)
         if self.how == "decides":
             return h if h.sum() > 0 else -h
         view = h[:, :1]
@@ -368,6 +373,24 @@ def test_an_unknown_operation_is_named_with_the_ways_out():
     posterior = around(nn.Sequential(nn.Linear(3, 3), Odd("unknown")))
     with pytest.raises(ValueError, match=r"no rule .* cumprod\(\) in 1\. .*write one.*only=.*draws=64.*linearized"):
         posterior.predict(torch.randn(2, 3), "streamlined")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("chooses", r"topk\(\) in Odd chooses by random numbers.*only=.*linearized.*sampled"),
+        ("complex", r"fft_rfft\(\) in Odd gives complex numbers.*only=.*linearized.*sampled"),
+    ],
+)
+@pytest.mark.parametrize("draws", [None, 64])
+def test_what_no_pass_can_follow_is_refused_with_ways_out_that_work(how, message, draws):
+    x = torch.randn(2, 3)
+    with pytest.raises(ValueError, match=message):
+        around(Odd(how)).predict(x, "streamlined", draws=draws)
+    assert (around(Odd(how)).predict(x, "linearized").f_var > 0).all()
+    assert (around(Odd(how)).predict(x, "sampled").f_var > 0).all()
+    certain = nn.Sequential(Odd(how), nn.Linear(2 if how == "chooses" else 3, 1))
+    assert (around(certain, only="^1").predict(x, "streamlined").f_var > 0).all()
 
 
 def test_data_must_not_decide():

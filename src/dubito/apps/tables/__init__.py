@@ -4,7 +4,7 @@ Read in this order:
 
 - `frames`, `cells`, `columns`, `targets`: from what users call a table to inputs and targets
 - `network`, `training`: members that hold out different folds, trained in one batched pass
-- `process`, `trees`, `forest`: other experts, with out-of-fold predictions too
+- `deadline`, `process`, `trees`, `forest`: other experts, with out-of-fold predictions too, if there is time for them
 - `calibration`: maps fitted to out-of-fold predictions
 - `model`, `fit`: the fitted table, and how it is made
 """

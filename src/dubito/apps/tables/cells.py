@@ -31,6 +31,7 @@ FORMATS = (
 TIMES = ("", " %H:%M", " %H:%M:%S")
 GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # a comma between thousands
 MARKS = re.compile(r"[\s$€£¥ ]|^'")
+DURATION = re.compile(r"(?:(-?\d+) days?,?)?\s*(?:[+]?(\d+):(\d\d):(\d\d(?:\.\d+)?))?")  # as Python and pandas write timedeltas
 DATE = re.compile(r"\d{1,4}[-/. ][\w]{1,9}[-/., ]+\d{1,4}|[A-Za-z]{3,9} \d{1,2}, \d{4}")  # what a date begins with
 
 Raw = np.ndarray | Sequence[str]  # a column: numbers with NaN where they are missing, or cells of text
@@ -44,8 +45,10 @@ def is_numeric(raw: Raw) -> TypeIs[np.ndarray]:
 def numbers(raw: Raw) -> np.ndarray:
     """A column as numbers, [N] float64; NaN where a cell is missing or is not one. 12 %, $1,200 and 1 200 are numbers.
 
-    >>> numbers(["12 %", "1,200", "$3.50", "?", "many"])
-    array([1.2e-01, 1.2e+03, 3.5e+00,     nan,     nan])
+    Durations are numbers of seconds.
+
+    >>> numbers(["12 %", "1,200", "$3.50", "?", "many", "1 day, 0:30:00"])
+    array([1.20e-01, 1.20e+03, 3.50e+00,      nan,      nan, 8.82e+04])
     """
     if is_numeric(raw):
         values = raw.astype(np.float64)
@@ -65,7 +68,16 @@ def _number(cell: str) -> float:
     try:
         return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)
     except ValueError:
+        return _duration(cell)
+
+
+def _duration(cell: str) -> float:
+    """Seconds; NaN for what is no duration."""
+    match = DURATION.fullmatch(cell)
+    if match is None or not any(match.groups()):
         return math.nan
+    days, hours, minutes, rest = (float(group or 0) for group in match.groups())
+    return 86400 * days + 3600 * hours + 60 * minutes + rest
 
 
 def missing(raw: Raw) -> np.ndarray:

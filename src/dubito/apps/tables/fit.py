@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -198,20 +198,19 @@ def _experts(data: Prepared, fitted: CrossFitted, seed: int, end: float) -> tupl
     experts = {"networks": Expert(fitted.posterior, networks)}
     rows, width = data.x.shape
     fold = deal(data.standardized, FOLDS, generator("cpu", seed, "experts"))
-    late = []
-    if not data.classes and width <= process.WIDEST and rows <= process.LONGEST:
-        if time.monotonic() > end:
-            late.append("process")
-        else:
-            made = Process.fit(data.x, data.standardized, seed)
-            experts["process"] = Expert(made, made.out_of_fold(data.x, fold))
-    classes = len(data.classes)
+    candidates: dict[str, Callable[[], tuple[Any, LatentMixture]]] = {}
+    x, y, classes = data.x, data.standardized, len(data.classes)
+    if not classes and width <= process.WIDEST and rows <= process.LONGEST:
+        candidates["process"] = lambda: Process.fit(x, y, fold, seed, end)
     if rows * width <= trees.LARGEST and all(len(data.y[fold != k].unique()) >= classes for k in range(FOLDS)):
-        for name, kind in (("trees", Trees), ("forest", Forest)):
-            try:
-                experts[name] = Expert(*kind.fit(data.x, data.standardized, fold, classes, seed, end))
-            except TimeoutError:
-                late.append(name)
+        candidates["trees"] = lambda: Trees.fit(x, y, fold, classes, seed, end)
+        candidates["forest"] = lambda: Forest.fit(x, y, fold, classes, seed, end)
+    late = []
+    for name, fit in candidates.items():
+        try:
+            experts[name] = Expert(*fit())
+        except TimeoutError:
+            late.append(name)
     return experts, late
 
 

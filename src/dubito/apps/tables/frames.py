@@ -74,7 +74,7 @@ def _framed(columns: Mapping[str, Raw], commas: Mapping[str, bool]) -> Frame:
 
 
 def as_column(values: Any) -> Raw:
-    """Numbers as float64 with NaN for what is missing; everything else as cells of text.
+    """Numbers as float64 with NaN for what is missing, durations as numbers of seconds; everything else as cells of text.
 
     >>> as_column([1, None]), as_column([True, None])
     (array([ 1., nan]), ['True', ''])
@@ -82,6 +82,8 @@ def as_column(values: Any) -> Raw:
     array = _array(values.to_numpy() if hasattr(values, "to_numpy") else values)
     if is_numeric(array) and array.dtype.kind in "iuf":
         return array.astype(np.float64)
+    if is_numeric(array) and array.dtype.kind == "m":
+        return array / np.timedelta64(1, "s")
     cells = [None if as_cell(value) == "" else value for value in (array.tolist() if is_numeric(values) else values)]
     if all(cell is None or (isinstance(cell, int | float | np.number) and not isinstance(cell, bool)) for cell in cells):
         return np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dubito.apps.tables.deadline import in_time
 from dubito.model.likelihoods import HeteroscedasticGaussian, Likelihood
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors import tree
@@ -42,11 +43,13 @@ class Process:
     hyper: Params  # logarithms: "length" [F], "scale", "linear", "alpha" and "noise" []
 
     @staticmethod
-    def fit(x: Tensor, y: Tensor, seed: int = 0) -> Process:
-        """Condition on at most 2,000 rows, after the hyperparameters were chosen by at most 500."""
+    def fit(x: Tensor, y: Tensor, fold: Tensor, seed: int = 0, end: float = math.inf) -> tuple[Process, LatentMixture]:
+        """Condition on at most 2,000 rows, after the hyperparameters were chosen by at most 500; and the predictive of all rows [N, F],
+        each without those of its own fold [N]. A TimeoutError says that `time.monotonic()` would reach the end."""
         order = torch.randperm(len(x), generator=generator("cpu", seed, "process"))[:MOST]
-        x, y = x[order].double(), y[order].double()
-        return Process(x, y, order, tune(x[:TUNED], y[:TUNED]))
+        rows, targets = x[order].double(), y[order].double()
+        process = Process(rows, targets, order, tune(rows[:TUNED], targets[:TUNED], end))
+        return process, process.out_of_fold(x, fold, end)
 
     @property
     def noise(self) -> Tensor:
@@ -72,9 +75,9 @@ class Process:
         """From what `tensors` gave."""
         return Process(tensors["x"], tensors["y"], tensors["rows"], tree.under(tensors, "hyper."))
 
-    def predict(self, x: Tensor, likelihood: Likelihood | None = None) -> LatentMixture:
+    def predict(self, x: Tensor, likelihood: Likelihood | None = None, end: float = math.inf) -> LatentMixture:
         """The predictive of rows [B, F]: Gaussians, whatever the likelihood."""
-        parts = [self._moments(rows) for rows in x.double().split(ROWS)]
+        parts = [self._moments(rows) for rows in in_time(x.double().split(ROWS), end)]
         return self._predictive(torch.cat([mean for mean, _ in parts]), torch.cat([variance for _, variance in parts]))
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,12 +86,12 @@ class Process:
         solved = torch.linalg.solve_triangular(self.root, across.mT, upper=False)
         return across @ self.weights, (prior_variance(self.hyper, x) - solved.square().sum(0)).clamp_min(0)
 
-    def out_of_fold(self, x: Tensor, fold: Tensor) -> LatentMixture:
+    def out_of_fold(self, x: Tensor, fold: Tensor, end: float = math.inf) -> LatentMixture:
         """The predictive of the rows [N, F] that it was fitted to, each without the rows of its own fold [N].
 
         The residuals of a fold b are :math:`[K^{-1}]_{bb}^{-1} [K^{-1} y]_b`, and their covariance is the matrix in front.
         """
-        p = self.predict(x)
+        p = self.predict(x, end=end)
         means, variance = p.means[0, :, : self.y.shape[1]].double(), p.covariances[0, :, 0].double()
         inverse, folds = torch.cholesky_inverse(self.root), fold[self.rows]
         for k in folds.unique():
@@ -105,7 +108,7 @@ class Process:
         return LatentMixture(HeteroscedasticGaussian(), outputs.float().unsqueeze(0), spread.float().unsqueeze(0))
 
 
-def tune(x: Tensor, y: Tensor) -> Params:
+def tune(x: Tensor, y: Tensor, end: float = math.inf) -> Params:
     """Hyperparameters that maximize the marginal likelihood, times a weak prior that keeps them near where they start."""
     start = {
         "length": torch.full((x.shape[1],), 0.5 * math.log(x.shape[1]), dtype=torch.float64),
@@ -113,7 +116,7 @@ def tune(x: Tensor, y: Tensor) -> Params:
     }
     hyper = {name: value.clone().requires_grad_() for name, value in start.items()}
     optimizer = torch.optim.Adam(hyper.values(), lr=RATE)
-    for step in range(STEPS):
+    for step in in_time(range(STEPS), end):
         optimizer.param_groups[0]["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         root = torch.linalg.cholesky(covariance(hyper, x))
         solved = torch.linalg.solve_triangular(root, y, upper=False)

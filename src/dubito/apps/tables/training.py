@@ -102,20 +102,23 @@ class Training:
             paces = torch.tensor([FREQUENCIES[i // settings.folds % len(FREQUENCIES)] for i in range(len(starts))])
             self.params["embedding.frequency"] *= paces.view(-1, 1, 1)
         self.best, self.score, self.idle, self.done = tree.clone(self.params), torch.full((len(self.held),), -math.inf), 0, 1.0
+        self.outputs = torch.empty(0)  # of the best members for the rows that they hold out, [S, size, C]
+        self.pause = 0.0  # seconds that the last look took
 
     def run(self) -> CrossFitted:
         """All steps, and the best state of every member."""
-        settings, n = self.settings, len(self.x)
+        settings, n, started = self.settings, len(self.x), time.monotonic()
         size = min(max(n // BATCHES, BATCH[0]), BATCH[1])
         batches = max(1, n // size)
         epochs = math.ceil(settings.steps / batches)
         optimizer, rates = self.optimizer()
-        steps, done, started = epochs * batches, 0, time.monotonic()
+        steps, done = epochs * batches, 0
         every = max(1, steps // CHECKS)
+        self.look()
         with Progress("fit", steps, show=settings.show) as progress:
             while done < steps:
                 for rows in torch.randperm(n, generator=self.source).tensor_split(batches):
-                    elapsed = 0.0 if settings.budget is None else (time.monotonic() - started) / settings.budget
+                    elapsed = 0.0 if settings.budget is None else (time.monotonic() - started + self.pause) / settings.budget
                     share = max(done / steps, elapsed)
                     if done >= steps or share >= 1:
                         break
@@ -126,7 +129,7 @@ class Training:
                     if done % every == 0:
                         self.look()
                         progress.update(done, {"held_out_score": self.score})
-                late = settings.budget is not None and time.monotonic() - started >= settings.budget
+                late = settings.budget is not None and time.monotonic() - started + self.pause >= settings.budget
                 self.done = done / steps if late else 1.0
                 if late or self.idle >= PATIENCE:
                     break
@@ -152,14 +155,17 @@ class Training:
     @torch.no_grad()
     def look(self) -> None:
         """Score the held-out rows, and keep the members that are better than before."""
+        started = time.monotonic()
         f = self.held_out_outputs(self.params)
         scores = vmap(self.model.score)(f, self.y[self.rows], self.params)
         score = (scores * self.counted).sum(1) / self.counted.sum(1)
         better = score > self.score
         self.idle = 0 if bool(better.any()) else self.idle + 1
         self.score = torch.where(better, score, self.score)
+        self.outputs = torch.where(better.view(-1, 1, 1), f, self.outputs) if len(self.outputs) else f
         for name, leaf in self.best.items():
             leaf[better] = self.params[name].detach()[better]
+        self.pause = time.monotonic() - started
 
     def held_out_outputs(self, params: Params) -> Tensor:
         """Of every member for the rows that it holds out, [S, size, C]."""
@@ -168,10 +174,9 @@ class Training:
 
     @torch.no_grad()
     def result(self) -> CrossFitted:
-        f = self.held_out_outputs(self.best)
-        outputs = f.new_empty(self.settings.repeats, len(self.x), f.shape[-1])
+        outputs = self.outputs.new_empty(self.settings.repeats, len(self.x), self.outputs.shape[-1])
         for i, (rows, counted) in enumerate(zip(self.rows, self.counted, strict=True)):
-            outputs[i // self.settings.folds, rows[counted]] = f[i, counted]
+            outputs[i // self.settings.folds, rows[counted]] = self.outputs[i, counted]
         scores = torch.stack([self.model.score(f, self.y, {}) for f in outputs])
         weights = best_weights(scores).repeat_interleave(self.settings.folds) / self.settings.folds
         return CrossFitted(Samples(self.model, self.best, {}, weights=weights.float()), outputs, self.done)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dubito.apps.tables.deadline import in_time
 from dubito.model.likelihoods import Categorical, HeteroscedasticGaussian, Likelihood
 from dubito.posteriors.predictive import LatentMixture
 from dubito.tensors.randomness import derive_seed
@@ -52,7 +53,7 @@ class Trees:
         """Boosters of folds [N], and their predictive of the rows that they have not seen: of classes, or Gaussians of targets [N, T].
 
         They have as many rounds as predict the held-out rows best. The variances are boosted in the same way, to the squared
-        out-of-fold errors; the gamma loss is then that of a Gaussian. A TimeoutError says that `time.monotonic()` reached the end.
+        out-of-fold errors; the gamma loss is then that of a Gaussian. A TimeoutError says that `time.monotonic()` would reach the end.
         """
         made, out = boost_classes(x, y, fold, seed, end) if classes else boost_numbers(x, y, fold, seed, end)
         return made, LatentMixture(Categorical() if classes else HeteroscedasticGaussian(), out.unsqueeze(0))
@@ -104,18 +105,17 @@ def boost_classes(x: Tensor, y: Tensor, fold: Tensor, seed: int, end: float) -> 
 
 def boost_numbers(x: Tensor, y: Tensor, fold: Tensor, seed: int, end: float) -> tuple[Trees, Tensor]:
     """Boosters of the mean and the variance of every target for each fold [N], and the outputs for held-out rows, [N, 2 T]."""
-    means = [boost(_regressor(seed, loss="squared_error"), x, t, fold, _squared_error, end) for t in y.T]
+    half = (time.monotonic() + end) / 2  # the variances take as long
+    means = [boost(_regressor(seed, loss="squared_error"), x, t, fold, _squared_error, half) for t in in_time(y.unbind(1), half)]
     errors = [(t - out[:, 0]).square().clamp_min(LEAST) for t, (_, out) in zip(y.T, means, strict=True)]
-    boosted = means + [boost(_regressor(seed, loss="gamma", **NOISE), x, e, fold, _gamma, end) for e in errors]
+    boosted = means + [boost(_regressor(seed, loss="gamma", **NOISE), x, e, fold, _gamma, end) for e in in_time(errors, end)]
     return side_by_side([trees for trees, _ in boosted]), torch.cat([out for _, out in boosted], -1)
 
 
 def boost(make: Callable[[], Any], x: Tensor, y: Tensor, fold: Tensor, loss: Loss, end: float) -> tuple[Trees, Tensor]:
     """One booster for each fold, cut after the round that is best for the held-out rows, and the outputs for these, [N, C]."""
     boosters, losses = [], torch.zeros(ROUNDS + 1, dtype=torch.float64)
-    for k in range(int(fold.max()) + 1):
-        if time.monotonic() > end:
-            raise TimeoutError
+    for k in in_time(range(int(fold.max()) + 1), end):
         held = fold == k
         booster = from_scikit_learn(make().fit(x[~held].numpy(), y[~held].numpy()))
         steps = booster.leaves(x[held]).double().unflatten(1, (ROUNDS, -1)).cumsum(1).movedim(1, 0)  # [ROUNDS, n, C']

@@ -25,6 +25,7 @@ from dubito.tensors.randomness import PIECE, Normals, draw_normals
 from dubito.tensors.tree import Buffers, Params
 
 LIFETIMES = 10  # of what is remembered of the Hessian, in a run: at its end the first guess counts exp(-10)
+LAST = (10, 1000)  # the least and the most steps at the end of a run that tell whether it has arrived; else a tenth
 QUICKEST = 0.1  # share of the Hessian that a step replaces at most, in a run of few steps
 
 
@@ -39,6 +40,7 @@ class IVONState:
     drawn: Params  # weights from q, for the next step
     step: int
     steps: int
+    gains: Tensor = field(default_factory=lambda: torch.empty(0), kw_only=True)  # of the last steps, float64, see `rise`
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ class IVON:
         deltas = zip(start.params.items(), _deltas(target, start.params), strict=True)
         spread = {name: torch.full_like(leaf, 1 / (self.initial_hessian + delta)) for (name, leaf), delta in deltas}
         momentum, drawn = tree.apply(torch.zeros_like, start.params), tree.apply(torch.empty_like, start.params)
-        state = IVONState(start.params, start.buffers, spread, momentum, drawn, 0, steps)
+        last = min(steps, max(LAST[0], min(steps // 10, LAST[1])))
+        gains = torch.zeros(last, dtype=torch.float64, device=target.model.device)
+        state = IVONState(start.params, start.buffers, spread, momentum, drawn, 0, steps, gains=gains)
         self._draw(target, state, drawn, generator)
         return state
 
@@ -145,6 +149,9 @@ class IVON:
         if apart:  # the draw that all processes have is not used
             gradient = tree.apply(torch.zeros_like, state.params)
             target.processes.sum_gradient_((leaf for sums in more for leaf in sums.values()), *scores)
+        place = state.step - state.steps + len(state.gains)
+        if self.check and place >= 0 and state.step:
+            state.gains[place] = self._gain(target, state, tree.apply(torch.add, gradient, more[0]) if more else gradient)
         self._update(target, state, gradient, more, generator)
         state.buffers = buffers
         return state, {"log_likelihood": scores[0] if self.samples == 1 else torch.stack(scores).mean(0)}
@@ -192,17 +199,28 @@ class IVON:
                 rule.many(means, spreads, momenta, drawn, slopes, sums, *scratch)
             noise.add(drawn, means, spreads)
 
+    def _gain(self, target: Target, state: IVONState, gradient: Params, begun: float = 1.0) -> Tensor:
+        """How many nats a Newton step would add to the evidence bound: half the product of a gradient (divided by `begun`) and of the
+        mean gradient, in the metric of q. The noise of a new gradient is not in the mean, so it adds nothing on average."""
+        gain = torch.zeros((), dtype=torch.float64, device=target.model.device)
+        for (name, mean), delta in zip(state.params.items(), _deltas(target, state.params), strict=True):
+            pull = delta * mean
+            before = state.momentum[name] / (1 - self.momentum**state.step) + pull
+            gain += (before * state.spread[name] * (gradient[name] / begun + pull)).sum(dtype=torch.float64)
+        return 0.5 * target.n_data / target.temperature * gain
+
     def rise(self, target: Target, state: IVONState) -> float:
-        """How many nats a Newton step would add to the evidence bound, less ten times the part that is noise of the gradient."""
+        """How many nats a Newton step would add to the evidence bound, at least: by the mean gradient, less ten times the noise in it
+        if a batch has as much as the Fisher information says; or by the gains of the last steps, less two standard errors."""
         if not self.check or not state.step:
             return 0.0
-        size, gain, noise = target.n_data / target.temperature, 0.0, 0.0
         batches = max(1.0, state.steps / max(1, self.epochs or 1))  # in a pass: the smaller a batch, the more noise there is
-        for (name, mean), delta in zip(state.params.items(), _deltas(target, state.params), strict=True):
-            slope = state.momentum[name] / (1 - self.momentum**state.step) + delta * mean
-            gain += 0.5 * size * float((slope.double().square() * state.spread[name]).sum())
-            noise += 0.5 * (1 - self.momentum) / (1 + self.momentum) * batches * mean.numel()
-        return gain - 10 * noise
+        noise = 0.5 * (1 - self.momentum) / (1 + self.momentum) * batches * tree.size(state.params)
+        sure = float(self._gain(target, state, state.momentum, 1 - self.momentum**state.step)) - 10 * noise
+        gains = state.gains[int(state.steps == len(state.gains)) :]  # before the first step there was no gradient
+        if not len(gains) or state.step < state.steps:
+            return sure
+        return max(sure, float(gains.mean() - 2 * gains.std(correction=0) / len(gains) ** 0.5))
 
     def draw(self, state: IVONState) -> Params | None:
         """None: the posterior is a Gaussian."""

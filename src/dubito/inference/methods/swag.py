@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dubito.inference.descent import Descent, DescentState
@@ -38,6 +38,9 @@ class SWAGState(DescentState):
     columns: Params  # [rank, ...]: the last deviations, each from the mean of its time
     seed: int  # of the draws that get BatchNorm statistics of their own
     statistics: Buffers  # [draws, ...]: these statistics, summed over batches, and the number of batches
+    objective: Tensor = field(
+        default_factory=lambda: torch.empty(0), kw_only=True
+    )  # [epochs] of collecting, float64: the log joint
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class SWAG(Descent[SWAGState]):
                 name: torch.zeros(*members, self.draws, *leaf.shape[len(members) :], dtype=torch.float64, device=leaf.device)
                 for name, leaf in tracked.items()
             },
+            objective=torch.zeros(passes - before, *members, dtype=torch.float64, device=target.model.device),
         )
 
     def step(self, target: Target, state: SWAGState, data: Iterable[Batch], generator: torch.Generator) -> tuple[SWAGState, Info]:
@@ -127,9 +131,26 @@ class SWAG(Descent[SWAGState]):
             state.step += 1
             return state, {}
         _, info = super().step(target, state, data, generator)
-        if state.step > state.begin and state.step % state.period == 0:
-            self._collect(target, state)
+        if state.step > state.begin:
+            ended = state.step % state.period == 0
+            if len(state.objective):  # not in a fit that version 0.1 began
+                log_joint = target.n_data / state.period * info["log_likelihood"] + (
+                    target.log_prior(state.params) if ended else 0.0
+                )
+                state.objective[state.collected] += log_joint / target.temperature
+            if ended:
+                self._collect(target, state)
         return state, info
+
+    def rise(self, target: Target, state: SWAGState) -> float:
+        """By how many nats the log joint rose from the first half of the epochs of collecting to the second, less twice the standard
+        error of this; the sum of stacked members."""
+        half = state.collected // 2
+        if not self.check or not half or state.collected > len(state.objective):
+            return 0.0
+        halves = state.objective[:half], state.objective[state.collected - half : state.collected]
+        error = sum(scores.var(0, correction=min(1, half - 1)) / half for scores in halves) ** 0.5
+        return float((halves[1].mean(0) - halves[0].mean(0) - 2 * error).sum())
 
     def _share(self, step: int, steps: int) -> float:
         until = int(self.collect_after * steps)
@@ -167,7 +188,7 @@ class SWAG(Descent[SWAGState]):
         generator = torch.Generator(next(iter(state.mean.values())).device).manual_seed(derive_seed(state.seed, i))
         diagonal, columns = self._parts(state)
 
-        def noise(shape: Iterable[int], like: torch.Tensor) -> torch.Tensor:
+        def noise(shape: Iterable[int], like: Tensor) -> Tensor:
             """Standard normals of a shape."""
             return torch.randn(*shape, generator=generator, dtype=like.dtype, device=like.device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,12 @@ class _NegativeBinomial(NegativeBinomialDistribution):
 class Counts(DiagonalFisher):
     """Targets that are whole numbers from 0 on, with the mean e^f."""
 
+    separate: ClassVar[bool] = True
+
+    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The sum of the log probabilities of the outputs."""
+        return self.label_scores(f, y, params).sum(-1)
+
     def check(self, f: Tensor, y: Tensor) -> None:
         """Targets must be counts."""
         y, name = self.target(y, f), type(self).__name__
@@ -82,9 +89,9 @@ class Poisson(Counts):
     def __call__(self, f: Tensor, params: Params) -> Distribution:
         return Independent(_Poisson(self.mean(f, params), validate_args=False), 1)
 
-    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
-        """sum_c y_c f_c - e^f_c - log y_c!."""
-        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
+    def label_scores(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """y f - e^f - log y!."""
+        return y * f - f.exp() - torch.lgamma(y + 1)
 
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
         """e^f."""
@@ -129,13 +136,13 @@ class NegativeBinomial(Counts, Scaled):
         """1: the scale is not in units of f."""
         return 1.0
 
-    def log_prob(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
-        """The sum of the log probabilities of the outputs."""
+    def label_scores(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The log probability of each output."""
         log_scale = self._log_scale(f, params)
         size, logits, count = (-2 * log_scale).exp(), f + 2 * log_scale, y.double()
         # differences of log gammas, of which only float64 leaves enough digits
         ways = torch.lgamma(count + size.double()) - torch.lgamma(size.double()) - torch.lgamma(count + 1)
-        return (ways.to(f.dtype) + size * F.logsigmoid(-logits) + y * F.logsigmoid(logits)).sum(-1)
+        return ways.to(f.dtype) + size * F.logsigmoid(-logits) + y * F.logsigmoid(logits)
 
     def fisher_diagonal(self, f: Tensor, params: Params) -> Tensor:
         """e^f / (1 + scale^2 e^f)."""

@@ -162,7 +162,7 @@ class Likelihood(ABC):
 
     discrete: ClassVar[bool] = False  # classes or labels rather than numbers: uncertainty is an entropy rather than a variance
     indexed: ClassVar[bool] = False  # a target is the index of a class, without an axis for outputs
-    separate: ClassVar[bool] = False  # each entry of a target depends on its own output alone, as labels do
+    separate: ClassVar[bool] = False  # each entry of a target depends on its own output alone, as labels and counts do
     intervals: ClassVar[bool] = False  # a target is an interval: lower ends, then upper ends, [..., 2 C]
 
     @property
@@ -262,8 +262,8 @@ class Likelihood(ABC):
         return 1 - self.mean(f, params)
 
     def label_scores(self, f: Tensor, y: Tensor, params: Params) -> Tensor:
-        """The log probability of each label on its own, [..., C], of a likelihood that is `separate`."""
-        raise ValueError(f"{type(self).__name__} has no labels that are independent of each other")
+        """The log probability of each entry of a target on its own, [..., C], of a likelihood that is `separate`."""
+        raise ValueError(f"{type(self).__name__} has no entries that are independent of each other")
 
     def fisher(self, f: Tensor, params: Params, *, draws: int = 512) -> Tensor:
         r"""Expected Hessian of -log p(y | f) in f, :math:`E_y[\nabla \log p \, \nabla \log p^T]`, [..., C, C].

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Normal
+from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Normal, constraints
 from torch.distributions import StudentT as StudentTDistribution
 
 from dubito.model.likelihoods.likelihood import PREFIX, DiagonalFisher
@@ -19,6 +20,8 @@ from dubito.tensors.tree import Params
 LOG_DOF = PREFIX + "log_dof"
 PRIOR = (2.0, 0.1)  # shape and rate of the Gamma prior of dof - 2 (Juarez & Steel 2010)
 PRECISIONS = 48  # nodes of a quadrature over the precision of the noise
+JOINT = {2: 48, 3: 32}  # the same for each of so many correlated outputs
+MANY = 2**22  # nodes of all rows that are looked at together
 
 
 class _StudentT(StudentTDistribution):
@@ -42,20 +45,75 @@ def log_density(z: Tensor, dof: Tensor) -> Tensor:
     return constant - (dof + 1) / 2 * torch.log1p(z * z / dof)
 
 
-def blurred_student_t(dof: Tensor, mean: Tensor, spread: Tensor, scale: Tensor) -> Distribution:
-    """The sum of N(mean, spread), for variances [..., C], and Student-t noise: a mixture of Gaussians over the precision of the noise.
+def precisions(dof: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The logarithms [..., n] of n precisions of Student-t noise, and their log weights, up to a constant.
 
     The precision g is Gamma(dof / 2, dof / 2). The trapezoidal rule in u = ln g sums the density e^(dof / 2 (u - e^u)).
     """
-    dof, steps = dof.double().unsqueeze(-1), torch.linspace(0, 1, PRECISIONS, dtype=torch.float64, device=mean.device)
+    dof, steps = dof.double().unsqueeze(-1), torch.linspace(0, 1, n, dtype=torch.float64, device=dof.device)
     wide = (80 / dof).sqrt()  # where the density has fallen to e^-20 if dof is large
     low, high = -(60 / dof + wide.clamp_max(1.0)), (1 + 40 / dof + wide).log()  # and whatever it is
-    u = low + (high - low) * steps  # [..., 1, n]
-    logits = 0.5 * dof * (u - u.exp())
+    u = low + (high - low) * steps
+    return u, 0.5 * dof * (u - u.exp())
+
+
+def blurred_student_t(dof: Tensor, mean: Tensor, spread: Tensor, scale: Tensor) -> Distribution:
+    """The sum of N(mean, spread), for variances [..., C], and Student-t noise: a mixture of Gaussians over the precision of noise."""
+    u, logits = precisions(dof, PRECISIONS)  # [..., 1, n]
     variance = spread.unsqueeze(-1) + (scale.unsqueeze(-1) ** 2 * (-u).exp()).to(mean)
     components = Normal(mean.unsqueeze(-1).expand_as(variance), variance.sqrt(), validate_args=False)
     shares = Categorical(logits=logits.to(mean).expand_as(variance), validate_args=False)
     return Independent(MixtureSameFamily(shares, components, validate_args=False), 1, validate_args=False)
+
+
+class JointStudentT(Distribution):
+    """The sum of N(mean, cov), for two or three correlated outputs, and Student-t noise of each: a mixture of Gaussians over the
+    precisions of all outputs."""
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __init__(self, dof: Tensor, mean: Tensor, cov: Tensor, scale: Tensor):
+        self.dof, self.center, self.cov, self.scale = dof if dof.ndim else dof.unsqueeze(0), mean, cov, scale
+        super().__init__(mean.shape[:-1], mean.shape[-1:], validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """The joint log density, by a grid of the precisions, some rows at a time."""
+        width, shape = value.shape[-1], torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
+        u, logits = precisions(self.dof, JOINT[width])
+        terms = (
+            (value - self.center, (width,)),
+            (self.cov, (width, width)),
+            (self.scale**2, (width,)),
+            (u.squeeze(-2), u.shape[-1:]),
+            (logits.log_softmax(-1).squeeze(-2), u.shape[-1:]),
+        )
+        rows = [term.double().expand(*shape, *last).reshape(-1, *last) for term, last in terms]
+        pieces = zip(*(row.split(max(1, MANY // JOINT[width] ** width)) for row in rows), strict=True)
+        return torch.cat([mixed_log_density(*piece) for piece in pieces]).reshape(shape).to(self.center.dtype)
+
+
+def mixed_log_density(residual: Tensor, cov: Tensor, squares: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+    """The log density at residuals [..., C] of N(0, cov + diag(squares e^-u)), mixed over nodes u [..., n] of every output.
+
+    Given the precision of the first output it is a Gaussian, and the other outputs given the first are such a mixture again.
+    """
+    first = cov[..., 0, :1] + squares[..., :1] * (-u).exp()  # [..., n]
+    scores = weights - 0.5 * (residual[..., :1] ** 2 / first + first.log() + math.log(2 * math.pi))
+    if residual.shape[-1] > 1:
+        slope = cov[..., 1:, 0].unsqueeze(-2) / first.unsqueeze(-1)  # [..., n, C - 1]
+        rest = residual[..., 1:].unsqueeze(-2) - slope * residual[..., :1].unsqueeze(-1)
+        left = cov[..., 1:, 1:].unsqueeze(-3) - slope.unsqueeze(-1) * cov[..., :1, 1:].unsqueeze(-3)
+        scores = scores + mixed_log_density(rest, left, squares[..., 1:].unsqueeze(-2), u.unsqueeze(-2), weights.unsqueeze(-2))
+    return scores.logsumexp(-1)
+
+
+def convolved(dof: Tensor, mean: Tensor, cov: Tensor, scale: Tensor) -> Distribution | None:
+    """The sum of N(mean, cov), of a covariance [..., C] or [..., C, C], and Student-t noise; None for more correlated outputs than
+    three."""
+    width = mean.shape[-1]
+    if cov.ndim == mean.ndim or width == 1:
+        return blurred_student_t(dof, mean, cov if cov.ndim == mean.ndim else cov.diagonal(dim1=-2, dim2=-1), scale)
+    return JointStudentT(dof, mean, cov, scale) if width in JOINT else None
 
 
 @dataclass(frozen=True)
@@ -127,11 +185,8 @@ class StudentT(Tails, Scaled):
         return (dof / (dof - 2) * self.noise(f_mean, params) ** 2).expand_as(f_mean)
 
     def convolve(self, f_mean: Tensor, f_cov: Tensor, params: Params) -> Distribution | None:
-        """A mixture of Gaussians over the precision of the noise; for one output, or independent ones."""
-        if f_cov.ndim > f_mean.ndim and f_mean.shape[-1] > 1:
-            return None
-        spread = f_cov if f_cov.ndim == f_mean.ndim else f_cov.diagonal(dim1=-2, dim2=-1)
-        return blurred_student_t(self.degrees(f_mean, params), f_mean, spread, self.noise(f_mean, params))
+        """A mixture of Gaussians over the precision of the noise; for up to three outputs, or independent ones."""
+        return convolved(self.degrees(f_mean, params), f_mean, f_cov, self.noise(f_mean, params))
 
 
 @dataclass(frozen=True)
@@ -169,10 +224,8 @@ class HeteroscedasticStudentT(Tails, Heteroscedastic):
         """As of `StudentT`, if the scales are certain."""
         mean, log_square = self.moments(f_mean)
         spread = known_noise(f_cov, f_mean, mean.shape[-1])
-        if spread is None or (spread.ndim > mean.ndim and mean.shape[-1] > 1):
-            return None
-        spread = spread if spread.ndim == mean.ndim else spread.diagonal(dim1=-2, dim2=-1)
-        return blurred_student_t(self.degrees(f_mean, params), mean, spread, (0.5 * log_square).exp())
+        scale = (0.5 * log_square).exp()
+        return None if spread is None else convolved(self.degrees(f_mean, params), mean, spread, scale)
 
     def resolve(self, f_mean: Tensor, f_cov: Tensor, n: int) -> tuple[Tensor, Tensor] | None:
         """Nodes over the scales, where the means then have a closed form."""

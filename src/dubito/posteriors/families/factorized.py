@@ -136,8 +136,9 @@ class Binary(Family):
     learn_scale: bool = field(default=True, kw_only=True, metadata={"before": False})  # a learned factor of each tensor's values
 
     def __post_init__(self):
+        right = len(self.values) == 2 and -math.inf < self.values[0] < self.values[1] < math.inf
+        require(right, f"values must be two finite numbers in increasing order; got {self.values}")
         low, high = self.values
-        require(low < high, f"values must be in increasing order; got {self.values}")
         positive(temperature=self.temperature)
         object.__setattr__(self, "values", (low, high))  # a list if it comes from a file
 

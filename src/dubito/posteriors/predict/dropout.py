@@ -85,7 +85,8 @@ class Dropout:
 
     @staticmethod
     def find(network: nn.Module, at: str | None, rate: float, recurrent: Literal["sequence", "batch"] = "sequence") -> Dropout:
-        """The network's own dropout and, if `at` is given, new places: layers whose name it matches (`re.search`)."""
+        """The network's own dropout and, if `at` is given, new places: layers whose name it matches (`re.search`). For "", layers that
+        share their weight are one place, with the name of the first."""
         flags = {module.batch_first for module in layers_of(network, nn.RNNBase).values()}
         if len(flags) > 1:
             raise ValueError("the network mixes recurrent layers with and without batch_first: masks cannot be shared over time")
@@ -93,6 +94,8 @@ class Dropout:
         if at is not None:
             fit = list(places(network))
             sites = {name: rate for name in fit if re.search(at, name)}
+            if at == "":
+                sites = {name: rate for name in sites if not _is_copy(network, name)}
             if not sites:
                 raise ValueError(
                     f"at={at!r} names no layer whose input can be dropped (linear, convolution, embedding or recurrent); "
@@ -156,6 +159,13 @@ def places(network: nn.Module) -> dict[str, nn.Module]:
         for name, module in network.named_modules()
         if isinstance(module, PLACES) or (type(module).__name__ == "Linear" and isinstance(module.weight, Tensor))
     }
+
+
+def _is_copy(network: nn.Module, name: str) -> bool:
+    """Whether the weight of a layer is a parameter that an earlier layer has, too, as of a head that is tied to an embedding."""
+    weight = getattr(network.get_submodule(name), "weight", None)
+    first = next((known for known, leaf in network.named_parameters() if leaf is weight), None)
+    return first is not None and first != f"{name}.weight".lstrip(".")
 
 
 def learned_rates(dropout: Dropout, weights: Params) -> Dropout:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 
 from dubito.model.likelihoods import Likelihood, MultiTask, Uncertainty, align, average, entropy, quadrature
 from dubito.network.examples import as_arrays
@@ -98,11 +98,10 @@ class LatentMixture(Predictive):
     @cached_property
     def component_weights(self) -> Tensor:
         """The weights of the components, [S]."""
-        draws = self.means.shape[0]
         if self.weights is not None:
             return self.weights
         dtype = torch.promote_types(self.means.dtype, torch.float32)
-        return torch.full((draws,), 1 / draws, dtype=dtype, device=self.means.device)
+        return torch.full((len(self.means),), 1 / len(self.means), dtype=dtype, device=self.means.device)
 
     @cached_property
     def aligned_params(self) -> Params:
@@ -157,8 +156,8 @@ class LatentMixture(Predictive):
         params = {k: v.repeat_interleave(n, 0) if v.ndim == 2 else v for k, v in (self.params or {}).items()}
         share = 1 / n if shares is None else shares.to(self.component_weights)
         weights = (self.component_weights.unsqueeze(1) * share).expand(-1, n).flatten()
-        cov = None if cov is None else cov.flatten(0, 1)
-        return replace(self, means=means.flatten(0, 1), cov=cov, weights=weights, params=params, root=None, link="nodes")
+        means, cov = means.flatten(0, 1), None if cov is None else cov.flatten(0, 1)
+        return replace(self, means=means, cov=cov, weights=weights, params=params, root=None, link="nodes")
 
     @cached_property
     def _exact(self) -> Distribution | None:
@@ -171,8 +170,8 @@ class LatentMixture(Predictive):
 
     @property
     def marginal_points(self) -> LatentMixture:
-        """Points with the right distribution of every output on its own, as labels need them: exact nodes of one dimension, which all
-        outputs share. For other likelihoods they are `points`."""
+        """Points with the right distribution of every output on its own, as labels and counts need them: exact nodes of one dimension,
+        which all outputs share. For other likelihoods they are `points`."""
         free = self.certain or self.link == "mc" or self.means.shape[-1] == 1 or not self.likelihood.separate
         return self.points if free else self._line_nodes
 
@@ -215,13 +214,14 @@ class LatentMixture(Predictive):
             return self._class_terms.probs.clamp(0, 1).unflatten(0, self.means.shape[1:-1])
         if isinstance(self.likelihood, MultiTask) and not self.certain:  # each task with the nodes that it asks for
             return torch.cat([self.task(name).mean for name in self.likelihood.tasks], -1)
-        mean = average(self.probs, self.draw_weights)
+        linear = None if self._noise is None else self.f_mean[..., : self._noise.shape[-1]]
+        mean = average(self.probs, self.draw_weights) if linear is None else linear
         return mean.clamp(0, 1) if self.likelihood.discrete else mean  # a mean of probabilities may round to more than 1
 
     @cached_property
     def complement(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """P(y = 0 | x, D) of labels, with all digits."""
-        if not self.likelihood.separate:
+        if not (self.likelihood.separate and self.likelihood.discrete):
             return super().complement
         if self.linked_points is not None:
             return self.linked_points.complement
@@ -239,13 +239,17 @@ class LatentMixture(Predictive):
         return self.likelihood.log_forecasts(points.means, points.component_weights, points.aligned_params)
 
     @cached_property
+    def _noise(self) -> Tensor | None:
+        """The mean variance of the noise in each component, where the first outputs are the means of y; None of draws."""
+        return None if self.certain else self.likelihood.noise_variance(self.means, self.variances, self.aligned_params)
+
+    @cached_property
     def uncertainty(self) -> Uncertainty:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Total = aleatoric + epistemic."""
         if isinstance(self.likelihood, MultiTask) and not self.certain:
             return self.likelihood.beside([self.task(name).uncertainty for name in self.likelihood.tasks], self.means.ndim - 1)
-        noise = None if self.certain else self.likelihood.noise_variance(self.means, self.variances, self.aligned_params)
-        if noise is not None:  # exactly: the mean of the noise, and the variance of the outputs that are means
-            aleatoric, epistemic = average(noise, self.component_weights), self.f_var[..., : noise.shape[-1]]
+        if self._noise is not None:  # exactly: the mean of the noise, and the variance of the outputs that are means
+            aleatoric, epistemic = average(self._noise, self.component_weights), self.f_var[..., : self._noise.shape[-1]]
             return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
         if self._class_terms is not None:
             return Uncertainty.of(entropy(self.mean), self._class_terms.entropy.reshape(self.means.shape[1:-1]))
@@ -303,14 +307,16 @@ class LatentMixture(Predictive):
 
     @property
     def _joint(self) -> bool:
-        """Whether a log score of labels or tasks is an integral over several outputs, with as many nodes as their spread asks for."""
+        """Whether a log score of labels, counts or tasks is an integral over several outputs, with as many nodes as their spread asks
+        for."""
+        likelihood = self.likelihood
         free = not self.certain and self.quadrature is None and self.link == "nodes" and self.means.shape[-1] > 1
-        several = (self.likelihood.discrete and not self.likelihood.indexed) or isinstance(self.likelihood, MultiTask)
-        return free and several and not self._labels_alone and self._exact is None
+        joint = likelihood.separate or isinstance(likelihood, MultiTask) or (likelihood.discrete and not likelihood.indexed)
+        return free and joint and not self._labels_alone and self._exact is None
 
     @property
     def _labels_alone(self) -> bool:
-        """Whether labels are independent within each component."""
+        """Whether labels or counts are independent within each component."""
         return self.likelihood.separate and self.cov is not None and self.cov.ndim == self.means.ndim
 
     def position_scores(self, y: Tensor) -> Tensor:
@@ -347,7 +353,8 @@ class LatentMixture(Predictive):
         return (score.reshape(*score.shape[:2], -1).sum(-1) + log_weights).logsumexp(0)
 
     def _label_scores(self, y: Tensor) -> Tensor:
-        """Log scores [S, B, *D] of labels that are independent within each component: products of one-dimensional integrals."""
+        """Log scores [S, B, *D] of labels or counts that are independent within each component: products of integrals of one
+        dimension."""
         points, n = self.marginal_points, len(self.marginal_points.means) // len(self.means)
         each = self.likelihood.label_scores(points.means, y, points.aligned_params).unflatten(0, (-1, n))  # [S, n, B, *D, C]
         shares = (points.component_weights.unflatten(0, (-1, n)) / self.component_weights.unsqueeze(1)).log().to(each)
@@ -422,15 +429,15 @@ class LatentMixture(Predictive):
         """Every component's distribution of each output on its own, batch [S, B, *D, C], and the weights."""
         if self.likelihood.discrete or self.likelihood.task_names:
             raise ValueError(f"intervals and quantiles are for regression; {type(self.likelihood).__name__} has classes")
-        resolved = self._resolved
-        if resolved.certain and not self.certain:  # outputs that hang together may still have closed forms one by one
+        resolved = self.marginal_points if self.likelihood.separate else self._resolved
+        if not self.certain and (resolved.certain or not isinstance(resolved._exact, Independent | MultivariateNormal)):
+            # outputs that hang together may still have closed forms one by one
             alone = replace(self, cov=self.variances, root=None)
             resolved = resolved if alone._exact is None else alone
         exact, weights = resolved._exact, resolved.component_weights
-        if isinstance(exact, torch.distributions.MultivariateNormal):
-            return Normal(exact.mean, exact.stddev, validate_args=False), weights
-        assert isinstance(exact, Independent)
-        return exact.base_dist, weights
+        assert isinstance(exact, Independent | MultivariateNormal)
+        joint = isinstance(exact, MultivariateNormal)
+        return Normal(exact.mean, exact.stddev, validate_args=False) if joint else exact.base_dist, weights
 
     def to(self, device: torch.device | str) -> LatentMixture:
         """The same predictive on another device."""
@@ -446,8 +453,7 @@ class LatentMixture(Predictive):
         if cov is not None:
             cov = cov * factor**2 if cov.ndim == self.means.ndim else cov * factor.unsqueeze(-1) * factor
         root = None if self.root is None else self.root * factor.unsqueeze(-1)
-        means = offset + factor * self.means
-        return replace(self, likelihood=likelihood, means=means, cov=cov, root=root, params=params)
+        return replace(self, likelihood=likelihood, means=offset + factor * self.means, cov=cov, root=root, params=params)
 
     def task(self, name: str) -> LatentMixture:
         """The predictive of one task of a `MultiTask` likelihood."""
@@ -472,7 +478,6 @@ class LatentMixture(Predictive):
 
     def followed_by(self, others: Sequence[LatentMixture]) -> LatentMixture:
         """One predictive of all inputs."""
-        means = torch.cat([self.means, *(p.means for p in others)], 1)
         cov = None if self.cov is None else torch.cat([self.cov, *(p.cov for p in others if p.cov is not None)], 1)
         root = None if self.root is None else torch.cat([self.root, *(p.root for p in others if p.root is not None)], 1)
-        return replace(self, means=means, cov=cov, root=root)
+        return replace(self, means=torch.cat([self.means, *(p.means for p in others)], 1), cov=cov, root=root)

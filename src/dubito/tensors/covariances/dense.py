@@ -208,7 +208,7 @@ class Dense(Covariance):
 
     def times(self, factor: float) -> Dense:
         """The covariance under a multiple of the prior's precision."""
-        return replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
+        return self if factor == 1 else replace(self, prior={name: leaf * factor for name, leaf in self.prior.items()})
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:

@@ -112,16 +112,35 @@ CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "grou
 Node = fx.Node | None  # a value of the graph; None where there is none
 
 
+CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "multinomial", "searchsorted", "bucketize"}
+
+
+def _is_complex(step: Step) -> bool:
+    return step.name.startswith("fft_") or step.name in ("complex", "view_as_complex", "polar", "stft")
+
+
 class NoRule(ValueError):
     """An operation on random numbers that has no rule."""
 
     def __init__(self, step: Step):
-        where = f" in {step.where}" if step.where else ""
-        super().__init__(
-            f"there is no rule for the mean and variance of {step.name}(){where}. Either write one (`@rule({step.name!r})` of "
-            "dubito.posteriors.predict.streamlined, five lines, see docs/streamlined.md); or make the weights before it certain by "
-            "`only=`; or draw this operation alone, by `predict(..., draws=64)`; or predict with how='linearized' or 'sampled'"
-        )
+        name = f"{step.name}() in {step.where}" if step.where else f"{step.name}()"
+        if step.name in CHOICES:
+            message = (
+                f"{name} chooses by random numbers, which a pass of means and variances cannot follow. Either make the weights before "
+                "it certain by `only=`; or predict with how='linearized', where the choice is that of the mean weights, or 'sampled'"
+            )
+        elif _is_complex(step):
+            message = (
+                f"{name} gives complex numbers, of which a pass of means and variances knows no variance. Either make the weights "
+                "before it certain by `only=`; or predict with how='linearized' or 'sampled'"
+            )
+        else:
+            message = (
+                f"there is no rule for the mean and variance of {name}. Either write one (`@rule({step.name!r})` of "
+                "dubito.posteriors.predict.streamlined, five lines, see docs/streamlined.md); or make the weights before it certain by "
+                "`only=`; or draw this operation alone, by `predict(..., draws=64)`; or predict with how='linearized' or 'sampled'"
+            )
+        super().__init__(message)
 
 
 def lower(
@@ -247,7 +266,7 @@ class _Lowering(GraphWriter):
             keywords = {key: self._keyword(key, step) for key in KEYWORDS[step.name]}
             given = {key: value for key, value in keywords.items() if value is not None}
             return self.graph.call_function(RULES[step.name], args, {**kwargs, **given})
-        if not self.fallback:
+        if not self.fallback or step.name in CHOICES or _is_complex(step):
             raise NoRule(step)
         name = f"sampled{sum(1 for _ in self.root.children())}"
         self.root.add_module(name, Sampled(step.func, self.fallback, bool(self.modes["adjoint"])))

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from dubito.curvature.capture import attention_forward, example_count
 from dubito.model import Model
 from dubito.network.examples import Inputs
-from dubito.network.recurrent import RECURRENT, unrolled
+from dubito.network.recurrent import PLAIN, RECURRENT
 from dubito.network.weights import Watch, in_mode
 from dubito.posteriors.predict.dropout import ALPHA, CHANNELS, ELEMENTS, WEIGHTED, Dropout
 from dubito.posteriors.predict.streamlined.operations import (
@@ -145,9 +145,9 @@ class Recorder(Watch):
         if func is F.multi_head_attention_forward:
             with self:
                 return attention_forward(*args, **kwargs)
-        if func in RECURRENT:
+        if func in PLAIN:  # recurrent layers, and the packing of sequences
             with self:
-                return unrolled(RECURRENT[func], args)
+                return PLAIN[func](*args)
         return self._single(func, args, kwargs)
 
     def _single(self, func: Callable, args: tuple, kwargs: Arguments) -> Nested:
