@@ -126,6 +126,16 @@ class Traits:
     alone: str | None = "what each process computes is not added up over all of them"
 
 
+def parts_of(method: object) -> int:
+    """How many parts of a method, its chains, may run on processes of their own; 1 of a method that is one whole.
+
+    >>> import dubito
+    >>> parts_of(dubito.HMC(chains=4)), parts_of(dubito.MAP())
+    (4, 1)
+    """
+    return getattr(method, "parts", 1)
+
+
 def with_budget(method: Method, n_batches: int) -> Method:
     """The method with the length of training that follows the data, where the user has left it open.
 

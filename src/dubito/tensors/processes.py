@@ -27,6 +27,8 @@ JOINING = timedelta(minutes=5)  # until all processes of torchrun have begun
 REASON = 2.0  # seconds in which the reason of a process that fails is waited for
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets
 
+DIMENSIONS = ("chains", "data")  # of a mesh
+
 Distributed = Literal["auto", False] | ProcessGroup | DeviceMesh
 Result = TypeVar("Result")
 
@@ -53,11 +55,41 @@ class Processes:
     bytes: int = field(default=0, repr=False)  # that this process has given to sums
     flags: tuple[float, ...] = field(default=(), repr=False)  # travel with the next sum
     sum_of_flags: Tensor | None = field(default=None, repr=False)  # as the last sum has brought them
+    mesh: DeviceMesh | None = field(default=None, repr=False)  # as the user has laid them out
+    name: str = field(default="", repr=False)  # under which one that fails leaves its words
 
     @property
     def first(self) -> bool:
         """Whether this is the process that writes files and speaks."""
         return self.rank == 0
+
+    def grid(self, parts: int, *, alike: bool) -> tuple[Processes, Processes]:
+        """Those over which `parts`, chains or members, are spread, and those that divide the data: the dimensions "chains" and "data"
+        of a mesh. Without one all are the first where there is a part for each process and their data are `alike`, and else the second.
+
+        >>> Processes().grid(4, alike=True)
+        (Processes(rank=0, size=1), Processes(rank=0, size=1))
+        """
+        if not {*DIMENSIONS} & {*_names(self.mesh)}:
+            return (self, ALONE) if alike and parts >= self.size else (ALONE, self)
+        spread, divided = (self._along(name) for name in DIMENSIONS)
+        require(
+            parts >= spread.size,
+            f"the dimension 'chains' of the mesh has {spread.size} processes, and there are {parts} chains or members to spread over "
+            "them: give more of these, or in a method without any a mesh over the data, such as mesh['data']",
+        )
+        return spread, divided
+
+    def _along(self, name: str) -> Processes:
+        """Those in the row of this process along a dimension of the mesh."""
+        if self.mesh is None or name not in _names(self.mesh) or self.mesh[name].size() == 1:
+            return ALONE
+        group = self.mesh.get_group(name)
+        return (
+            self
+            if self.mesh.ndim == 1
+            else Processes(self.mesh.get_local_rank(name), self.mesh[name].size(), group, name=self.name)
+        )
 
     def sum_(self, tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> None:
         """Sum tensors over the processes, in place, in one all-reduce for each of their dtypes; or all in one `dtype`, such as float64
@@ -131,8 +163,7 @@ class Processes:
 
     @property
     def _key(self) -> str:
-        assert self.group is not None
-        return f"dubito/{self.group.group_name}/failure"
+        return f"dubito/{self.name}/failure"
 
     def _reason(self, error: RuntimeError) -> str:
         """Why an exchange has failed: in the words of the process that has failed, if it has left some."""
@@ -182,7 +213,10 @@ def join_processes(wanted: Distributed = "auto", device: torch.device | None = N
     if parent is None or distributed.get_world_size(parent) == 1:
         yield ALONE
         return
-    processes = Processes(distributed.get_rank(parent), distributed.get_world_size(parent), _own_group(parent))
+    group, mesh = _own_group(parent), wanted if isinstance(wanted, DeviceMesh) else None
+    processes = Processes(
+        distributed.get_rank(parent), distributed.get_world_size(parent), group, mesh=mesh, name=group.group_name
+    )
     try:
         yield processes
         processes.barrier()
@@ -214,11 +248,15 @@ def _parent(wanted: Distributed, device: torch.device | None) -> ProcessGroup | 
     if wanted is False:
         return None
     if isinstance(wanted, DeviceMesh):
+        if wanted.ndim == 1:
+            return wanted.get_group()
         require(
-            wanted.ndim == 1,
-            f"distributed is a DeviceMesh of {wanted.ndim} dimensions: give the one over the data, such as mesh['data']",
+            {*_names(wanted)} == {*DIMENSIONS} and wanted.size() == distributed.get_world_size(),
+            f"distributed is a DeviceMesh of {wanted.size()} processes and the dimensions {_names(wanted) or wanted.ndim}: give one "
+            "over the data, such as mesh['data'], or, for several chains or members, one of all processes with the dimensions 'chains' and "
+            "'data'",
         )
-        return wanted.get_group()
+        return distributed.group.WORLD
     if isinstance(wanted, ProcessGroup):
         return wanted
     if wanted != "auto":
@@ -230,6 +268,11 @@ def _parent(wanted: Distributed, device: torch.device | None) -> ProcessGroup | 
         distributed.init_process_group(backend, timeout=JOINING)
         atexit.register(_end)
     return distributed.group.WORLD
+
+
+def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    """The names of the dimensions of a mesh."""
+    return () if mesh is None else mesh.mesh_dim_names or ()
 
 
 def _end() -> None:

@@ -79,6 +79,7 @@ class NUTS(Tuned):
         step = state.step_size
         # coordinates without a unit of length do not move, and have no say in whether a trajectory turns
         start = state.point(state.noise(generator) * (state.scale > 0))
+        generator = _branch_off(generator)
         back, front, total = start, start, start.velocity
         chosen, error, weight = start, torch.zeros_like(state.log_prior), torch.zeros_like(state.log_prior)
         acceptance, points, depth = torch.zeros_like(error), torch.zeros_like(error), torch.zeros_like(error)
@@ -161,6 +162,13 @@ class NUTS(Tuned):
             if not sound.any():
                 break
         return Branch(end, halves[0], chosen, error, weight, sound, acceptance, points, diverged)
+
+
+def _branch_off(generator: torch.Generator) -> torch.Generator:
+    """A generator for one transition, which takes more numbers the longer the longest trajectory is: the next then begins at the same
+    place of the one given, whichever chains run here."""
+    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return torch.Generator(device=generator.device).manual_seed(int(seed))
 
 
 def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
