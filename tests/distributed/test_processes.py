@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed_ranks import DEAD, errors, free_port, on_ranks
+from dubito.tensors import processes
 from dubito.tensors.processes import Processes, join_processes
 
 
@@ -150,6 +152,23 @@ def test_torchruns_variables_make_a_group(monkeypatch):
         return total.item(), processes.size
 
     assert on_ranks(2, work) == [(3.0, 2)] * 2
+
+
+def test_a_fit_that_only_some_processes_begin_is_told(monkeypatch):
+    monkeypatch.setattr(processes, "JOINING", timedelta(seconds=0.5))
+
+    def work(rank):
+        if rank == 0:
+            with join_processes():
+                pass
+        else:
+            time.sleep(2)  # it holds the store of the others
+
+    first, second = errors(2, work)
+    assert first.startswith(
+        "ProcessError: only 1 of 2 processes have begun this fit after 0:00:00.500000: call fit on all of them"
+    )
+    assert not second
 
 
 def test_one_process_does_nothing():

@@ -1,10 +1,14 @@
 """Runs on several processes that are interrupted: by a callback, a signal or the death of a process."""
 
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +152,21 @@ def test_draws_on_disk_are_read_by_all(tmp_path):
     (n, first), (other, second) = on_ranks(2, work)
     assert n == other == 40
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_torchrun_runs_the_script_of_the_page(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    (tmp_path / "script.py").write_text(
+        "import torch\ntorch.manual_seed(0)\n" + code + "\nprint('center', float(posterior.center[0]['0.weight'].sum()))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    values = [float(value) for value in re.findall(r"center (-?[\d.]+\d)", done.stdout)]
+    alone = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert len(values) == 2
+    assert values == pytest.approx([float(alone.stdout.split()[1])] * 2, abs=1e-4)

@@ -86,10 +86,11 @@ class ChainState:
         share = Share.of(len(self.position), processes.rank, processes.size)
         rows = {name: share.take(getattr(self, name)) for name in ROWS}
         tuning = {name: leaf if name in COMMON else share.take(leaf) for name, leaf in self.tuning.items()}
-        own = replace(self, **rows, tuning=tuning, notes={}, spread=Spread(processes, share))
+        spread = Spread(processes, share)
+        own = replace(self, **rows, tuning=tuning, notes={}, spread=spread)
         with sharing(share):
             yield own
-        self._join(own, own.spread)
+        self._join(own, spread)
         place = generator.get_state().to(self.position.device)  # a proposal of the user's may draw more here than there
         processes.broadcast_([place])
         generator.set_state(place.cpu())

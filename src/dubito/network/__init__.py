@@ -8,6 +8,7 @@ Read in this order:
 - `reinitialize`: fresh weights for members and chains
 - `recurrent`: `nn.LSTM`, `nn.GRU` and `nn.RNN` step by step
 - `cuda_graphs`: training steps that a GPU replays
+- `shared_batch`: a pass over a process's share of a batch
 
 May import `tensors`.
 """

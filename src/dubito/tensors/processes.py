@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dubito.tensors.checks import require, type_of
 
 TIMEOUT = timedelta(minutes=30)  # of one exchange, in which the others may wait for a checkpoint to be written
-JOINING = timedelta(minutes=5)  # until all processes of torchrun have begun
+JOINING = timedelta(minutes=5)  # until all processes have come to a fit
 REASON = 2.0  # seconds in which the reason of a process that fails is waited for
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets
 
@@ -213,6 +214,7 @@ def join_processes(wanted: Distributed = "auto", device: torch.device | None = N
     if parent is None or distributed.get_world_size(parent) == 1:
         yield ALONE
         return
+    _wait_for_all(parent)
     group, mesh = _own_group(parent), wanted if isinstance(wanted, DeviceMesh) else None
     processes = Processes(
         distributed.get_rank(parent), distributed.get_world_size(parent), group, mesh=mesh, name=group.group_name
@@ -223,6 +225,25 @@ def join_processes(wanted: Distributed = "auto", device: torch.device | None = N
     except BaseException as error:
         processes.fail(error)
         raise
+
+
+_CALLS: Counter[str] = Counter()  # of groups, by their names
+
+
+def _wait_for_all(parent: ProcessGroup) -> None:
+    """Raise where only some of the processes have come here after a while."""
+    store, size = distributed.distributed_c10d._get_default_store(), distributed.get_world_size(parent)
+    _CALLS[parent.group_name] += 1
+    key = f"dubito/{parent.group_name}/{_CALLS[parent.group_name]}"
+    if store.add(key, 1) == size:
+        store.set(f"{key}/all", "1")
+    try:
+        store.wait([f"{key}/all"], JOINING)
+    except RuntimeError as error:
+        raise ProcessError(
+            f"only {store.add(key, 0)} of {size} processes have begun this fit after {JOINING}: call fit on all of them, or give "
+            "distributed=False"
+        ) from error
 
 
 _OURS: list[ProcessGroup] = []  # over all processes, at most one
@@ -252,9 +273,9 @@ def _parent(wanted: Distributed, device: torch.device | None) -> ProcessGroup | 
             return wanted.get_group()
         require(
             {*_names(wanted)} == {*DIMENSIONS} and wanted.size() == distributed.get_world_size(),
-            f"distributed is a DeviceMesh of {wanted.size()} processes and the dimensions {_names(wanted) or wanted.ndim}: give one "
-            "over the data, such as mesh['data'], or, for several chains or members, one of all processes with the dimensions 'chains' and "
-            "'data'",
+            f"distributed is a DeviceMesh of {wanted.size()} processes with {wanted.ndim} dimensions, {_names(wanted)}: give one "
+            "over the data, such as mesh['data'], or, for several chains or members, one of all processes with the dimensions "
+            "'chains' and 'data'",
         )
         return distributed.group.WORLD
     if isinstance(wanted, ProcessGroup):
