@@ -247,7 +247,6 @@ REFUSED = {
         lambda rank: ((X, Y), {"of": dubito.Model(Counting(), dubito.Gaussian())}), "no longer hold the same .*seen.*distributed=False",
     ),
     "Laplace": (lambda rank: ((X, Y), {"method": dubito.Laplace()}), "Laplace cannot run on 2 processes: what each process computes"),
-    "HMC": (lambda rank: ((X, Y), {"method": dubito.HMC()}), "HMC cannot run on 2 processes"),
     "an ensemble": (lambda rank: ((X, Y), {"method": dubito.Ensemble(2)}), "Ensemble cannot run on 2 processes"),
     "drawn labels": (
         lambda rank: ((X, Y), {"method": dubito.OnlineLaplace(epochs=3, curvature="fisher")}),
