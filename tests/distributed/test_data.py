@@ -247,7 +247,7 @@ REFUSED = {
         lambda rank: ((X, Y), {"of": dubito.Model(Counting(), dubito.Gaussian())}), "no longer hold the same .*seen.*distributed=False",
     ),
     "Laplace": (lambda rank: ((X, Y), {"method": dubito.Laplace()}), "Laplace cannot run on 2 processes: what each process computes"),
-    "an ensemble": (lambda rank: ((X, Y), {"method": dubito.Ensemble(2)}), "Ensemble cannot run on 2 processes"),
+    "an ensemble": (lambda rank: ((X, Y), {"method": dubito.Ensemble(1)}), "Ensemble cannot run on 2 processes: its members"),
     "drawn labels": (
         lambda rank: ((X, Y), {"method": dubito.OnlineLaplace(epochs=3, curvature="fisher")}),
         "OnlineLaplace cannot run on 2 processes: labels",

@@ -25,6 +25,7 @@ from dubito.tensors.checks import require, type_of
 
 TIMEOUT = timedelta(minutes=30)  # of one exchange, in which the others may wait for a checkpoint to be written
 JOINING = timedelta(minutes=5)  # until all processes have come to a fit
+PAUSE = 2.0  # seconds between looks whether another process has failed
 REASON = 2.0  # seconds in which the reason of a process that fails is waited for
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets
 
@@ -58,6 +59,7 @@ class Processes:
     sum_of_flags: Tensor | None = field(default=None, repr=False)  # as the last sum has brought them
     mesh: DeviceMesh | None = field(default=None, repr=False)  # as the user has laid them out
     name: str = field(default="", repr=False)  # under which one that fails leaves its words
+    looked: float = field(default=0.0, repr=False)  # when it was last looked whether another has
 
     @property
     def first(self) -> bool:
@@ -133,6 +135,27 @@ class Processes:
     def barrier(self) -> None:
         """Wait until all processes have come here."""
         self.gather(None)
+
+    def check_others(self) -> None:
+        """Raise where another process has failed; what does not cost a message is to be called at every step."""
+        if self.size == 1 or time.monotonic() < self.looked + PAUSE:
+            return
+        self.looked, store = time.monotonic(), distributed.distributed_c10d._get_default_store()
+        if store.check([self._key]):
+            raise ProcessError(store.get(self._key).decode())
+
+    def wait_for_others(self) -> None:
+        """Wait until all have come here, unless one has failed: as long as that takes, where a barrier has its timeout."""
+        if self.size == 1:
+            return
+        store = distributed.distributed_c10d._get_default_store()
+        _CALLS[self._key] += 1
+        key, pause = f"{self._key}/{_CALLS[self._key]}", 0.01
+        store.add(key, 1)
+        while store.add(key, 0) < self.size:
+            self.check_others()
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE)
 
     def agree(self, **values: object) -> None:
         """Raise on all processes unless every value is the same on all of them; they are compared by `repr`.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -23,7 +24,7 @@ from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, positive, require
-from dubito.tensors.randomness import derive_seed, uniforms_from
+from dubito.tensors.randomness import derive_seed, fork_rng, uniforms_from
 from dubito.tensors.tree import Params
 
 DEFAULT = MAP()  # the method of `Ensemble(5)`
@@ -145,7 +146,42 @@ class Ensemble:
     def traits(self) -> Traits:
         """Members start anew; the traits that concern the network and its weights are those of the method inside."""
         inner = traits_of(self.method)
-        return Traits(starts_anew=True, many_starts=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights)
+        alone = f"its members ({self.size}) run one or more on each process, and all of them need the same data"
+        return Traits(
+            starts_anew=True, many_starts=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights, alone=alone
+        )
+
+    @property
+    def parts(self) -> int:
+        """Members, which know nothing of each other, may be trained by processes of their own."""
+        return self.size
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the members: their weights at the start, their anchors and the examples they see follow from these."""
+        return range(self.size)
+
+    @property
+    def of(self) -> int:
+        """How many members there are, of which these may be some."""
+        return self.size
+
+    def some(self, numbers: range) -> Members:
+        """The ensemble of some of the members."""
+        known = {own.name: getattr(self, own.name) for own in fields(self)}
+        return Members(**{**known, "size": len(numbers)}, numbers=numbers, of=self.size)
+
+    def unite(self, posteriors: list[Posterior]) -> Posterior:
+        """The posterior of all members, of those of some."""
+        points = [posterior for posterior in posteriors if isinstance(posterior, Samples)]
+        if len(points) < len(posteriors):
+            return Mixture.equal([member for part in posteriors for member in cast(Mixture, part).members])
+        apart = [part.own_buffers for part in points]
+        return replace(
+            points[0],
+            params=tree.concatenate([part.params for part in points]),
+            own_buffers=tree.concatenate(apart) if apart[0] else {},
+        )
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -183,7 +219,8 @@ class Ensemble:
         first = self.methods[0].steps(n_batches) if len(self.methods) > 1 else steps
         state = EnsembleState([], 0, 0, first, steps, batched, None, None, n_batches)
         if self.anchored:
-            state.anchors = draw_anchors(target, start, self.size, generator)
+            state.anchors = draw_anchors(target, start, self.numbers, generator)
+        self._part_from(generator)
         state.stages.append(self._stage(0, target, state, starts, batch, generator))
         if len(self.methods) > 1:
             # It is made again once the first stage is over. Making it here finds errors early, and lets a checkpoint of either stage
@@ -196,6 +233,9 @@ class Ensemble:
                 raise ValueError("adversarial training perturbs one tensor of real numbers; this model takes other inputs")
             state.low, state.high = x.amin(0), x.amax(0)
         return state
+
+    def _part_from(self, generator: torch.Generator) -> None:
+        """Let members on other processes draw other numbers; here there are none."""
 
     def step(
         self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
@@ -224,7 +264,7 @@ class Ensemble:
             target = replace(target, adversary=self.adversarial * (state.high - state.low))
         held = [self._held_out(target, batch) for batch in data] if self.hold_out else []  # [S, B] each
         weights = self._weights(target, data, held)
-        targets = [noisy_targets(target, batch, self.size) for batch in data] if self.anchored else [None]
+        targets = [noisy_targets(target, batch, self.numbers) for batch in data] if self.anchored else [None]
         if stage.stacked:
             own = replace(self._of(target, state), weights=for_each(weights), targets=for_each(targets))
             members = [method.step(own, stage.members[0], data, generator)]
@@ -331,9 +371,9 @@ class Ensemble:
     def _starts(self, target: Target, start: Start, seed: int) -> list[Start]:
         """Every member's own start."""
         if start.draws is not None:
-            settings, own = starts(target, start, self.size, torch.Generator()), own_buffers(start, self.size)
-            given = [Start(tree.select(settings, i), {**start.buffers, **tree.select(own, i)}) for i in range(self.size)]
-            return [self._perturbed(member, set(), derive_seed(seed, i)) for i, member in enumerate(given)]
+            settings, own = starts(target, start, self.of, torch.Generator()), own_buffers(start, self.of)
+            given = [Start(tree.select(settings, i), {**start.buffers, **tree.select(own, i)}) for i in self.numbers]
+            return [self._perturbed(member, set(), derive_seed(seed, i)) for i, member in zip(self.numbers, given, strict=True)]
         names = [name for name in start.params if ":" not in name]
         kept = {name for name in names if self.keep is not None and re.search(self.keep, name)}
         require(kept or self.keep is None, f"keep={self.keep!r} matches none of the weights, which are {names[:8]}")
@@ -344,7 +384,7 @@ class Ensemble:
         )
         new = {name: leaf for name, leaf in start.params.items() if name not in kept}
         members = []
-        for i in range(self.size):
+        for i in self.numbers:
             own = derive_seed(seed, i)
             fresh = reinitialize(target.model.network, new, own, self.initialize)
             params = {name: fresh[name] if name in fresh else leaf.clone() for name, leaf in start.params.items()}
@@ -366,7 +406,7 @@ class Ensemble:
 
     def _weights(self, target: Target, data: Iterable[Batch], held: list[Tensor]) -> list[Tensor | None]:
         """How often each example of each batch counts for each member, [S, B]; what a member holds out does not count."""
-        bags = [bag(target, batch, self.size) for batch in data] if self.bagging else [torch.ones(()) for _ in held]
+        bags = [bag(target, batch, self.numbers) for batch in data] if self.bagging else [torch.ones(()) for _ in held]
         return [bag.to(out.device) * ~out for bag, out in zip(bags, held, strict=True)] if held else list(bags) or [None]
 
     def _held_out(self, target: Target, batch: Batch) -> Tensor:
@@ -374,7 +414,7 @@ class Ensemble:
         assert self.hold_out is not None
         folds = max(2, round(1 / self.hold_out))
         fold = (uniforms_from(example_keys(target, batch) ^ derive_seed("fold")) * folds).long()
-        return fold == torch.arange(self.size, device=fold.device).unsqueeze(1) % folds
+        return fold == torch.tensor(self.numbers, device=fold.device).unsqueeze(1) % folds
 
     def _stop_early(self, target: Target, state: EnsembleState, data: list[Batch], held: list[Tensor]) -> None:
         """Score what each member holds out in some of the passes, and keep the weights of the pass with the best score."""
@@ -428,6 +468,27 @@ class Ensemble:
         if stage.stacked:
             return [put(stage.members[0], leaves)]
         return [put(member, tree.select(leaves, i)) for i, member in enumerate(stage.members)]
+
+
+@dataclass(frozen=True)
+class Members(Ensemble):
+    """Some of the members of an ensemble, whose others are trained by other processes. Each begins where it would begin among all, and
+    sees the same examples; what is random in training is independent of the others."""
+
+    numbers: range = field(default=range(0), kw_only=True)  # pyright: ignore[reportIncompatibleMethodOverride]
+    of: int = field(default=0, kw_only=True)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def _part_from(self, generator: torch.Generator) -> None:
+        if first := self.numbers[0]:
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+            generator.manual_seed(derive_seed(seed, first))
+
+    def step(
+        self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
+    ) -> tuple[EnsembleState, Info]:
+        """A step of these members."""
+        with fork_rng(derive_seed("members", self.numbers[0], state.step)) if self.numbers[0] else nullcontext():
+            return super().step(target, state, data, generator)
 
 
 def _together(target: Target, starts: list[Start]) -> Start:
