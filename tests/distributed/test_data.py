@@ -3,6 +3,7 @@
 import itertools
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,6 +162,7 @@ COSTS = {  # bytes and all-reduces of a step, as docs/distributed.md has them
     "SWAG": (dubito.SWAG(epochs=4), 4 * (P + 1), 1),
     "IVON": (dubito.IVON(epochs=3), 4 * (P + 1), 1),
     "IVON, two samples": (dubito.IVON(epochs=3, samples=2), 4 * 2 * (P + 1), 2),
+    "IVON, draws of its own": (dubito.IVON(epochs=3, samples=2, draws_per_rank=True), 4 * (2 * P + 2), 1),
     "Variational": (dubito.Variational(epochs=3, samples=2), 4 * (2 * (P - 1) + 1 + 1), 1),
     "SGHMC": (dubito.SGHMC(draws=1, burn_in=2, thin=1, chains=2, vectorize=False), 4 * 2 * (P + 1), 2),
     "MeanTeacher": (dubito.MeanTeacher(dubito.MAP(epochs=3)), 4 * (P + 2), 2),
@@ -245,6 +247,15 @@ REFUSED = {
     "another version": (lambda rank: (setattr(dubito, "__version__", str(rank)), ((X, Y), {}))[1], "the processes differ in version"),
     "a buffer of its own": (
         lambda rank: ((X, Y), {"of": dubito.Model(Counting(), dubito.Gaussian())}), "no longer hold the same .*seen.*distributed=False",
+    ),
+    "coupled rows": (
+        lambda rank: ((X, Y), {"of": replace(model(), coupled=True)}), "rows that are coupled cannot be divided: give ",
+    ),
+    "BatchNorm in several chains": (
+        lambda rank: (
+            (X, Y), {"method": dubito.SGLD(draws=1, burn_in=2, thin=1, chains=2, vectorize=True), "of": model(nn.BatchNorm1d(8))}
+        ),
+        "BatchNorm on several processes needs one setting of the weights at a time: give vectorize=False",
     ),
     "Laplace": (lambda rank: ((X, Y), {"method": dubito.Laplace()}), "Laplace cannot run on 2 processes: what each process computes"),
     "an ensemble": (lambda rank: ((X, Y), {"method": dubito.Ensemble(1)}), "Ensemble cannot run on 2 processes: its members"),

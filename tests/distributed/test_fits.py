@@ -90,11 +90,11 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_two_and_three_processes_give_the_numbers_of_one(name):
+def test_two_and_four_processes_give_the_numbers_of_one(name):
     model, method = METHODS[name]()
     y = CLASSES if isinstance(model.likelihood, dubito.Categorical) else Y
 
     def fit(rank):
         return tensors(dubito.fit(model, method, (X, y), batch_size=20, progress=False))
 
-    compare((2, 3), fit)
+    compare((2, 4), fit)

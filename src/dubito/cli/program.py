@@ -31,6 +31,7 @@ from dubito.cli.commands.predict import predict
 from dubito.evaluation.data.csv_table import is_table
 from dubito.inference.registry import METHODS
 from dubito.tensors.checks import suggestion
+from dubito.tensors.processes import ProcessError
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as end:  # after --help
         return int(end.code or 0)
-    except UsageError as refusal:
+    except (UsageError, ProcessError) as refusal:
         return _print_error(str(refusal))
     except BrokenPipeError:  # as in `dubito predict ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports an error when it flushes at exit
@@ -103,8 +104,13 @@ def _dispatch(args: list[str]) -> None:
         raise UsageError(f"no command is called {args[0]!r}; {suggestion(args[0], COMMANDS)}")
     elif args[0] == "fit":
         _fit(args[1:])
-    else:
+    elif _in_one_process():
         COMMANDS[args[0]](args[1:])
+
+
+def _in_one_process() -> bool:
+    """Whether this is the process that runs a command which does not divide its work: under torchrun, the first alone."""
+    return os.environ.pop("RANK", "0") == "0"  # without it no fit of the command waits for the others
 
 
 def _fit(args: list[str]) -> None:
@@ -116,7 +122,8 @@ def _fit(args: list[str]) -> None:
     if not unknown:
         fit(name, args[1:])
     elif args[0].startswith("-") or os.path.isfile(args[0]) or is_table(Path(args[0])):
-        fit_table(args)
+        if _in_one_process():
+            fit_table(args)
     else:
         raise UsageError(
             f"no method is called {unknown[0]!r}; {suggestion(unknown[0], METHODS)}; nor is there a file of that name"

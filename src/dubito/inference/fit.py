@@ -36,9 +36,10 @@ from dubito.network.weights import copy_network
 from dubito.posteriors import Posterior, Stored
 from dubito.tensors import randomness, store, tree
 from dubito.tensors.checks import of_type, require, type_of
-from dubito.tensors.processes import Distributed, Processes, join_processes
+from dubito.tensors.processes import Distributed, Processes, join_processes, own_device
 
 RISE = 5.0  # nats, from which on it is said that training could have gone on
+SETTINGS = ("n_data", "temperature", "accumulate", "precision", "patience", "resume", "store_dtype", "memory", "exchange_dtype")
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")  # which exchange gradients in their own way
 
 
@@ -65,6 +66,7 @@ def fit(
     progress: bool | None = None,
     callbacks: Sequence[Callable[[Event], object]] = (),
     distributed: Distributed = "auto",
+    exchange_dtype: Literal["bfloat16"] | None = None,
 ) -> Posterior:
     """Give a model a posterior.
 
@@ -83,7 +85,8 @@ def fit(
     `memory` gigabytes they stay there, and the posterior, `posteriors.Stored`, reads them as it needs them.
 
     Under torchrun, or where torch.distributed has a process group, all processes fit one posterior together: `batch_size` is then that
-    of all of them. `distributed` is False for a fit on each process alone, or the process group or DeviceMesh to use.
+    of all of them. `distributed` is False for a fit on each process alone, or the process group or DeviceMesh to use. With
+    `exchange_dtype="bfloat16"` gradients travel between processes in half the bytes, rounded.
 
     The network, its gradients, buffers and mode, and the global random generators are as before when this returns or raises.
 
@@ -98,6 +101,7 @@ def fit(
     options = FitOptions(
         start, n_data, temperature, device, seed, batch_size, accumulate, precision, validation, patience, checkpoint,
         checkpoint_every, resume, store_dtype, memory, progress, callbacks, distributed,
+        exchange_dtype,
     )  # fmt: skip
     return fit_with(model, method, data, options)
 
@@ -106,7 +110,7 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
     """`fit`, with its keyword arguments as one value."""
     _check_parts(model, method)
     traits, size, validation = traits_of(method), options.batch_size, options.validation
-    device = torch.device(options.device or model.device)
+    device = own_device(torch.device(options.device or model.device))
     with join_processes(options.distributed, device) as processes, _quiet(processes), ExitStack() as stack:
         _check_fit(processes, model, method, options)
         model = _on_device(model, device)
@@ -191,6 +195,7 @@ def _check_fit(processes: Processes, model: Model, method: Method, options: FitO
     )
     if processes.size == 1:
         return
+    processes.exchange = torch.bfloat16 if options.exchange_dtype else None
     shapes = [(name, tuple(leaf.shape), leaf.dtype) for name, leaf in model.network.named_parameters()]
     processes.agree(
         version=(sys.modules["dubito"].__version__, torch.__version__),
@@ -200,10 +205,7 @@ def _check_fit(processes: Processes, model: Model, method: Method, options: FitO
         method=store.describe(method),
         seed=options.seed,
         batch_size=options.batch_size,
-        settings=[
-            (name, getattr(options, name))
-            for name in ("n_data", "temperature", "accumulate", "precision", "patience", "resume", "store_dtype", "memory")
-        ],
+        settings=[(name, getattr(options, name)) for name in SETTINGS],
     )
 
 

@@ -44,6 +44,7 @@ class FitOptions:
     progress: bool | None = None
     callbacks: Sequence[Callable[[Event], object]] = ()
     distributed: Distributed = "auto"
+    exchange_dtype: Literal["bfloat16"] | None = None
 
     def __post_init__(self):
         for name in ("batch_size", "accumulate"):
@@ -57,7 +58,9 @@ class FitOptions:
             self.precision in (None, "bfloat16"),
             f"precision must be None or 'bfloat16'; got {self.precision!r} (float16 would need loss scaling)",
         )
-        require(self.store_dtype in (None, "bfloat16"), f"store_dtype must be None or 'bfloat16'; got {self.store_dtype!r}")
+        for name in ("store_dtype", "exchange_dtype"):
+            value = getattr(self, name)
+            require(value in (None, "bfloat16"), f"{name} must be None or 'bfloat16'; got {value!r}")
         require(
             not self.resume or self.checkpoint is not None, "resume=True needs a folder to resume from: give checkpoint='folder'"
         )

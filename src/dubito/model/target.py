@@ -87,9 +87,17 @@ class Target:
             return (self.n_data / seen * total + self.log_prior(params)) / self.temperature
 
     def gradient(
-        self, params: Params, data: Iterable[Batch], buffers: Buffers, *, train: bool = False, factor: float = 1.0
+        self,
+        params: Params,
+        data: Iterable[Batch],
+        buffers: Buffers,
+        *,
+        train: bool = False,
+        factor: float = 1.0,
+        apart: bool = False,
     ) -> Evaluation:
-        """Gradient of `factor` times the log joint. The prior's gradient is analytic; autograd sees the likelihood only."""
+        """Gradient of `factor` times the log joint. The prior's gradient is analytic; autograd sees the likelihood only. `apart` leaves
+        it, on several processes, at this one's part of the likelihood's gradient: to be added up by the caller."""
         live = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
         leaves, factor = list(live.values()), factor / self.temperature
         total, seen, first = None, 0, 1
@@ -108,11 +116,12 @@ class Target:
         gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
         if common is not None:
             seen = common
-            self.processes.sum_([*gradient.values(), total])
+        if common is not None and not apart:
+            self.processes.sum_gradient_(gradient.values(), total)
         with torch.no_grad():
             if seen != first:
                 torch._foreach_mul_(list(gradient.values()), first / seen)
-            self._add_prior(gradient, params, factor)
+            self._add_prior(gradient, params, factor / self.processes.size if apart else factor)
         buffers = {name: leaf.detach() for name, leaf in buffers.items()}
         return Evaluation(gradient, buffers, total / seen)
 

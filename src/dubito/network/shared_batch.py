@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +18,7 @@ from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.shares import Share, sharing
 
 FACTORS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}  # which multiply by random numbers
-RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, torch.bernoulli, torch.rand_like, torch.randn_like}
+RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, torch.bernoulli, torch.rand_like, torch.randn_like}
 INSIDE = {F.multi_head_attention_forward, F.scaled_dot_product_attention, *RECURRENT}  # which may drop within one call
 
 
@@ -59,7 +59,7 @@ class SharedBatch(TorchFunctionMode):
         axis = self.share.axis(input.shape)
         if not training or p == 0 or axis is None:
             return func(input, p, training, inplace)
-        return input * self.share.draw(lambda shape: func(input.new_ones(shape), p, True), input.shape, axis)
+        return input * self.share.draw(lambda shape: func(_ones(input, shape), p, True), input.shape, axis)
 
     def _whole(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """A random function of a tensor, called on a whole batch of which this process's rows are taken."""
@@ -112,6 +112,12 @@ class SharedBatch(TorchFunctionMode):
         out = deviation * (variance + eps).rsqrt().view(shape)
         out = out if weight is None else out * weight.view(shape)
         return (out if bias is None else out + bias.view(shape)).to(input.dtype)
+
+
+def _ones(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Ones in the memory layout of a tensor, in whose order torch draws."""
+    axes = sorted(range(like.ndim), key=like.stride, reverse=True)
+    return like.new_ones([shape[axis] for axis in axes]).permute([axes.index(axis) for axis in range(like.ndim)])
 
 
 def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:

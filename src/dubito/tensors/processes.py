@@ -10,8 +10,8 @@ import atexit
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dubito.tensors.checks import require, type_of
+from dubito.tensors.randomness import derive_seed
 
 TIMEOUT = timedelta(minutes=30)  # of one exchange, in which the others may wait for a checkpoint to be written
 JOINING = timedelta(minutes=5)  # until all processes have come to a fit
@@ -53,6 +54,7 @@ class Processes:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = field(default=None, repr=False)
+    exchange: torch.dtype | None = field(default=None, repr=False)  # in which gradients travel; None is their own
     collectives: int = field(default=0, repr=False)  # sums, broadcasts and gathers so far
     bytes: int = field(default=0, repr=False)  # that this process has given to sums
     flags: tuple[float, ...] = field(default=(), repr=False)  # travel with the next sum
@@ -113,6 +115,14 @@ class Processes:
                 for leaf, total in zip(leaves, sums, strict=True):
                     leaf.copy_(total.view(leaf.shape))
 
+    def sum_gradient_(self, gradient: Iterable[Tensor], *numbers: Tensor) -> None:
+        """Sum a gradient, in `exchange` where that is set, and numbers that go with it."""
+        if self.exchange is None:
+            self.sum_([*gradient, *numbers])
+        else:
+            self.sum_([*gradient], dtype=self.exchange)
+            self.sum_(numbers)
+
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Give all processes the tensors of the first, in place, as bytes in one message."""
         if self.size == 1 or not tensors:
@@ -131,6 +141,13 @@ class Processes:
         values: list[Any] = [None] * self.size
         self._together(lambda group: distributed.all_gather_object(values, value, group=group))
         return values
+
+    def own_generator(self, generator: torch.Generator) -> torch.Generator:
+        """A generator for numbers that differ from process to process, seeded by one that is the same on all."""
+        if self.size == 1:
+            return generator
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        return torch.Generator(generator.device).manual_seed(derive_seed(seed, "process", self.rank))
 
     def barrier(self) -> None:
         """Wait until all processes have come here."""
@@ -219,11 +236,11 @@ class Processes:
         self.group = None  # the last reference, which closes the connections
 
 
-ALONE = Processes()
+ALONE, CPU = Processes(), torch.device("cpu")
 
 
 @contextmanager
-def join_processes(wanted: Distributed = "auto", device: torch.device | None = None) -> Iterator[Processes]:
+def join_processes(wanted: Distributed = "auto", device: torch.device = CPU) -> Iterator[Processes]:
     """The processes to work with, on a group of our own: `fit(distributed=...)`.
 
     "auto" takes the process group that there is, or makes one under torchrun; False takes this process alone. An error that leaves the
@@ -233,7 +250,21 @@ def join_processes(wanted: Distributed = "auto", device: torch.device | None = N
     ...     processes.size
     1
     """
-    parent = _parent(wanted, device)
+    with torch.cuda.device(own_device(device)) if device.type == "cuda" else nullcontext():  # where NCCL puts messages of its own
+        yield from _join(_parent(wanted, device))
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The device of this process: of "cuda", under torchrun, the GPU of its number.
+
+    >>> own_device(torch.device("cpu")), own_device(torch.device("cuda:1"))
+    (device(type='cpu'), device(type='cuda', index=1))
+    """
+    number = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", int(number)) if device == torch.device("cuda") and number is not None else device
+
+
+def _join(parent: ProcessGroup | None) -> Iterator[Processes]:
     if parent is None or distributed.get_world_size(parent) == 1:
         yield ALONE
         return
@@ -287,7 +318,7 @@ def _own_group(parent: ProcessGroup) -> ProcessGroup:
     return group
 
 
-def _parent(wanted: Distributed, device: torch.device | None) -> ProcessGroup | None:
+def _parent(wanted: Distributed, device: torch.device) -> ProcessGroup | None:
     """The user's group; None for one process."""
     if wanted is False:
         return None
@@ -308,7 +339,7 @@ def _parent(wanted: Distributed, device: torch.device | None) -> ProcessGroup | 
     if not distributed.is_initialized():
         if not all(name in os.environ for name in VARIABLES) or int(os.environ["WORLD_SIZE"]) == 1:
             return None
-        backend = "nccl" if device is not None and device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
         distributed.init_process_group(backend, timeout=JOINING)
         atexit.register(_end)
     return distributed.group.WORLD

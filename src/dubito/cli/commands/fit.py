@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +33,7 @@ from dubito.model import Model, Target
 from dubito.posteriors import Posterior, io
 from dubito.tensors import randomness, store
 from dubito.tensors.covariances import Indefinite
+from dubito.tensors.processes import Processes, join_processes
 
 START = "first"  # folder of the checkpoint of the training that comes before the method
 
@@ -46,14 +50,19 @@ def fit(name: str, args: Sequence[str]) -> None:
 
     `dubito predict` and `dubito evaluate` read the folder.
     """
-    about = fit.__doc__ or ""
-    options = parse_options(name, args, about=about)
+    options = parse_options(name, args, about=fit.__doc__ or "")
     device = find_device(options.run.device)
+    with join_processes(device=device) as processes, redirect_stdout(sys.stdout if processes.first else StringIO()):
+        _fit(name, args, options, device, processes)
+
+
+def _fit(name: str, args: Sequence[str], options: FitOptions, device: torch.device, processes: Processes) -> None:
+    """Fit on one of the processes, of which the first writes and speaks."""
     table, y, kind = read_table(options.data)
     rows = split(len(y), options.data.held_out, seed=options.run.seed)
     outputs = output_names(table, y)
     training = options.training(len(rows.train), tuple(table.x.shape[1:]), len(outputs))
-    options = parse_options(name, args, about=about, training=training)
+    options = parse_options(name, args, about=fit.__doc__ or "", training=training)
     recipe = make_recipe(options, table, y, kind, rows)
     with randomness.fork_rng(randomness.derive_seed(options.run.seed, "network")):
         model = recipe.model(options.network.network)
@@ -62,16 +71,23 @@ def fit(name: str, args: Sequence[str]) -> None:
     fitting = Fitting(model, recipe, options, rows, device, recipe.x.apply(table.x), recipe.y.apply(y) if recipe.y else y)
     fitting.rehearse()
     folder = options.data.out
-    with fit_folder(folder, recipe, resume=options.run.resume):
+    with fit_folder(folder, recipe, resume=options.run.resume) if processes.first else nullcontext():
+        processes.barrier()  # the folder is there
         with usage_errors(ValueError, FloatingPointError), print_warnings():
             posterior = fitting.run()
         if len(rows.held_out):
             recipe = replace(recipe, metrics=score(posterior, recipe, options, table.x, y, rows))
-        with store.describing_write_errors(folder):
-            io.save(posterior, folder / POSTERIOR)
-            recipe.write(folder / NAME)  # written last: a folder that has it is finished
-        shutil.rmtree(folder / CHECKPOINT)
+        if processes.first:
+            write(folder, posterior, recipe)
     print(f"Wrote {folder}. Predict with: dubito predict {folder} DATA")
+
+
+def write(folder: Path, posterior: Posterior, recipe: Recipe) -> None:
+    """Write what was fitted, and remove the checkpoint."""
+    with store.describing_write_errors(folder):
+        io.save(posterior, folder / POSTERIOR)
+        recipe.write(folder / NAME)  # written last: a folder that has it is finished
+    shutil.rmtree(folder / CHECKPOINT)
 
 
 def make_recipe(options: FitOptions, table: Table, y: Tensor, kind: Kind, rows: Rows) -> Recipe:

@@ -20,6 +20,7 @@ from dubito.evaluation.data.cells import require_name
 from dubito.posteriors import Posterior, io
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors.checks import require
+from dubito.tensors.processes import own_device
 
 POSTERIOR = "posterior.safetensors"
 TABLE = "table.safetensors"  # of a fit without a method
@@ -188,7 +189,7 @@ class FittedTable:
 def find_device(device: str) -> torch.device:
     """The device of this name; a UsageError if it cannot be used."""
     try:
-        found = torch.device(device)
+        found = own_device(torch.device(device))
         torch.zeros(1, device=found).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--device {device}: this device cannot be used: {str(error).splitlines()[0]}") from None

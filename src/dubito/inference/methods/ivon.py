@@ -60,6 +60,8 @@ class IVON:
     and Hessian of the log prior are estimated with those of the loss. The learned quantities are Gaussian as the weights are.
 
     Several `samples` a step come in pairs, m + e and m - e: what they have in common, the noise of the batch, cancels in the Hessian.
+    On several processes all have the same draws, and the numbers are those of one; with `draws_per_rank` each has draws of its own
+    for its part of a batch, so that a step averages over more of them.
 
     >>> import dubito, torch
     >>> model = dubito.Model(torch.nn.Linear(1, 1), dubito.Gaussian(scale=1.0))
@@ -78,6 +80,7 @@ class IVON:
     warmup: float = field(default=0.0, kw_only=True)  # share of the steps in which the learning rate rises
     clip: float | None = field(default=1.0, kw_only=True)  # a gradient moves a weight by at most clip * learning_rate
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
+    draws_per_rank: bool = field(default=False, kw_only=True, metadata={"before": False})  # on each process draws of its own
     check: bool = field(default=True, kw_only=True, repr=False)  # warn where the training ends on its way, see `rise`
 
     def __post_init__(self):
@@ -127,18 +130,26 @@ class IVON:
         data, loss, factor = list(data), _loss(target), -target.temperature / target.n_data / self.samples
         fixed = {name for name, _ in target.model.network.named_parameters()}  # among the buffers, these do not move
         buffers = {name: leaf if name in fixed else leaf.clone() for name, leaf in state.buffers.items()}
-        gradient, buffers, score = loss.gradient(state.drawn, data, buffers, train=True, factor=factor)
-        scores, more, drawn = [score], (), state.drawn
-        for i in range(1, self.samples):
+        apart = self.draws_per_rank and target.processes.size > 1
+        own = target.processes.own_generator(generator) if apart else generator
+        scores, drawn, gradient = [], state.drawn, {}
+        more: tuple[Params, ...] = ()
+        for i in range(self.samples):
             if i % 2:
                 drawn = tree.apply(lambda mean, leaf: 2 * mean - leaf, state.params, drawn)
-            else:
-                self._draw(target, state, drawn, generator)
-            slopes, buffers, score = loss.gradient(drawn, data, buffers, train=True, factor=factor)
+            elif i or apart:
+                drawn = drawn if i else tree.apply(torch.empty_like, drawn)
+                self._draw(target, state, drawn, own)
+            slopes, buffers, score = loss.gradient(drawn, data, buffers, train=True, factor=factor, apart=apart)
             scores.append(score)
-            more = _added(
-                more, slopes, tree.apply(lambda leaf, mean, slope: (leaf - mean).mul_(slope), drawn, state.params, slopes)
-            )
+            if i or apart:
+                product = tree.apply(lambda leaf, mean, slope: (leaf - mean).mul_(slope), drawn, state.params, slopes)
+                more = _added(more, slopes, product)
+            else:
+                gradient = slopes
+        if apart:  # the draw that all processes have is not used
+            gradient = tree.apply(torch.zeros_like, state.params)
+            target.processes.sum_gradient_((leaf for sums in more for leaf in sums.values()), *scores)
         self._update(target, state, gradient, more, generator)
         state.buffers = buffers
         return state, {"log_likelihood": scores[0] if self.samples == 1 else torch.stack(scores).mean(0)}

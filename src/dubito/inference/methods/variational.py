@@ -57,6 +57,9 @@ class Variational(Descent[VariationalState]):
 
     `kl_weight` multiplies the divergence: another thing than the temperature of `fit`, which divides the log joint and not the
     entropy of q. `kl_batches="blundell"` lets the divergence count most in the first batches of an epoch, 2^(M - i) / (2^M - 1).
+    On several processes all have the same draws, and the numbers are those of one; with `draws_per_rank` each has draws of its own
+    for its part of a batch, so that a step averages over more of them.
+
     `path_only` leaves out the part of the gradient that is zero on average ("sticking the landing", Roeder et al. 2017): q and the
     prior are scored at the draws of weights that the likelihood sees, and where q is the posterior the gradient of every draw is 0.
 
@@ -82,6 +85,7 @@ class Variational(Descent[VariationalState]):
     path_only: bool = field(default=False, kw_only=True)  # leave out the score of q, which is zero on average
     learn_prior: bool = field(default=False, kw_only=True)  # scales of a Normal() without any, by the ELBO
     draws: int = field(default=30, kw_only=True)  # functions to average when predicting
+    draws_per_rank: bool = field(default=False, kw_only=True, metadata={"before": False})  # on each process draws of its own
 
     def __post_init__(self):
         super().__post_init__()
@@ -180,6 +184,7 @@ class Variational(Descent[VariationalState]):
         q, (leaves, points), n = self.q, _split(state.params), target.n_data
         live = {name: leaf.detach().requires_grad_() for name, leaf in {**q.constrain(leaves), **points}.items()}
         scores, buffers = [], state.buffers
+        generator = target.processes.own_generator(generator) if self.draws_per_rank else generator
         # all processes add the same divergence, each a part of it, to the likelihood of examples of its own
         target = replace(target, n_data=n * target.processes.size)
         for _ in range(self.samples):
@@ -188,7 +193,7 @@ class Variational(Descent[VariationalState]):
         complexity = self._complexity(target, state, live, generator)
         gradient = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in live.items()}
         score = torch.stack(scores).mean()
-        target.processes.sum_([*gradient.values(), score])
+        target.processes.sum_gradient_(gradient.values(), score)
         gradient = q.unconstrain_gradient(leaves, gradient)
         slopes = [gradient[name] for name in state.params]
         if self.clip is not None:
