@@ -15,7 +15,7 @@ from distributed_ranks import errors, on_ranks
 from dubito import HMC, MALA, MAMS, MCLMC, NUTS, ULA, Metropolis, priors
 from dubito.inference.log_density import Density
 from dubito.model import Target
-from dubito.tensors.processes import join_processes
+from dubito.tensors.processes import Processes, join_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The processes have")  # which says that shards are uneven
 
@@ -224,6 +224,39 @@ def test_a_chain_is_the_same_bit_for_bit_whichever_process_runs_it():
         same(plain, swapped)
 
 
+def test_chains_on_processes_of_their_own_exchange_their_states_once_a_step():
+    def exchanged(draws):
+        """Exchanges and bytes of all sums of a fit."""
+        made, sums, exchange = [0, 0], Processes.sum_, Processes._together
+
+        def count(processes, tensors, **options):
+            before = processes.bytes
+            sums(processes, tensors, **options)
+            made[1] += processes.bytes - before
+
+        def count_exchange(processes, message):
+            made[0] += 1
+            exchange(processes, message)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Processes, "sum_", count)
+            patch.setattr(Processes, "_together", count_exchange)
+            found = fit(replace(SAMPLERS["hmc"], draws=draws, thin=3), (X.float(), Y.float()), model=single)
+        return torch.tensor(made), len(found.trace)
+
+    single = dubito.Model(model().network.float(), dubito.Gaussian(scale=1.0))
+
+    def work(rank):
+        (few, notes), (many, _) = exchanged(4), exchanged(9)
+        return ((many - few) / 5).tolist(), notes
+
+    for (exchanges, sent), notes in on_ranks(2, work):
+        assert exchanges == 3, "the states in single and in double precision, and the place of the generator"
+        assert sent == 12 * 4 * 21 + 8 * 4 * (4 + notes), (
+            "positions, gradients and velocities; four that are tuned, and what is noted"
+        )
+
+
 def test_a_mesh_of_chains_and_data():
     methods = [SAMPLERS["nuts"], HMC(0.02, path_length=0.1, chains=3, draws=3, burn_in=16, units="posterior")]
 
@@ -247,12 +280,13 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         path = tmp_path / "run"
         first = fit(replace(long, draws=4), checkpoint=path)
         distributed.barrier()
-        return first, fit(long, checkpoint=path, resume=True)
+        return first, fit(long, checkpoint=path, resume=True), fit(long)
 
     results = on_ranks(2, work)
     alone = fit(long, distributed=False)
-    for first, whole in results:
+    for first, whole, straight in results:
         assert len(first) == 4 * 4
+        same(straight, whole)
         same(alone, whole, 1e-7)
     longer = replace(long, draws=14)
     same(fit(longer, distributed=False), fit(longer, checkpoint=tmp_path / "run", resume=True, distributed=False), 1e-7)
@@ -289,6 +323,21 @@ def test_chains_on_different_data_are_refused():
     def work(rank):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("chains",))
         return fit(SAMPLERS["hmc"], (X + rank, Y), distributed=mesh)
+
+    refused(2, work, "chains on processes of their own need the same data")
+
+
+def test_gradients_of_chains_are_not_rounded():
+    def work(rank):
+        return fit(SAMPLERS["hmc"], exchange_dtype="bfloat16", distributed=data_mesh(2))
+
+    refused(2, work, "exchange_dtype rounds gradients, and chains of HMC decide by them: leave it out")
+
+
+def test_batches_that_differ_after_the_first_are_not_the_same_data():
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("chains",))
+        return fit(SAMPLERS["hmc"], [(X[:10], Y[:10]), (X[10:] + rank, Y[10:])], distributed=mesh)
 
     refused(2, work, "chains on processes of their own need the same data")
 

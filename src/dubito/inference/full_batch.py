@@ -98,6 +98,10 @@ class Chains(ABC):
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> ChainState:
         """Chains at their starts; the density there is computed in the first step."""
         require(target.members is None, f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
+        require(
+            target.processes.exchange is None,
+            f"exchange_dtype rounds gradients, and chains of {type(self).__name__} decide by them: leave it out",
+        )
         check_precision(start.params)
         stacked = starts(target, start, self.chains, generator)
         _check_shared(own_buffers(start, self.chains))

@@ -89,8 +89,9 @@ def lay_out(parts: int, source: Batches, first: Batch, processes: Processes) -> 
     """The processes over which the chains of a method are spread, which must have the same data, and those that divide the data."""
     if processes.size == 1:
         return processes, processes
-    arrays = source.arrays
-    known = (source.n_data, _digest(first if arrays is None else (arrays.x, arrays.y)))
+    arrays, batches = source.arrays, source.source
+    held = (arrays.x, arrays.y) if arrays is not None else batches if isinstance(batches, list) else first
+    known = (source.n_data, _digest(held))
     spread, divided = processes.grid(parts, alike=len(set(processes.gather(known))) == 1)
     require(
         len(set(spread.gather(known))) == 1,

@@ -251,7 +251,7 @@ def join_processes(wanted: Distributed = "auto", device: torch.device = CPU) -> 
     1
     """
     with torch.cuda.device(own_device(device)) if device.type == "cuda" else nullcontext():  # where NCCL puts messages of its own
-        yield from _join(_parent(wanted, device))
+        yield from _join(_parent(wanted, device), wanted if isinstance(wanted, DeviceMesh) else None)
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -264,12 +264,12 @@ def own_device(device: torch.device) -> torch.device:
     return torch.device("cuda", int(number)) if device == torch.device("cuda") and number is not None else device
 
 
-def _join(parent: ProcessGroup | None) -> Iterator[Processes]:
+def _join(parent: ProcessGroup | None, mesh: DeviceMesh | None) -> Iterator[Processes]:
     if parent is None or distributed.get_world_size(parent) == 1:
         yield ALONE
         return
     _wait_for_all(parent)
-    group, mesh = _own_group(parent), wanted if isinstance(wanted, DeviceMesh) else None
+    group = _own_group(parent)
     processes = Processes(
         distributed.get_rank(parent), distributed.get_world_size(parent), group, mesh=mesh, name=group.group_name
     )
