@@ -14,6 +14,7 @@ import dubito
 from distributed_ranks import errors, on_ranks
 from dubito import HMC, MALA, MAMS, MCLMC, NUTS, ULA, Metropolis, priors
 from dubito.inference.log_density import Density
+from dubito.inference.method import Start
 from dubito.model import Target
 from dubito.tensors.processes import Processes, join_processes
 
@@ -86,15 +87,15 @@ def test_the_first_transitions_on_uneven_shards_are_those_of_one_process(size, l
 
 def test_a_learned_noise_is_drawn_from_the_residuals_of_all_processes():
     method = HMC(0.01, path_length=0.05, **SHORT)
-    prior = priors.Hierarchical(priors.InverseGamma(2.0, 1.0))
+    noisy = dubito.Model(model().network, dubito.Gaussian(), priors.Hierarchical(priors.InverseGamma(2.0, 1.0)))
+    settings = {"model": noisy, "start": noisy.parameters(Y)}
 
     def work(rank):
-        noisy = dubito.Model(model().network, dubito.Gaussian(), prior)
-        return fit(method, batch_size=7, model=noisy, distributed=data_mesh(3))
+        return fit(method, own_rows(rank, 2), **settings)
 
-    alone = fit(method, batch_size=7, model=dubito.Model(model().network, dubito.Gaussian(), prior), distributed=False)
+    alone = fit(method, batch_size=7, distributed=False, **settings)
     assert len(alone.params["likelihood:log_scale"].unique()) > 4
-    for result in on_ranks(3, work):
+    for result in on_ranks(2, work):
         same(alone, result, 1e-7)
 
 
@@ -175,6 +176,7 @@ def test_moments_on_shards_are_those_of_the_posterior():
 def test_chains_on_processes_of_their_own_are_those_of_one_process(size):
     methods = {
         **SAMPLERS,
+        "nuts of all lengths": NUTS(0.2, max_depth=6, tune=False, chains=4, draws=4, burn_in=0),
         "tuned": HMC(path_length=0.3, chains=5, draws=3, burn_in=15),
         "units": HMC(0.02, path_length=0.1, chains=5, draws=3, burn_in=16, units="posterior"),
         "units of mclmc": MCLMC(0.02, chains=5, draws=3, burn_in=16, thin=3, units="posterior"),
@@ -187,12 +189,33 @@ def test_chains_on_processes_of_their_own_are_those_of_one_process(size):
     results = on_ranks(size, work, seconds=100)
     for number, (name, method) in enumerate(methods.items()):
         alone = fit(method, distributed=False)
+        assert name != "nuts of all lengths" or len(alone.trace["depth"].unique()) > 2
         for result in results:
             same(alone, result[number], 1e-6 if name in ("tuned", "units", "units of mclmc") else 1e-7)
             same(results[0][number], result[number])
             assert result[number].chains == method.chains
         draws = results[0][number].params["0.weight"].unflatten(0, (method.chains, -1))
         assert len(draws[:, -1, 0, 0].unique()) == method.chains, "no two chains are the same"
+
+
+def test_a_proposal_that_draws_more_for_some_positions_does_not_part_the_generators():
+    def work(rank):
+        def uneven(position, step, generator):
+            """It draws as many more numbers as its process's number."""
+            torch.rand(rank, generator=generator)
+            return jump(position, step, generator)
+
+        with join_processes() as processes:
+            target = Target(model(), N, spread=processes)
+            method = Metropolis(0.02, proposal=uneven, **SHORT)
+            generator = torch.Generator().manual_seed(1)
+            start = Start(target.model.parameters(), target.model.buffers())
+            state = method.init(target, start, (X, Y), generator, steps=10)
+            method.step(target, state, [(X, Y)], generator)
+            return torch.rand((), generator=generator)
+
+    one, other = on_ranks(2, work)
+    assert one == other
 
 
 def jump(position, step, generator):
