@@ -34,6 +34,11 @@ class Spread(NamedTuple):
         self.processes.sum_(rows)
         return rows
 
+    def align(self, generator: torch.Generator, taken: int = 0) -> None:
+        """Have all processes draw on from where that one is which has taken most numbers, or the first of these."""
+        places = self.processes.gather((taken, generator.get_state()))
+        generator.set_state(max(places, key=lambda one: one[0])[1])
+
 
 @dataclass
 class ChainState:
@@ -91,9 +96,7 @@ class ChainState:
         with sharing(share):
             yield own
         self._join(own, spread)
-        place = generator.get_state().to(self.position.device)  # a proposal of the user's may draw more here than there
-        processes.broadcast_([place])
-        generator.set_state(place.cpu())
+        spread.align(generator)  # a proposal of the user's may draw more here than there
 
     def _join(self, own: ChainState, spread: Spread) -> None:
         """Become the state of all chains again, in one message from all processes."""

@@ -79,7 +79,6 @@ class NUTS(Tuned):
         step = state.step_size
         # coordinates without a unit of length do not move, and have no say in whether a trajectory turns
         start = state.point(state.noise(generator) * (state.scale > 0))
-        generator = _branch_off(generator)
         back, front, total = start, start, start.velocity
         chosen, error, weight = start, torch.zeros_like(state.log_prior), torch.zeros_like(state.log_prior)
         acceptance, points, depth = torch.zeros_like(error), torch.zeros_like(error), torch.zeros_like(error)
@@ -101,6 +100,8 @@ class NUTS(Tuned):
             growing = branch.sound & straight
             if not growing.any():
                 break
+        if state.spread is not None:  # how many numbers are taken depends on the longest trajectory
+            state.spread.align(generator, int(points.max()))
         state.accept(chosen, moved)
         probability = acceptance / points
         self.adapt(state, probability)
@@ -162,13 +163,6 @@ class NUTS(Tuned):
             if not sound.any():
                 break
         return Branch(end, halves[0], chosen, error, weight, sound, acceptance, points, diverged)
-
-
-def _branch_off(generator: torch.Generator) -> torch.Generator:
-    """A generator for one transition, which takes more numbers the longer the longest trajectory is: the next then begins at the same
-    place of the one given, whichever chains run here."""
-    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
-    return torch.Generator(device=generator.device).manual_seed(int(seed))
 
 
 def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
