@@ -51,8 +51,9 @@ def same(one, other, tolerance=1e-5):
     ],
 )
 def test_whole_data_are_divided(data, options):
-    alone = fit(data, **options)
-    for other in on_ranks(3, lambda rank: fit(data, **options)):
+    network = model(nn.Dropout(0.2))
+    alone = fit(data, of=network, **options)
+    for other in on_ranks(3, lambda rank: fit(data, of=network, **options)):
         same(alone, other)
 
 

@@ -98,3 +98,29 @@ def test_two_and_four_processes_give_the_numbers_of_one(name):
         return tensors(dubito.fit(model, method, (X, y), batch_size=20, progress=False))
 
     compare((2, 4), fit)
+
+
+class Words(nn.Module):
+    """Word embeddings, a recurrent layer and an answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.lstm, self.answer = nn.Embedding(11, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.answer(self.lstm(self.words(x))[0][:, -1])
+
+
+@pytest.mark.parametrize("recurrent", ["sequence", "batch"])
+def test_masks_of_words_and_sequences_are_those_of_one_process(recurrent):
+    torch.manual_seed(1)
+    model, words = (
+        dubito.Model(Words(), dubito.Categorical()),
+        torch.randint(11, (N, 6), generator=torch.Generator().manual_seed(1)),
+    )
+    method = dubito.MCDropout(epochs=5, draws=3, at="", rate=0.3, recurrent=recurrent)
+
+    def fit(rank):
+        return dubito.fit(model, method, (words, CLASSES), batch_size=20, progress=False).params
+
+    compare((2,), fit)

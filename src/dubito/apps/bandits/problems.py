@@ -334,7 +334,7 @@ def _identity(agent: Agent) -> AgentState:
         shapes = {name: list(p.shape) for name, p in model.network.named_parameters()}
         settings |= {"network": shapes, "likelihood": repr(model.likelihood), "prior of the model": repr(model.prior)}
     if method is not None and (hasattr(method, "init") or not callable(method)):
-        settings["method"] = repr(method)
+        settings["method"] = store.describe(method)
     return {"name": type(agent).__name__, "seed": getattr(agent, "seed", None), "settings": settings}
 
 

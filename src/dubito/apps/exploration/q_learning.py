@@ -427,8 +427,8 @@ class QLearning:
         settings = ("actions", "discount", "batch_size", "initial", "every", "sync", "double", "seed")
         return {
             "network": shapes, "likelihood": repr(self.model.likelihood), "prior": repr(self.model.prior), "only": self.model.only,
-            "method": repr(with_budget(self.method, FOREVER)), "explore": repr(self.explore), "capacity": self.replay.capacity,
-            "n_data": self.target.n_data,
+            "method": store.describe(with_budget(self.method, FOREVER)), "explore": repr(self.explore),
+            "capacity": self.replay.capacity, "n_data": self.target.n_data,
             **{name: getattr(self, name) for name in settings},
         }  # fmt: skip
 

@@ -22,7 +22,7 @@ from dubito.tensors import randomness
 from dubito.tensors.checks import require, suggestion
 
 Noise = Literal["shared", "heteroscedastic"]
-LATER = ("keep=None", "perturb=None", "anchored=False", "hold_out=None")  # fields of Ensemble since version 0.1
+LATER = ("keep=None", "perturb=None", "anchored=False", "hold_out=None", "draws_per_rank=False")  # fields since version 0.1
 TABLE, TEMPERATURE = "table", "temperature"  # the recipe of `dubito fit TABLE`, and what may follow a method, as map+temperature
 START = "start."  # prefix of the options of the training that comes before a method
 

@@ -130,16 +130,10 @@ class IVON:
         data, loss, factor = list(data), _loss(target), -target.temperature / target.n_data / self.samples
         fixed = {name for name, _ in target.model.network.named_parameters()}  # among the buffers, these do not move
         buffers = {name: leaf if name in fixed else leaf.clone() for name, leaf in state.buffers.items()}
-        apart = self.draws_per_rank and target.processes.size > 1
-        own = target.processes.own_generator(generator) if apart else generator
-        scores, drawn, gradient = [], state.drawn, {}
+        apart, scores, gradient = self.draws_per_rank and target.processes.size > 1, [], {}
         more: tuple[Params, ...] = ()
-        for i in range(self.samples):
-            if i % 2:
-                drawn = tree.apply(lambda mean, leaf: 2 * mean - leaf, state.params, drawn)
-            elif i or apart:
-                drawn = drawn if i else tree.apply(torch.empty_like, drawn)
-                self._draw(target, state, drawn, own)
+        own = target.processes.own_generator(generator) if apart else generator
+        for i, drawn in enumerate(self._draws(target, state, own, fresh=apart)):
             slopes, buffers, score = loss.gradient(drawn, data, buffers, train=True, factor=factor, apart=apart)
             scores.append(score)
             if i or apart:
@@ -153,6 +147,16 @@ class IVON:
         self._update(target, state, gradient, more, generator)
         state.buffers = buffers
         return state, {"log_likelihood": scores[0] if self.samples == 1 else torch.stack(scores).mean(0)}
+
+    def _draws(self, target: Target, state: IVONState, generator: torch.Generator, *, fresh: bool) -> Iterator[Params]:
+        """The draws of a step, in pairs; the first was made at the end of the step before, unless a fresh one is wanted."""
+        drawn = tree.apply(torch.empty_like, state.drawn) if fresh else state.drawn
+        for i in range(self.samples):
+            if i % 2:
+                drawn = tree.apply(lambda mean, leaf: 2 * mean - leaf, state.params, drawn)
+            elif i or fresh:
+                self._draw(target, state, drawn, generator)
+            yield drawn
 
     def _draw(self, target: Target, state: IVONState, places: Params, generator: torch.Generator) -> None:
         """Fill `places` with weights from q."""
