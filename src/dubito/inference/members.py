@@ -48,6 +48,25 @@ def example_keys(target: Target, batch: Batch) -> Tensor:
     return hash_rows([place, *targets]) ^ derive_seed(whole)
 
 
+def held_out(target: Target, batch: Batch, numbers: Sequence[int], share: float) -> Tensor:
+    """Which examples each member holds out, [S, B]: a fold of its own, by a hash of the example."""
+    folds = max(2, round(1 / share))
+    fold = (uniforms_from(example_keys(target, batch) ^ derive_seed("fold")) * folds).long()
+    return fold == torch.tensor(numbers, device=fold.device).unsqueeze(1) % folds
+
+
+def perturb(start: Start, new: set[str], seed: int, size: float | None) -> Start:
+    """Add noise to weights that are not new, where a size is given, as a share of theirs."""
+    if size is None:
+        return start
+    source = torch.Generator().manual_seed(derive_seed("perturb", seed))
+    for name, leaf in start.params.items():
+        if name not in new and ":" not in name:
+            noise = torch.randn(leaf.shape, generator=source, dtype=leaf.dtype).to(leaf.device)
+            leaf.add_(noise * leaf.square().mean().sqrt(), alpha=size)
+    return start
+
+
 def for_each(values: Sequence[Tensor | None], member: int | None = None) -> tuple[Tensor, ...] | None:
     """Values [S, B] of every batch for one member, or for all of them; None if there are none."""
     return tuple(value if member is None else value[member] for value in values if value is not None) or None

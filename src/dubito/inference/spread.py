@@ -14,8 +14,8 @@ from torch import Tensor
 from dubito.inference.method import Event, Method, Start
 from dubito.inference.options import FitOptions
 from dubito.model import Model
-from dubito.posteriors import Posterior
-from dubito.tensors import store
+from dubito.posteriors import Mixture, Posterior, Samples
+from dubito.tensors import store, tree
 from dubito.tensors.checks import require
 from dubito.tensors.processes import Processes
 from dubito.tensors.shares import Share
@@ -32,10 +32,6 @@ class Divisible(Protocol):
 
     def some(self, numbers: range) -> Method:
         """The method for some of the members."""
-        ...
-
-    def unite(self, posteriors: list[Posterior]) -> Posterior:
-        """The posterior of all members, of those of some."""
         ...
 
 
@@ -70,7 +66,7 @@ def fit_members(
     )
     posterior = fit(method.some(numbers), own)
     processes.wait_for_others()
-    return method.unite([_load(packed, model) for packed in processes.gather(_dump(posterior, model))])
+    return _unite([_load(packed, model) for packed in processes.gather(_dump(posterior, model))])
 
 
 def _folder(options: FitOptions, processes: Processes) -> Path | None:
@@ -86,6 +82,18 @@ def _folder(options: FitOptions, processes: Processes) -> Path | None:
         "that number, or give another folder",
     )
     return folder / f"process-{processes.rank}-of-{processes.size}"
+
+
+def _unite(posteriors: list[Posterior]) -> Posterior:
+    """The posterior of all members, of those of some."""
+    points = [posterior for posterior in posteriors if isinstance(posterior, Samples)]
+    if len(points) < len(posteriors):
+        mixtures = [posterior for posterior in posteriors if isinstance(posterior, Mixture)]
+        united = Mixture.equal([member for mixture in mixtures for member in mixture.members])
+        return united.departing(*posteriors[0].departures)
+    own = [part.own_buffers for part in points]
+    params = tree.concatenate([part.params for part in points])
+    return replace(points[0], params=params, own_buffers=tree.concatenate(own) if own[0] else {})
 
 
 def _dump(posterior: Posterior, model: Model) -> tuple[bytes, list[Tensor]]:

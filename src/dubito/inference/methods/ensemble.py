@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.inference.chains import batching_pays, own_buffers, starts
-from dubito.inference.members import bag, draw_anchors, example_keys, for_each, noisy_targets, warn_if_trained
+from dubito.inference.members import bag, draw_anchors, for_each, held_out, noisy_targets, perturb, warn_if_trained
 from dubito.inference.method import Info, Method, Stacking, Start, Traits, least_memory, traits_of, unfinished, with_budget
 from dubito.inference.methods.map import MAP
 from dubito.inference.start import make_start
@@ -24,16 +24,12 @@ from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, positive, require
-from dubito.tensors.randomness import derive_seed, fork_rng, uniforms_from
+from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.tree import Params
 
 DEFAULT = MAP()  # the method of `Ensemble(5)`
 HELD_OUT, LOOKS = 0.2, 100  # share of the rows that stop a member of it early, and how many times that is looked at
 NEW = {"before": None}  # fields that version 0.1 did not have
-FEW, FAR = (
-    64,
-    1.5,
-)  # numbers in a tensor, and times the largest new weight, beyond which a weight is no draw of the initialization
 
 
 @dataclass
@@ -171,18 +167,6 @@ class Ensemble:
         known = {own.name: getattr(self, own.name) for own in fields(self)}
         return Members(**{**known, "size": len(numbers)}, numbers=numbers, of=self.size)
 
-    def unite(self, posteriors: list[Posterior]) -> Posterior:
-        """The posterior of all members, of those of some."""
-        points = [posterior for posterior in posteriors if isinstance(posterior, Samples)]
-        if len(points) < len(posteriors):
-            return Mixture.equal([member for part in posteriors for member in cast(Mixture, part).members])
-        apart = [part.own_buffers for part in points]
-        return replace(
-            points[0],
-            params=tree.concatenate([part.params for part in points]),
-            own_buffers=tree.concatenate(apart) if apart[0] else {},
-        )
-
     @property
     def methods(self) -> tuple[Method, ...]:
         """The methods that train each member, in turn: the start, if there is one, and the method."""
@@ -262,7 +246,7 @@ class Ensemble:
             x = torch.cat([target.model.split(batch)[0] for batch in data])
             state.low, state.high = torch.minimum(state.low, x.amin(0)), torch.maximum(state.high, x.amax(0))
             target = replace(target, adversary=self.adversarial * (state.high - state.low))
-        held = [self._held_out(target, batch) for batch in data] if self.hold_out else []  # [S, B] each
+        held = [held_out(target, batch, self.numbers, self.hold_out) for batch in data] if self.hold_out else []  # [S, B] each
         weights = self._weights(target, data, held)
         targets = [noisy_targets(target, batch, self.numbers) for batch in data] if self.anchored else [None]
         if stage.stacked:
@@ -373,7 +357,9 @@ class Ensemble:
         if start.draws is not None:
             settings, own = starts(target, start, self.of, torch.Generator()), own_buffers(start, self.of)
             given = [Start(tree.select(settings, i), {**start.buffers, **tree.select(own, i)}) for i in self.numbers]
-            return [self._perturbed(member, set(), derive_seed(seed, i)) for i, member in zip(self.numbers, given, strict=True)]
+            return [
+                perturb(member, set(), derive_seed(seed, i), self.perturb) for i, member in zip(self.numbers, given, strict=True)
+            ]
         names = [name for name in start.params if ":" not in name]
         kept = {name for name in names if self.keep is not None and re.search(self.keep, name)}
         require(kept or self.keep is None, f"keep={self.keep!r} matches none of the weights, which are {names[:8]}")
@@ -388,33 +374,15 @@ class Ensemble:
             own = derive_seed(seed, i)
             fresh = reinitialize(target.model.network, new, own, self.initialize)
             params = {name: fresh[name] if name in fresh else leaf.clone() for name, leaf in start.params.items()}
-            members.append(self._perturbed(Start(params, tree.clone(start.buffers)), set(new), own))
+            members.append(perturb(Start(params, tree.clone(start.buffers)), set(new), own, self.perturb))
         if self.initialize is None:
             warn_if_trained(start, [member.params for member in members], set(new) & set(names))
         return members
-
-    def _perturbed(self, start: Start, new: set[str], seed: int) -> Start:
-        """Add noise to weights that are not new."""
-        if self.perturb is None:
-            return start
-        source = torch.Generator().manual_seed(derive_seed("perturb", seed))
-        for name, leaf in start.params.items():
-            if name not in new and ":" not in name:
-                noise = torch.randn(leaf.shape, generator=source, dtype=leaf.dtype).to(leaf.device)
-                leaf.add_(noise * leaf.square().mean().sqrt(), alpha=self.perturb)
-        return start
 
     def _weights(self, target: Target, data: Iterable[Batch], held: list[Tensor]) -> list[Tensor | None]:
         """How often each example of each batch counts for each member, [S, B]; what a member holds out does not count."""
         bags = [bag(target, batch, self.numbers) for batch in data] if self.bagging else [torch.ones(()) for _ in held]
         return [bag.to(out.device) * ~out for bag, out in zip(bags, held, strict=True)] if held else list(bags) or [None]
-
-    def _held_out(self, target: Target, batch: Batch) -> Tensor:
-        """Which examples each member holds out, [S, B]: a fold of its own, by a hash of the example."""
-        assert self.hold_out is not None
-        folds = max(2, round(1 / self.hold_out))
-        fold = (uniforms_from(example_keys(target, batch) ^ derive_seed("fold")) * folds).long()
-        return fold == torch.tensor(self.numbers, device=fold.device).unsqueeze(1) % folds
 
     def _stop_early(self, target: Target, state: EnsembleState, data: list[Batch], held: list[Tensor]) -> None:
         """Score what each member holds out in some of the passes, and keep the weights of the pass with the best score."""
