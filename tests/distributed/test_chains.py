@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import TensorDataset
 
 import dubito
 from distributed_ranks import errors, on_ranks
 from dubito import HMC, MALA, MAMS, MCLMC, NUTS, ULA, Metropolis, priors
+from dubito.inference import log_density
 from dubito.inference.log_density import Density
 from dubito.inference.method import Start
 from dubito.model import Target
@@ -106,6 +108,17 @@ def test_whole_data_are_divided_also_where_a_batch_is_smaller_than_the_processes
 
     alone = fit(SAMPLERS["nuts"], (X[:10], Y[:10]), distributed=False)
     for result in on_ranks(4, work):
+        same(alone, result, 1e-7)
+
+
+def test_a_dataset_that_is_read_anew_for_every_gradient(monkeypatch):
+    monkeypatch.setitem(log_density.HELD, "cpu", 0)
+
+    def work(rank):
+        return fit(SAMPLERS["nuts"], TensorDataset(X, Y), batch_size=9, distributed=data_mesh(2))
+
+    alone = fit(SAMPLERS["nuts"], distributed=False)
+    for result in on_ranks(2, work):
         same(alone, result, 1e-7)
 
 
