@@ -131,8 +131,8 @@ def test_a_part_of_the_processes_or_a_mesh_can_be_given():
                 processes.sum_([total])
         with (
             join_processes(False) as alone,
-            pytest.raises(ValueError, match="a DeviceMesh of 2 dimensions"),
-            join_processes(mesh),
+            pytest.raises(ValueError, match="a DeviceMesh of 4 processes with 2 dimensions"),
+            join_processes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("chains", "pipeline"))),
         ):
             pass
         return total.item(), alone.size

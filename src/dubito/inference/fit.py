@@ -17,10 +17,11 @@ from dubito.curvature.memory import least_room, refusal
 from dubito.inference.batches import batches, reseed
 from dubito.inference.checkpoint import Checkpoint, Run, about, fingerprint
 from dubito.inference.loop import Loop
-from dubito.inference.method import Event, Method, Start, departures, least_memory, traits_of, unfinished, with_budget
+from dubito.inference.method import Event, Method, Start, departures, least_memory, parts_of, traits_of, unfinished, with_budget
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
-from dubito.inference.shards import agree_on_first, borrowed_epoch, divide
+from dubito.inference.shards import agree_on_first, borrowed_epoch, divide, lay_out
+from dubito.inference.spread import Divisible, fit_members
 from dubito.inference.start import Weights, make_start
 from dubito.model import Model, Target
 from dubito.model.inspect import (
@@ -122,10 +123,18 @@ def fit_with(model: Model, method: Method, data: Data, options: FitOptions) -> P
         first = next(iter(source), None)
         if first is None:
             raise ValueError("there is no data: the loader gave no batch")
-        source = divide(model, source, first, processes)
+        spread, divided = lay_out(parts_of(method), source, first, processes)
+        require(
+            traits.alone is None or divided.size == 1,
+            f"{type(method).__name__} cannot run on {divided.size} processes: {traits.alone}; with distributed=False each process fits "
+            "for itself",
+        )
+        source = divide(model, source, first, divided, full=method.data == "full")
         precision = torch.bfloat16 if options.precision else None
-        target = Target(model, source.n_data, options.temperature, precision, processes=processes)
+        target = Target(model, source.n_data, options.temperature, precision, processes=divided, spread=spread)
         begin = make_start(model, options.start, model.split(first)[1], many=traits.many_starts)
+        if spread.size > 1 and isinstance(method, Divisible):
+            return fit_members(lambda some, own: fit_with(model, some, data, own), method, model, begin, options, spread)
         _share_start(processes, begin)
         output = _inspect(model, method, begin, first, rows=source.arrays is not None)
         check = TargetCheck.of(model, output, first)
@@ -187,10 +196,6 @@ def _check_fit(processes: Processes, model: Model, method: Method, options: FitO
     if processes.size == 1:
         return
     processes.exchange = torch.bfloat16 if options.exchange_dtype else None
-    require(
-        traits.alone is None,
-        f"{name} cannot run on {processes.size} processes: {traits.alone}; with distributed=False each process fits for itself",
-    )
     shapes = [(name, tuple(leaf.shape), leaf.dtype) for name, leaf in model.network.named_parameters()]
     processes.agree(
         version=(sys.modules["dubito"].__version__, torch.__version__),

@@ -27,6 +27,7 @@ from dubito.network.examples import Batch
 from dubito.posteriors import Posterior
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, one_of, positive, require
+from dubito.tensors.randomness import fresh_generator
 from dubito.tensors.tree import Buffers, Params
 
 AVERAGED = ("acceptance", "accepted")  # over the transitions of a step
@@ -58,7 +59,14 @@ class Chains(ABC):
     @property
     def traits(self) -> Traits:
         """Chains that start at many places and can be made longer; with an accept step unless a sampler says otherwise."""
-        return Traits(many_starts=True, draws_weights=True, takes_example_weights=False, adjusted=True, length_field="draws")
+        return Traits(
+            many_starts=True, draws_weights=True, takes_example_weights=False, adjusted=True, length_field="draws", alone=None
+        )
+
+    @property
+    def parts(self) -> int:
+        """Chains, which know nothing of each other but when units of length are tuned, may run on processes of their own."""
+        return self.chains
 
     @abstractmethod
     def move(self, density: Density, state: ChainState, generator: torch.Generator) -> dict[str, Tensor]:
@@ -90,6 +98,10 @@ class Chains(ABC):
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> ChainState:
         """Chains at their starts; the density there is computed in the first step."""
         require(target.members is None, f"{type(self).__name__} runs chains of its own side by side: leave out `vectorize`")
+        require(
+            target.processes.exchange is None,
+            f"exchange_dtype rounds gradients, and chains of {type(self).__name__} decide by them: leave it out",
+        )
         check_precision(start.params)
         stacked = starts(target, start, self.chains, generator)
         _check_shared(own_buffers(start, self.chains))
@@ -110,13 +122,14 @@ class Chains(ABC):
             step=0,
             like=start.params,
         )
-        if self.resamples and any(conjugate := self._conjugate(target, start, batch, generator)):
+        if self.resamples and any(conjugate := self._conjugate(target, start, batch)):
             state.scale = state.scale * ~torch.tensor(conjugate, device=position.device)  # the gradient leaves these alone
         state.tuning = self.initial_tuning(target, state)
         return state
 
-    def _conjugate(self, target: Target, start: Start, batch: Batch, generator: torch.Generator) -> list[bool]:
+    def _conjugate(self, target: Target, start: Start, batch: Batch) -> list[bool]:
         """Which coordinates are drawn from their conditional between trajectories, given all others."""
+        generator = fresh_generator(target.model.device)  # how many numbers this draw takes depends on the batch
         model, (x, y) = target.model, target.model.split(batch)
         with torch.no_grad():
             f, _ = model.forward(start.params, x, start.buffers)
@@ -134,13 +147,15 @@ class Chains(ABC):
         if state.density is None:  # made here, since a run that goes on after a crash begins here too
             state.density = Density(target, data, state.like, state.buffers, compile=self.compile)
             state.density.fit_chunks(self.chains)
-        if state.step == 0:
-            self.begin(state.density, state, generator)
-        state.notes = {}
-        for notes in self.moves(state.density, state, generator):
-            self._note(state, notes)
-            if self.resamples:
-                self._resample(state.density, state, generator)
+        with state.part(target.spread, generator) as own:
+            if own.step == 0:
+                self.begin(state.density, own, generator)
+            own.notes = {}
+            for notes in self.moves(state.density, own, generator):
+                self._note(own, notes)
+                if self.resamples:
+                    self._resample(state.density, own, generator)
+            state.density.check_alike()
         state.step += 1
         if state.step == self.burn_in and self.tunes and "log_mean" in state.tuning:
             state.tuning["log_step"] = state.tuning["log_mean"].clone()  # the mean of what was tried is kept from here on
@@ -160,14 +175,15 @@ class Chains(ABC):
         if not lost:
             return
         prior, params = density.target.model.prior, density.unflatten(state.position)
-        outside = sum(not has_density(prior, tree.select(params, number)) for number in range(self.chains))
+        chains = len(state.position)
+        outside = sum(not has_density(prior, tree.select(params, number)) for number in range(chains))
         require(
             not outside,
-            f"the prior, {type(prior).__name__}, has no density where {outside} of {self.chains} chains start: give a start "
+            f"the prior, {type(prior).__name__}, has no density where {outside} of {chains} chains start: give a start "
             "within its support, such as weights that `prior.sample` draws",
         )
         raise ValueError(
-            f"the log posterior is not finite where {lost} of {self.chains} chains start: give a start that fits the "
+            f"the log posterior is not finite where {lost} of {chains} chains start: give a start that fits the "
             "data better, such as fit(..., start=map_posterior), or look for NaN in the data"
         )
 
@@ -191,14 +207,15 @@ class Chains(ABC):
     def _resample(self, density: Density, state: ChainState, generator: torch.Generator) -> None:
         """Draw what has a conditional in closed form from it, which is a Gibbs move: it is always accepted."""
         target, model = density.target, density.target.model
-        params, drawn = density.unflatten(state.position), {}
+        params, drawn = density.unflatten(state.padded(state.position)), {}
         if learned := likelihood_params(params):
             share = target.n_data / density.seen
-            drawn |= model.likelihood.resample(density.outputs(state.position), learned, share, target.temperature, generator)
+            outputs = ((state.padded(f), y) for f, y in density.outputs(state.position))
+            drawn |= model.likelihood.resample(outputs, learned, share, target.temperature, generator)
         if any(name.startswith(PREFIX) for name in params):
             drawn |= model.prior.resample(prior_params(params), target.temperature, generator)
         if drawn:
-            state.position = tree.flatten({**params, **drawn}, stacked=True)
+            state.position = state.own(tree.flatten({**params, **drawn}, stacked=True))
             state.gradient, state.log_likelihood, state.log_prior = density(state.position)
 
 

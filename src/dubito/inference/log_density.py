@@ -5,6 +5,10 @@ positions [C, P] at once. The network is run once under a tracer that writes dow
 no Python of the network, of autograd or of vmap runs any more, which for small networks is nearly all the time a gradient takes.
 Values are summed over the data in float64, and the likelihood and the prior are kept apart: their differences between two positions
 decide on acceptance, and would drown in the rounding of their sum.
+
+Where several processes hold the data, each its own rows, all of them are at the same positions, and one sum over the processes makes a
+gradient. The prior is added after it, once. What follows from the sums is the same everywhere, as long as all processes compute alike;
+a mark of the position travels with every sum and shows where they do not.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ class Value(NamedTuple):
 
 
 class Density:
-    """The log posterior of `target` on `data`, for positions [C, P] that hold the leaves of `like` one after another.
+    """The log posterior of `target` on `data`, for positions [C, P] that hold the leaves of `like` one after another. Of several
+    processes (`target.processes`) each gives its own rows as `data`.
 
     `compile` hands the traced operations to torch's compiler, which takes a minute and pays in long runs.
 
@@ -66,7 +71,8 @@ class Density:
         self.size, self.dtype = tree.size(like), tree.flatten(self.like).dtype
         self.kind = target.model.device.type
         self.chunks: list[Any] | None = None
-        self.data, self.seen = data, 0
+        self.processes, self.apart = target.processes, torch.zeros((), dtype=torch.bool, device=target.model.device)
+        self.data, self.seen, self.here = data, 0, 0  # examples of all processes, and of this one
         self.kernel: kernels.Kernel | None = None  # whole trajectories, for networks of a kind that is known
         self.hand: Callable | None = None  # the likelihood of all the data and its gradient, derived by hand
         self._traced: dict[Any, Callable] = {}
@@ -82,6 +88,8 @@ class Density:
             value, part = run(position, batch)
             slope = part if slope is None else slope + part
             likelihood = value if likelihood is None else likelihood + value
+        if self.processes.size > 1:
+            likelihood, slope = self._summed(position, likelihood, slope)
         assert slope is not None
         assert likelihood is not None
         if self.prior.precision is not None:
@@ -97,8 +105,13 @@ class Density:
 
     def values(self, position: Tensor) -> Value:
         """As a call, without the gradient, which is left as zeros."""
-        likelihood = sum(self._scores(position, batch) for batch in self._batches())
-        assert isinstance(likelihood, Tensor)
+        likelihood = None
+        for batch in self._batches():
+            value = self._scores(position, batch)
+            likelihood = value if likelihood is None else likelihood + value
+        if self.processes.size > 1:
+            likelihood, _ = self._summed(position, likelihood, position[:, :0])
+        assert likelihood is not None
         with torch.no_grad():
             prior, _ = self.prior(position)
         return Value(torch.zeros_like(position), likelihood * (self.target.n_data / self.seen), prior)
@@ -113,20 +126,33 @@ class Density:
         return {name: (leaf.clone() if name in pairs else leaf).to(self.like[name].dtype) for name, leaf in leaves.items()}
 
     def outputs(self, position: Tensor) -> Iterator[tuple[Tensor, Any]]:
-        """f [C, B, ..., K] and the targets of every chunk of the data, without gradients: what conjugate moves condition on."""
-        for batch in self._batches():
-            x, y = self.target.model.split(batch)
-            with self._passing(), torch.no_grad():  # and no longer: what is done with them is not to be in half precision
-                f = self._each(lambda row, x=x: self.target.model.call(self.unflatten(row), x, self.buffers)[0], position)
-            yield f, y
+        """f [C, B, ..., K] and the targets of every chunk of the data, without gradients: what conjugate moves condition on.
+
+        Those of all processes, in the order of their ranks, since a move in closed form may take any function of them.
+        """
+        if self.processes.size == 1:
+            yield from self._outputs(position)
+            return
+        own = [tree.apply_leaves(lambda leaf: leaf.cpu().clone(), pair) for pair in self._outputs(position)]
+        for part in self.processes.gather(own):
+            for pair in part:
+                yield tree.move(pair, position.device)
 
     def loop(self, name: str, function: Callable[..., tuple[Tensor, ...]]) -> Loop:
         """`function`, which calls this density, to be repeated many times; a GPU records it once and plays it back."""
         if name not in self._loops:
             several = self.chunks is not None and len(self.chunks) > 1  # long already: nothing is gained by recording 32 of them
-            record = self.kind == "cuda" and self.chunks is not None
+            record = self.kind == "cuda" and self.chunks is not None and self.processes.size == 1
             self._loops[name] = Loop(function, record=record, compile=self.compile, lengths=(1,) if several else (32, 1))
         return self._loops[name]
+
+    def check_alike(self) -> None:
+        """Raise where the processes have not all been at the same positions."""
+        if self.processes.size > 1 and bool(self.apart):
+            raise ValueError(
+                "the processes were at different positions of the chains, so that their parts of the gradient do not belong together: "
+                "they must round alike, which takes machines of one kind with one number of threads, and the same start and seed"
+            )
 
     # ---- the data
 
@@ -144,10 +170,13 @@ class Density:
         with _same_order(self.data):
             bytes_held = 0
             for batch in self.data:
-                self.seen += self.target.count(batch)
+                self.here += self.target.count(batch)
                 bytes_held += sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(batch))
                 if bytes_held <= limit:
                     held.append(batch)
+        total = torch.tensor(float(self.here), dtype=torch.float64, device=self.target.model.device)
+        self.processes.sum_([total])
+        self.seen = int(total)
         if not self.seen:
             raise ValueError("there is no data: the loader gave no batch")
         if bytes_held <= limit:
@@ -155,7 +184,7 @@ class Density:
 
     def fit_chunks(self, chains: int) -> None:
         """Cut the data that are at hand into as few chunks as memory allows, for so many chains."""
-        if self.chunks is None:
+        if not self.chunks:
             return
         joined = self.chunks[0] if len(self.chunks) == 1 else _joined(self.chunks, self.target)
         if joined is None or self._by_hand(joined) or len(self.chunks) == 1:
@@ -166,10 +195,10 @@ class Density:
         rows = max(1, int(WORKING.get(self.kind, WORKING["cuda"]) / max(1.0, used)))
         if rows < self.target.count(first):
             return
-        parts = math.ceil(self.seen / rows)
-        rows = math.ceil(self.seen / parts)
+        parts = math.ceil(self.here / rows)
+        rows = math.ceil(self.here / parts)
         self._prepared.clear()
-        self.chunks = [tree.apply_leaves(lambda leaf, i=i: leaf[i : i + rows], joined) for i in range(0, self.seen, rows)]
+        self.chunks = [tree.apply_leaves(lambda leaf, i=i: leaf[i : i + rows], joined) for i in range(0, self.here, rows)]
 
     def _by_hand(self, batch: Batch) -> bool:
         """Whether a gradient derived by hand takes over, for networks that are known, if it gives what autograd gives."""
@@ -182,12 +211,12 @@ class Density:
         if field is None or not same(field(near := self._near()), self._likelihood(near, batch)):
             return False
         self.hand, self.chunks = field, [batch]
-        self.kernel = kernels.cpu_kernel(field, self.target, self.like) if self.target.n_data == self.seen else None
+        self.kernel = kernels.cpu_kernel(field, self.target, self.like) if self._whole else None
         return True
 
     def _on_gpu(self, batch: Batch) -> bool:
         """Whether whole trajectories run without leaving the chip."""
-        plan = kernels.gpu_plan(self.target, batch, self.like) if self.target.n_data == self.seen else None
+        plan = kernels.gpu_plan(self.target, batch, self.like) if self._whole else None
         if plan is None:
             return False
         self.chunks, near = [batch], self._near()
@@ -195,6 +224,11 @@ class Density:
             return False
         self.kernel = kernels.gpu_kernel(plan, self.target, batch)
         return True
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all data are here, each example counted once: kernels know of nothing else."""
+        return self.target.n_data == self.here and self.processes.size == 1
 
     def _near(self) -> Tensor:
         """Two places around the start, at which a kernel is compared with autograd."""
@@ -210,6 +244,25 @@ class Density:
         return run.bytes
 
     # ---- values and gradients, as plain functions that are traced
+
+    def _summed(self, position: Tensor, likelihood: Tensor | None, slope: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The log likelihood and its gradient over all processes, in one sum in float64; those without data add nothing."""
+        slope = torch.zeros_like(position) if slope is None else slope
+        likelihood = slope.new_zeros(len(position), dtype=torch.float64) if likelihood is None else likelihood
+        mark = _mark(position)
+        flat = torch.cat([slope.double().flatten(), likelihood, torch.stack([mark, mark**2])])
+        self.processes.sum_([flat])
+        total, likelihood, marks = flat.split([slope.numel(), len(likelihood), 2])
+        self.apart = self.apart | (marks[0] ** 2 != marks[1] * self.processes.size)
+        return likelihood, total.view(slope.shape).to(slope.dtype)
+
+    def _outputs(self, position: Tensor) -> Iterator[tuple[Tensor, Any]]:
+        """`outputs` of the data that are here."""
+        for batch in self._batches():
+            x, y = self.target.model.split(batch)
+            with self._passing(), torch.no_grad():  # and no longer: what is done with them is not to be in half precision
+                f = self._each(lambda row, x=x: self.target.model.call(self.unflatten(row), x, self.buffers)[0], position)
+            yield f, y
 
     def _likelihood(self, position: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of log likelihoods [C] in float64, and its gradient [C, P]."""
@@ -311,6 +364,12 @@ def same(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
         bool(theirs.isfinite().all()) and torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
         for mine, theirs in zip(values, wanted, strict=True)
     )
+
+
+def _mark(position: Tensor) -> Tensor:
+    """A whole number below 2^16 that changes with every bit of a position: its square, summed over a thousand processes, is exact."""
+    bits = position.detach().view(torch.int64 if position.dtype.itemsize == 8 else torch.int32)
+    return (bits.sum() % 2**16).double()
 
 
 @contextmanager

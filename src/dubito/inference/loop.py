@@ -40,7 +40,7 @@ class Loop:
     @property
     def processes(self) -> Processes:
         """Those that fit together."""
-        return self.target.processes
+        return self.checkpoint.processes
 
     def __call__(self, run: Run, bar: Progress) -> Run:
         with self.checkpoint.signals:

@@ -46,7 +46,7 @@ class Method(Protocol[State]):
     A state is a dataclass of tensors, numbers, dicts, lists and optimizers; `step` consumes it and may change it in place. It holds
     what the next step needs and never grows: draws are returned by `draw` and kept by the loop.
 
-    A method may also have an attribute or property `traits`, see `Traits`.
+    A method may also have an attribute or property `traits`, see `Traits`, and `parts`, see `parts_of`.
     """
 
     @property
@@ -124,6 +124,18 @@ class Traits:
     length_settings: tuple[str, ...] = ()
     exact_settings: tuple[tuple[str, float], ...] = ()
     alone: str | None = "what each process computes is not added up over all of them"
+
+
+def parts_of(method: object) -> int:
+    """How many parts of a method, chains or members, may run on processes of their own; 1 of a method that is one whole.
+
+    Where they do, on the processes `Target.spread`, a method that is not `spread.Divisible` puts their states together after a step.
+
+    >>> import dubito
+    >>> parts_of(dubito.HMC(chains=4)), parts_of(dubito.MAP())
+    (4, 1)
+    """
+    return getattr(method, "parts", 1)
 
 
 def with_budget(method: Method, n_batches: int) -> Method:

@@ -36,6 +36,15 @@ class Shards(Batches):
     model: Model = field(kw_only=True)
     shares: tuple[Share, ...] | None = field(default=None, kw_only=True)  # of the batches of a pass, where they are known before
     last: Batch = field(default=None, kw_only=True)  # what stands in where this process has no batch and others do
+    full: bool = field(default=False, kw_only=True)  # a step takes all batches at once, and no example stands in
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self.full or self.shares is None:
+            yield from super().__iter__()
+            return
+        for batch, share in zip(super().__iter__(), self.shares, strict=True):
+            if not share.idle:
+                yield batch
 
     def groups(self, size: int, epoch: int) -> Iterator[Group]:
         """The batches of a pass, `size` a step, with this process's share of each."""
@@ -76,7 +85,23 @@ class Shards(Batches):
         return batch_size(self.model.split(batch)[1])
 
 
-def divide(model: Model, source: Batches, first: Batch, processes: Processes) -> Batches:
+def lay_out(parts: int, source: Batches, first: Batch, processes: Processes) -> tuple[Processes, Processes]:
+    """The processes over which the chains of a method are spread, which must have the same data, and those that divide the data."""
+    if processes.size == 1:
+        return processes, processes
+    arrays, batches = source.arrays, source.source
+    held = (arrays.x, arrays.y) if arrays is not None else batches if isinstance(batches, list) else first
+    known = (source.n_data, _digest(held))
+    spread, divided = processes.grid(parts, alike=len(set(processes.gather(known))) == 1)
+    require(
+        len(set(spread.gather(known))) == 1,
+        f"chains on processes of their own need the same data, and those of these {spread.size} processes differ: give all of them the "
+        "same",
+    )
+    return spread, divided
+
+
+def divide(model: Model, source: Batches, first: Batch, processes: Processes, *, full: bool = False) -> Batches:
     """The part of the data that this process works on; `first` is their first batch."""
     if processes.size == 1:
         return source
@@ -100,7 +125,15 @@ def divide(model: Model, source: Batches, first: Batch, processes: Processes) ->
         size, data = sampler.size, DataLoader(source.source.dataset, batch_sampler=Evenly(sampler.sampler, sampler.size, part))
     shares = tuple(Share.of(batch.stop - batch.start, *part) for batch in evenly(n, size))
     return Shards(
-        data, source.n_data, source.n_batches, source.device, source.counted, processes=processes, model=model, shares=shares
+        data,
+        source.n_data,
+        source.n_batches,
+        source.device,
+        source.counted,
+        processes=processes,
+        model=model,
+        shares=shares,
+        full=full,
     )
 
 

@@ -1,9 +1,12 @@
-"""The state of chains on all data, and what tunes their steps during the burn-in."""
+"""The state of chains on all data, which several processes may divide, and what tunes their steps during the burn-in."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +14,30 @@ from torch import Tensor
 from dubito.inference.integrators import Point, kinetic, leapfrog, rise
 from dubito.inference.log_density import Density
 from dubito.tensors.checks import positive, require
+from dubito.tensors.processes import Processes
+from dubito.tensors.shares import Share, draw_rows, sharing
 from dubito.tensors.tree import Buffers, Params
+
+ROWS = ("position", "gradient", "log_likelihood", "log_prior", "velocity")  # fields of a state with a row for every chain
+COMMON = ("count", "seen", "windows", "mean", "squares")  # what is tuned for all chains together
+
+
+class Spread(NamedTuple):
+    """Which of all chains this process runs, where others run the rest on the same data."""
+
+    processes: Processes
+    share: Share
+
+    def whole(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The rows of all chains, for leaves with those of this process."""
+        rows = [self.share.alone(leaf) for leaf in leaves]
+        self.processes.sum_(rows)
+        return rows
+
+    def align(self, generator: torch.Generator, taken: int = 0) -> None:
+        """Have all processes draw on from where that one is which has taken most numbers, or the first of these."""
+        places = self.processes.gather((taken, generator.get_state()))
+        generator.set_state(max(places, key=lambda one: one[0])[1])
 
 
 @dataclass
@@ -30,6 +56,7 @@ class ChainState:
     step: int
     like: Params = field(metadata={"transient": True})
     density: Density | None = field(default=None, metadata={"transient": True})
+    spread: Spread | None = field(default=None, metadata={"transient": True})  # of a state that holds some of the chains
 
     @property
     def step_size(self) -> Tensor:
@@ -38,7 +65,7 @@ class ChainState:
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """A velocity from N(0, I) for every chain, [C, P]."""
-        return torch.empty_like(self.position).normal_(generator=generator)
+        return draw_rows(lambda shape: self.position.new_empty(shape).normal_(generator=generator), self.position.shape)
 
     def point(self, velocity: Tensor) -> Point:
         """Where the chains are, with a velocity."""
@@ -51,6 +78,49 @@ class ChainState:
         self.gradient = torch.where(wide, point.gradient, self.gradient)
         self.log_likelihood = torch.where(accepted, point.log_likelihood, self.log_likelihood)
         self.log_prior = torch.where(accepted, point.log_prior, self.log_prior)
+
+    @contextmanager
+    def part(self, processes: Processes, generator: torch.Generator) -> Iterator[ChainState]:
+        """The state of the chains that this process runs: all of them, or its share of those that `processes` have in common.
+
+        Random numbers are drawn for all chains, and each process takes the rows of its own: a chain has the same wherever it runs.
+        """
+        if processes.size == 1:
+            yield self
+            return
+        share = Share.of(len(self.position), processes.rank, processes.size)
+        rows = {name: share.take(getattr(self, name)) for name in ROWS}
+        tuning = {name: leaf if name in COMMON else share.take(leaf) for name, leaf in self.tuning.items()}
+        spread = Spread(processes, share)
+        own = replace(self, **rows, tuning=tuning, notes={}, spread=spread)
+        with sharing(share):
+            yield own
+        self._join(own, spread)
+        spread.align(generator)  # a proposal of the user's may draw more here than there
+
+    def _join(self, own: ChainState, spread: Spread) -> None:
+        """Become the state of all chains again, in one message from all processes."""
+        leaves = {("", name): getattr(own, name) for name in ROWS}
+        leaves |= {("tuning", name): leaf for name, leaf in own.tuning.items() if name not in COMMON}
+        leaves |= {("notes", name): leaf for name, leaf in own.notes.items()}
+        whole = dict(zip(leaves, spread.whole(list(leaves.values())), strict=True))
+        for name in ROWS:
+            setattr(self, name, whole["", name])
+        self.tuning = {name: whole.get(("tuning", name), leaf) for name, leaf in own.tuning.items()}
+        self.notes = {name: whole["notes", name] for name in own.notes}
+        self.scale = own.scale
+
+    def of_all(self, leaf: Tensor) -> Tensor:
+        """The rows of all chains, where this state holds some of them."""
+        return leaf if self.spread is None else self.spread.whole([leaf])[0]
+
+    def padded(self, leaf: Tensor) -> Tensor:
+        """As many rows as there are chains, those of this state in their places: for functions that draw a number for every row."""
+        return leaf if self.spread is None else self.spread.share.pad(leaf)
+
+    def own(self, leaf: Tensor) -> Tensor:
+        """The rows of this state, of leaves with a row for every chain."""
+        return leaf if self.spread is None else self.spread.share.take(leaf)
 
 
 def start_average(step_size: float, state: ChainState) -> dict[str, Tensor]:
@@ -94,7 +164,7 @@ def adapt_units(state: ChainState, burn_in: int) -> None:
     tuning, now = state.tuning, state.step + 1
     if now <= burn_in // 16:
         return
-    rows = state.position.double()
+    rows = state.of_all(state.position).double()
     n, total = len(rows), tuning["seen"] + len(rows)
     away = rows.mean(0) - tuning["mean"]
     tuning["squares"] = tuning["squares"] + (rows - rows.mean(0)).square().sum(0) + away.square() * tuning["seen"] * n / total
@@ -136,8 +206,13 @@ def metropolis(change: Tensor, generator: torch.Generator) -> tuple[Tensor, Tens
 
 
 def dice(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers in float64, one for each of `like`."""
-    return torch.rand(like.shape, dtype=torch.float64, device=like.device, generator=generator)
+    """Uniform numbers in float64, one for each of `like`, [..., C]; or one for all chains, []."""
+
+    def uniform(shape: Sequence[int]) -> Tensor:
+        """So many of them."""
+        return torch.rand(shape, dtype=torch.float64, device=like.device, generator=generator)
+
+    return draw_rows(uniform, like.shape, like.ndim - 1) if like.ndim else uniform(())
 
 
 def find_step(density: Density, state: ChainState, generator: torch.Generator) -> None:

@@ -46,6 +46,7 @@ class Target:
 
     Where several `processes` fit together, a step's data are this one's part of batches that all have in common; `shares` says which
     part, one for each batch, and gradients are those of all processes. Without `shares` (before the first step, say) nothing is shared.
+    Over the processes of `spread` the chains of a method are divided, which see the same data.
     """
 
     model: Model
@@ -58,6 +59,7 @@ class Target:
     adversary: Tensor | None = None
     targets: tuple[Tensor, ...] | None = None
     processes: Processes = ALONE
+    spread: Processes = ALONE
     shares: tuple[Share, ...] | None = None
 
     def __post_init__(self):

@@ -26,8 +26,11 @@ from dubito.tensors.randomness import derive_seed
 
 TIMEOUT = timedelta(minutes=30)  # of one exchange, in which the others may wait for a checkpoint to be written
 JOINING = timedelta(minutes=5)  # until all processes have come to a fit
+PAUSE = 2.0  # seconds between looks whether another process has failed
 REASON = 2.0  # seconds in which the reason of a process that fails is waited for
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets
+
+DIMENSIONS = ("chains", "data")  # of a mesh
 
 Distributed = Literal["auto", False] | ProcessGroup | DeviceMesh
 Result = TypeVar("Result")
@@ -56,11 +59,42 @@ class Processes:
     bytes: int = field(default=0, repr=False)  # that this process has given to sums
     flags: tuple[float, ...] = field(default=(), repr=False)  # travel with the next sum
     sum_of_flags: Tensor | None = field(default=None, repr=False)  # as the last sum has brought them
+    mesh: DeviceMesh | None = field(default=None, repr=False)  # as the user has laid them out
+    name: str = field(default="", repr=False)  # under which one that fails leaves its words
+    looked: float = field(default=0.0, repr=False)  # when it was last looked whether another has
 
     @property
     def first(self) -> bool:
         """Whether this is the process that writes files and speaks."""
         return self.rank == 0
+
+    def grid(self, parts: int, *, alike: bool) -> tuple[Processes, Processes]:
+        """Those over which `parts`, chains or members, are spread, and those that divide the data: the dimensions "chains" and "data"
+        of a mesh. Without one all are the first where there is a part for each process and their data are `alike`, and else the second.
+
+        >>> Processes().grid(4, alike=True)
+        (Processes(rank=0, size=1), Processes(rank=0, size=1))
+        """
+        if not {*DIMENSIONS} & {*_names(self.mesh)}:
+            return (self, ALONE) if alike and parts >= self.size else (ALONE, self)
+        spread, divided = (self._along(name) for name in DIMENSIONS)
+        require(
+            parts >= spread.size,
+            f"the dimension 'chains' of the mesh has {spread.size} processes, and there are {parts} chains or members to spread over "
+            "them: give more of these, or in a method without any a mesh over the data, such as mesh['data']",
+        )
+        return spread, divided
+
+    def _along(self, name: str) -> Processes:
+        """Those in the row of this process along a dimension of the mesh."""
+        if self.mesh is None or name not in _names(self.mesh) or self.mesh[name].size() == 1:
+            return ALONE
+        group = self.mesh.get_group(name)
+        return (
+            self
+            if self.mesh.ndim == 1
+            else Processes(self.mesh.get_local_rank(name), self.mesh[name].size(), group, name=self.name)
+        )
 
     def sum_(self, tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> None:
         """Sum tensors over the processes, in place, in one all-reduce for each of their dtypes; or all in one `dtype`, such as float64
@@ -119,6 +153,27 @@ class Processes:
         """Wait until all processes have come here."""
         self.gather(None)
 
+    def check_others(self) -> None:
+        """Raise where another process has failed; what does not cost a message is to be called at every step."""
+        if self.size == 1 or time.monotonic() < self.looked + PAUSE:
+            return
+        self.looked, store = time.monotonic(), distributed.distributed_c10d._get_default_store()
+        if store.check([self._key]):
+            raise ProcessError(store.get(self._key).decode())
+
+    def wait_for_others(self) -> None:
+        """Wait until all have come here, unless one has failed: as long as that takes, where a barrier has its timeout."""
+        if self.size == 1:
+            return
+        store = distributed.distributed_c10d._get_default_store()
+        _CALLS[self._key] += 1
+        key, pause = f"{self._key}/{_CALLS[self._key]}", 0.01
+        store.add(key, 1)
+        while store.add(key, 0) < self.size:
+            self.check_others()
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE)
+
     def agree(self, **values: object) -> None:
         """Raise on all processes unless every value is the same on all of them; they are compared by `repr`.
 
@@ -149,8 +204,7 @@ class Processes:
 
     @property
     def _key(self) -> str:
-        assert self.group is not None
-        return f"dubito/{self.group.group_name}/failure"
+        return f"dubito/{self.name}/failure"
 
     def _reason(self, error: RuntimeError) -> str:
         """Why an exchange has failed: in the words of the process that has failed, if it has left some."""
@@ -208,7 +262,7 @@ def join_processes(wanted: Distributed = "auto", device: torch.device = CPU) -> 
     1
     """
     with torch.cuda.device(own_device(device)) if device.type == "cuda" else nullcontext():  # where NCCL puts messages of its own
-        yield from _join(_parent(wanted, device))
+        yield from _join(_parent(wanted, device), wanted if isinstance(wanted, DeviceMesh) else None)
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -221,12 +275,15 @@ def own_device(device: torch.device) -> torch.device:
     return torch.device("cuda", int(number)) if device == torch.device("cuda") and number is not None else device
 
 
-def _join(parent: ProcessGroup | None) -> Iterator[Processes]:
+def _join(parent: ProcessGroup | None, mesh: DeviceMesh | None) -> Iterator[Processes]:
     if parent is None or distributed.get_world_size(parent) == 1:
         yield ALONE
         return
     _wait_for_all(parent)
-    processes = Processes(distributed.get_rank(parent), distributed.get_world_size(parent), _own_group(parent))
+    group = _own_group(parent)
+    processes = Processes(
+        distributed.get_rank(parent), distributed.get_world_size(parent), group, mesh=mesh, name=group.group_name
+    )
     try:
         yield processes
         processes.barrier()
@@ -277,11 +334,15 @@ def _parent(wanted: Distributed, device: torch.device) -> ProcessGroup | None:
     if wanted is False:
         return None
     if isinstance(wanted, DeviceMesh):
+        if wanted.ndim == 1:
+            return wanted.get_group()
         require(
-            wanted.ndim == 1,
-            f"distributed is a DeviceMesh of {wanted.ndim} dimensions: give the one over the data, such as mesh['data']",
+            {*_names(wanted)} == {*DIMENSIONS} and wanted.size() == distributed.get_world_size(),
+            f"distributed is a DeviceMesh of {wanted.size()} processes with {wanted.ndim} dimensions, {_names(wanted)}: give one "
+            "over the data, such as mesh['data'], or, for several chains or members, one of all processes with the dimensions "
+            "'chains' and 'data'",
         )
-        return wanted.get_group()
+        return distributed.group.WORLD
     if isinstance(wanted, ProcessGroup):
         return wanted
     if wanted != "auto":
@@ -293,6 +354,11 @@ def _parent(wanted: Distributed, device: torch.device) -> ProcessGroup | None:
         distributed.init_process_group(backend, timeout=JOINING)
         atexit.register(_end)
     return distributed.group.WORLD
+
+
+def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    """The names of the dimensions of a mesh."""
+    return () if mesh is None else mesh.mesh_dim_names or ()
 
 
 def _end() -> None:

@@ -89,13 +89,13 @@ def test_a_parameter_that_nothing_initialises_is_an_error_with_advice():
 def test_bags_are_poisson_belong_to_the_example_and_differ_between_members():
     x, y = torch.randn(5000, 3), torch.randint(0, 2, (5000,))
     target = Target(Model(net(2), Categorical()), 5000)
-    bags = bag(target, (x, y), 4)
+    bags = bag(target, (x, y), range(4))
     assert bags.shape == (4, 5000)
     assert torch.allclose(bags.mean(1), torch.ones(4), atol=0.06)
     assert torch.allclose(bags.var(1), torch.ones(4), atol=0.12)
     assert torch.allclose((bags == 0).float().mean(1), torch.tensor(0.3679).expand(4), atol=0.03)
     order = torch.randperm(5000)
-    assert torch.equal(bag(target, (x[order], y[order]), 4), bags[:, order]), "whatever the order and the batch"
+    assert torch.equal(bag(target, (x[order], y[order]), range(4)), bags[:, order]), "whatever the order and the batch"
     assert (torch.corrcoef(bags) - torch.eye(4)).abs().max() < 0.06
     assert len(hash_rows([x, y]).unique()) == 5000
     digits = torch.zeros(100, 64)

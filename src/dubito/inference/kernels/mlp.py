@@ -20,6 +20,7 @@ from dubito.model import Target
 from dubito.model.likelihoods import NOISE, Gaussian
 from dubito.model.priors import Normal
 from dubito.network.examples import Batch, Inputs, Targets
+from dubito.tensors.shares import draw_rows
 from dubito.tensors.tree import Params
 
 WIDEST_INPUT, WIDEST_LAYER, WIDEST_OF_TWO = 64, 128, 64  # what one thread block can keep
@@ -263,7 +264,7 @@ class Trajectories(Kernel):
         leaves what numbers hold.
         """
         before = generator.get_state()
-        kicks = position.new_empty(steps, *position.shape).normal_(generator=generator)
+        kicks = draw_rows(lambda shape: position.new_empty(shape).normal_(generator=generator), (steps, *position.shape), 1)
         fresh = torch.expm1((2 * step / length).clamp(max=60.0)).sqrt().to(position.dtype)
         q, v, g = (leaf.clone(memory_format=torch.contiguous_format) for leaf in (position, velocity, gradient))
         likelihood, prior = log_likelihood.clone(), log_prior.clone()

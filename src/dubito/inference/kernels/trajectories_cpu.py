@@ -20,6 +20,7 @@ from dubito.inference.kernels.mlp_cpu import Field, Memory
 from dubito.model import Target
 from dubito.model.likelihoods import NOISE
 from dubito.model.priors import Normal
+from dubito.tensors.shares import draw_rows
 from dubito.tensors.tree import Params
 
 Result = TypeVar("Result")
@@ -255,9 +256,15 @@ class Trajectories(Kernel):
         leaves what numbers hold.
         """
         before = generator.get_state()
-        noise = position.new_empty(steps, *position.shape)
-        for one in noise:
-            one.normal_(generator=generator)
+
+        def normals(shape: Sequence[int]) -> Tensor:
+            """Noise of steps, one after another, as they would draw it on their own."""
+            noise = position.new_empty(shape)
+            for one in noise:
+                one.normal_(generator=generator)
+            return noise
+
+        noise = draw_rows(normals, (steps, *position.shape), 1)
         fresh = torch.expm1(2 * step / length).sqrt().unsqueeze(1).to(position.dtype)
 
         def task(number: int, part: slice) -> Callable[[Memory], tuple[Tensor, ...]]:

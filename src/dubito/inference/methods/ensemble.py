@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from dubito.inference.chains import batching_pays, own_buffers, starts
-from dubito.inference.members import bag, draw_anchors, example_keys, for_each, noisy_targets, warn_if_trained
+from dubito.inference.members import bag, draw_anchors, for_each, held_out, noisy_targets, perturb, warn_if_trained
 from dubito.inference.method import Info, Method, Stacking, Start, Traits, least_memory, traits_of, unfinished, with_budget
 from dubito.inference.methods.map import MAP
 from dubito.inference.start import make_start
@@ -23,16 +24,12 @@ from dubito.network.reinitialize import reinitialize
 from dubito.posteriors import Mixture, Point, Posterior, Samples
 from dubito.tensors import store, tree
 from dubito.tensors.checks import at_least, between, positive, require
-from dubito.tensors.randomness import derive_seed, uniforms_from
+from dubito.tensors.randomness import derive_seed, fork_rng
 from dubito.tensors.tree import Params
 
 DEFAULT = MAP()  # the method of `Ensemble(5)`
 HELD_OUT, LOOKS = 0.2, 100  # share of the rows that stop a member of it early, and how many times that is looked at
 NEW = {"before": None}  # fields that version 0.1 did not have
-FEW, FAR = (
-    64,
-    1.5,
-)  # numbers in a tensor, and times the largest new weight, beyond which a weight is no draw of the initialization
 
 
 @dataclass
@@ -145,7 +142,30 @@ class Ensemble:
     def traits(self) -> Traits:
         """Members start anew; the traits that concern the network and its weights are those of the method inside."""
         inner = traits_of(self.method)
-        return Traits(starts_anew=True, many_starts=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights)
+        alone = f"its members ({self.size}) run one or more on each process, and all of them need the same data"
+        return Traits(
+            starts_anew=True, many_starts=True, keeps_dropout=inner.keeps_dropout, draws_weights=inner.draws_weights, alone=alone
+        )
+
+    @property
+    def parts(self) -> int:
+        """Members, which know nothing of each other, may be trained by processes of their own."""
+        return self.size
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the members: their weights at the start, their anchors and the examples they see follow from these."""
+        return range(self.size)
+
+    @property
+    def of(self) -> int:
+        """How many members there are, of which these may be some."""
+        return self.size
+
+    def some(self, numbers: range) -> Members:
+        """The ensemble of some of the members."""
+        known = {own.name: getattr(self, own.name) for own in fields(self)}
+        return Members(**{**known, "size": len(numbers)}, numbers=numbers, of=self.size)
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -183,7 +203,8 @@ class Ensemble:
         first = self.methods[0].steps(n_batches) if len(self.methods) > 1 else steps
         state = EnsembleState([], 0, 0, first, steps, batched, None, None, n_batches)
         if self.anchored:
-            state.anchors = draw_anchors(target, start, self.size, generator)
+            state.anchors = draw_anchors(target, start, self.numbers, generator)
+        self._part_from(generator)
         state.stages.append(self._stage(0, target, state, starts, batch, generator))
         if len(self.methods) > 1:
             # It is made again once the first stage is over. Making it here finds errors early, and lets a checkpoint of either stage
@@ -196,6 +217,9 @@ class Ensemble:
                 raise ValueError("adversarial training perturbs one tensor of real numbers; this model takes other inputs")
             state.low, state.high = x.amin(0), x.amax(0)
         return state
+
+    def _part_from(self, generator: torch.Generator) -> None:
+        """Let members on other processes draw other numbers; here there are none."""
 
     def step(
         self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
@@ -222,9 +246,9 @@ class Ensemble:
             x = torch.cat([target.model.split(batch)[0] for batch in data])
             state.low, state.high = torch.minimum(state.low, x.amin(0)), torch.maximum(state.high, x.amax(0))
             target = replace(target, adversary=self.adversarial * (state.high - state.low))
-        held = [self._held_out(target, batch) for batch in data] if self.hold_out else []  # [S, B] each
+        held = [held_out(target, batch, self.numbers, self.hold_out) for batch in data] if self.hold_out else []  # [S, B] each
         weights = self._weights(target, data, held)
-        targets = [noisy_targets(target, batch, self.size) for batch in data] if self.anchored else [None]
+        targets = [noisy_targets(target, batch, self.numbers) for batch in data] if self.anchored else [None]
         if stage.stacked:
             own = replace(self._of(target, state), weights=for_each(weights), targets=for_each(targets))
             members = [method.step(own, stage.members[0], data, generator)]
@@ -331,9 +355,11 @@ class Ensemble:
     def _starts(self, target: Target, start: Start, seed: int) -> list[Start]:
         """Every member's own start."""
         if start.draws is not None:
-            settings, own = starts(target, start, self.size, torch.Generator()), own_buffers(start, self.size)
-            given = [Start(tree.select(settings, i), {**start.buffers, **tree.select(own, i)}) for i in range(self.size)]
-            return [self._perturbed(member, set(), derive_seed(seed, i)) for i, member in enumerate(given)]
+            settings, own = starts(target, start, self.of, torch.Generator()), own_buffers(start, self.of)
+            given = [Start(tree.select(settings, i), {**start.buffers, **tree.select(own, i)}) for i in self.numbers]
+            return [
+                perturb(member, set(), derive_seed(seed, i), self.perturb) for i, member in zip(self.numbers, given, strict=True)
+            ]
         names = [name for name in start.params if ":" not in name]
         kept = {name for name in names if self.keep is not None and re.search(self.keep, name)}
         require(kept or self.keep is None, f"keep={self.keep!r} matches none of the weights, which are {names[:8]}")
@@ -344,37 +370,19 @@ class Ensemble:
         )
         new = {name: leaf for name, leaf in start.params.items() if name not in kept}
         members = []
-        for i in range(self.size):
+        for i in self.numbers:
             own = derive_seed(seed, i)
             fresh = reinitialize(target.model.network, new, own, self.initialize)
             params = {name: fresh[name] if name in fresh else leaf.clone() for name, leaf in start.params.items()}
-            members.append(self._perturbed(Start(params, tree.clone(start.buffers)), set(new), own))
+            members.append(perturb(Start(params, tree.clone(start.buffers)), set(new), own, self.perturb))
         if self.initialize is None:
             warn_if_trained(start, [member.params for member in members], set(new) & set(names))
         return members
 
-    def _perturbed(self, start: Start, new: set[str], seed: int) -> Start:
-        """Add noise to weights that are not new."""
-        if self.perturb is None:
-            return start
-        source = torch.Generator().manual_seed(derive_seed("perturb", seed))
-        for name, leaf in start.params.items():
-            if name not in new and ":" not in name:
-                noise = torch.randn(leaf.shape, generator=source, dtype=leaf.dtype).to(leaf.device)
-                leaf.add_(noise * leaf.square().mean().sqrt(), alpha=self.perturb)
-        return start
-
     def _weights(self, target: Target, data: Iterable[Batch], held: list[Tensor]) -> list[Tensor | None]:
         """How often each example of each batch counts for each member, [S, B]; what a member holds out does not count."""
-        bags = [bag(target, batch, self.size) for batch in data] if self.bagging else [torch.ones(()) for _ in held]
+        bags = [bag(target, batch, self.numbers) for batch in data] if self.bagging else [torch.ones(()) for _ in held]
         return [bag.to(out.device) * ~out for bag, out in zip(bags, held, strict=True)] if held else list(bags) or [None]
-
-    def _held_out(self, target: Target, batch: Batch) -> Tensor:
-        """Which examples each member holds out, [S, B]: a fold of its own, by a hash of the example."""
-        assert self.hold_out is not None
-        folds = max(2, round(1 / self.hold_out))
-        fold = (uniforms_from(example_keys(target, batch) ^ derive_seed("fold")) * folds).long()
-        return fold == torch.arange(self.size, device=fold.device).unsqueeze(1) % folds
 
     def _stop_early(self, target: Target, state: EnsembleState, data: list[Batch], held: list[Tensor]) -> None:
         """Score what each member holds out in some of the passes, and keep the weights of the pass with the best score."""
@@ -428,6 +436,27 @@ class Ensemble:
         if stage.stacked:
             return [put(stage.members[0], leaves)]
         return [put(member, tree.select(leaves, i)) for i, member in enumerate(stage.members)]
+
+
+@dataclass(frozen=True)
+class Members(Ensemble):
+    """Some of the members of an ensemble, whose others are trained by other processes. Each begins where it would begin among all, and
+    sees the same examples; what is random in training is independent of the others."""
+
+    numbers: range = field(default=range(0), kw_only=True)  # pyright: ignore[reportIncompatibleMethodOverride]
+    of: int = field(default=0, kw_only=True)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def _part_from(self, generator: torch.Generator) -> None:
+        if first := self.numbers[0]:
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+            generator.manual_seed(derive_seed(seed, first))
+
+    def step(
+        self, target: Target, state: EnsembleState, data: Iterable[Batch], generator: torch.Generator
+    ) -> tuple[EnsembleState, Info]:
+        """A step of these members."""
+        with fork_rng(derive_seed("members", self.numbers[0], state.step)) if self.numbers[0] else nullcontext():
+            return super().step(target, state, data, generator)
 
 
 def _together(target: Target, starts: list[Start]) -> Start:

@@ -69,22 +69,23 @@ class Metropolis(Tuned):
 
     def _proposed(self, state: ChainState, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """What the proposal gives, if it is what it should be: positions alone could be unpacked by chains, and nobody would notice."""
-        proposed: Any = (self.proposal or self._walk(state))(state.position, step, generator)
+        position = state.padded(state.position)
+        proposed: Any = (self.proposal or self._walk(state))(position, state.padded(step), generator)
         several = isinstance(proposed, tuple | list)
         shapes = [tuple(getattr(part, "shape", (type(part).__name__,))) for part in (proposed if several else [proposed])]
-        wanted = [tuple(state.position.shape), tuple(state.log_prior.shape)]
+        wanted = [tuple(position.shape), tuple(position.shape[:1])]
         require(
             several and shapes == wanted,
             f"a proposal returns the new positions {wanted[0]} and the logarithm of the Hastings ratio {wanted[1]}, "
             "log q(old | new) - log q(new | old), which is 0 if it is symmetric: `return new, torch.zeros(len(new))`; "
             f"got {shapes}",
         )
-        return proposed[0], proposed[1]
+        return state.own(proposed[0]), state.own(proposed[1])
 
     def _walk(self, state: ChainState) -> Proposal:
         def walk(position: Tensor, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
             """A Gaussian step of `step` prior standard deviations, which is symmetric."""
             noise = torch.empty_like(position).normal_(generator=generator)
-            return position + step * state.scale * noise, torch.zeros_like(state.log_prior)
+            return position + step * state.scale * noise, position.new_zeros(len(position), dtype=torch.float64)
 
         return walk

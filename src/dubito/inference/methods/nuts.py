@@ -100,6 +100,8 @@ class NUTS(Tuned):
             growing = branch.sound & straight
             if not growing.any():
                 break
+        if state.spread is not None:  # how many numbers are taken depends on the longest trajectory
+            state.spread.align(generator, int(points.max()))
         state.accept(chosen, moved)
         probability = acceptance / points
         self.adapt(state, probability)
