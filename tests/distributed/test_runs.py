@@ -157,9 +157,8 @@ def test_draws_on_disk_are_read_by_all(tmp_path):
 def test_torchrun_runs_the_script_of_the_page(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
-    (tmp_path / "script.py").write_text(
-        "import torch\ntorch.manual_seed(0)\n" + code + "\nprint('center', float(posterior.center[0]['0.weight'].sum()))\n"
-    )
+    line = """print(f"center {float(posterior.center[0]['0.weight'].sum())}\\n", end="")"""  # written in one piece
+    (tmp_path / "script.py").write_text(f"import torch\ntorch.manual_seed(0)\n{code}\n{line}\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)

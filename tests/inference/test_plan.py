@@ -296,5 +296,6 @@ def test_batch_norm_has_sums_of_its_own_and_samplers_are_refused():
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     count = sum(p.numel() for p in net.parameters())
     assert plan(Model(net, Categorical()), MAP(), classes(), processes=2).exchanged == 4 * (count + 1) + 4 * (4 * 4 + 2)
-    with pytest.raises(ValueError, match="cannot run on 2 processes"):
-        plan(Model(mlp(), Categorical()), dubito.Metropolis(), classes(), processes=2)
+    for method in (dubito.Metropolis(), Ensemble(MAP(epochs=2), 3)):
+        with pytest.raises(ValueError, match="spread over the processes"):
+            plan(Model(mlp(), Categorical()), method, classes(), processes=2)

@@ -94,6 +94,7 @@ def plan(
     free where the network is. A plan that does not fit says so and what would: `plan(...).check()` raises.
 
     With several `processes`, which share every batch, it is the plan of one of them, with the bytes that it exchanges with the others.
+    What chains and members exchange that are spread over processes is in the docs (distributed.md).
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(100, 10), dubito.Categorical())
@@ -104,7 +105,12 @@ def plan(
     (True, 7500)
     """
     at_least(1, processes=processes)
-    alone = traits_of(method).alone
+    alone, spread = traits_of(method).alone, method.data == "full" or isinstance(method, Ensemble)
+    require(
+        processes == 1 or not spread,
+        f"{type(method).__name__} has chains or members that are spread over the processes, each as in a process alone: plan it with "
+        "processes=1",
+    )
     require(processes == 1 or alone is None, f"{type(method).__name__} cannot run on {processes} processes: {alone}")
     batch = tree.move(tree.tensors(batch, model.dtype), model.device)
     size = batch_size(model.split(batch)[1])
