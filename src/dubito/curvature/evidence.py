@@ -143,11 +143,18 @@ class _Spectrum:
     group: Tensor  # [blocks], index of the precision that is the block's
 
     @staticmethod
-    def of(parts: list[tuple[Tensor, int]]) -> _Spectrum:
-        """From curvatures and their group."""
-        binned = [_histogram(values) for values, _ in parts]
-        values, counts = (pad_sequence(list(each), batch_first=True) for each in zip(*binned, strict=True))
-        return _Spectrum(values, counts, torch.tensor([group for _, group in parts], device=values.device))
+    def of(parts: list[tuple[Tensor, int]]) -> list[_Spectrum]:
+        """From curvatures and their group; blocks of about the same size are in one."""
+        sizes: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
+        for curvatures, group in parts:
+            values, counts = _histogram(curvatures)
+            sizes.setdefault(len(values).bit_length(), []).append((values, counts, group))
+        found = []
+        for blocks in sizes.values():
+            values, counts, group = zip(*blocks, strict=True)
+            padded = [pad_sequence(list(each), batch_first=True) for each in (values, counts)]
+            found.append(_Spectrum(padded[0], padded[1], torch.tensor(group, device=values[0].device)))
+        return found
 
     def log_precision(self, precisions: Tensor, scale: Tensor) -> Tensor:
         """The sum for the groups' precisions [g]."""
@@ -180,7 +187,7 @@ class _Objective:
                 parts += [(values, group[next(iter(part.shapes))]) for part, values in spectra]
             else:
                 self.others.append(block)
-        self.spectrum = _Spectrum.of(parts) if parts else None
+        self.spectra = _Spectrum.of(parts)
         sizes, squares = evidence.moved(covariance)
         self.sizes, self.squares = (
             torch.stack([torch.stack([by[n] for n in names]).sum() for names in self.members]) for by in (sizes, squares)
@@ -189,8 +196,8 @@ class _Objective:
     def __call__(self, precisions: Tensor, scale: Tensor) -> Tensor:
         """The log evidence."""
         occam = -(self.sizes * precisions.log()).sum()
-        if self.spectrum is not None:
-            occam = occam + self.spectrum.log_precision(precisions, scale)
+        for spectrum in self.spectra:
+            occam = occam + spectrum.log_precision(precisions, scale)
         if self.others:
             # one tensor for all of a group, by which it is known as one precision
             each = {name: value for value, names in zip(precisions.unbind(), self.members, strict=True) for name in names}
