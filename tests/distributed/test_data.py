@@ -258,13 +258,8 @@ REFUSED = {
         ),
         "BatchNorm on several processes needs one setting of the weights at a time: give vectorize=False",
     ),
-    "Laplace": (lambda rank: ((X, Y), {"method": dubito.Laplace()}), "Laplace cannot run on 2 processes: what each process computes"),
-    "HMC": (lambda rank: ((X, Y), {"method": dubito.HMC()}), "HMC cannot run on 2 processes"),
+    "HMC": (lambda rank: ((X, Y), {"method": dubito.HMC()}), "HMC cannot run on 2 processes: what each process computes"),
     "an ensemble": (lambda rank: ((X, Y), {"method": dubito.Ensemble(2)}), "Ensemble cannot run on 2 processes"),
-    "drawn labels": (
-        lambda rank: ((X, Y), {"method": dubito.OnlineLaplace(epochs=3, curvature="fisher")}),
-        "OnlineLaplace cannot run on 2 processes: labels",
-    ),
 }  # fmt: skip
 
 
