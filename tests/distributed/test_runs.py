@@ -158,7 +158,9 @@ def test_torchrun_runs_the_script_of_the_page(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     (tmp_path / "script.py").write_text(
-        "import torch\ntorch.manual_seed(0)\n" + code + "\nprint('center', float(posterior.center[0]['0.weight'].sum()))\n"
+        "import torch\ntorch.manual_seed(0)\n"
+        + code
+        + "\nprint(f\"center {float(posterior.center[0]['0.weight'].sum())}\\n\", end='')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
