@@ -258,12 +258,7 @@ REFUSED = {
         ),
         "BatchNorm on several processes needs one setting of the weights at a time: give vectorize=False",
     ),
-    "Laplace": (lambda rank: ((X, Y), {"method": dubito.Laplace()}), "Laplace cannot run on 2 processes: what each process computes"),
     "an ensemble": (lambda rank: ((X, Y), {"method": dubito.Ensemble(1)}), "Ensemble cannot run on 2 processes: its members"),
-    "drawn labels": (
-        lambda rank: ((X, Y), {"method": dubito.OnlineLaplace(epochs=3, curvature="fisher")}),
-        "OnlineLaplace cannot run on 2 processes: labels",
-    ),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Targets
 from dubito.tensors.checks import at_least, require
 from dubito.tensors.covariances.covariance import normal
+from dubito.tensors.shares import draw_given, draw_rows
 from dubito.tensors.tree import Params, full_precision
 
 Kind = Literal["ggn", "fisher", "empirical", "hessian"]
@@ -69,7 +70,7 @@ def cotangents(
                 yield int(groups[int(s.reshape(-1, f.shape[-1]).abs().sum(0).argmax())]), s
             return
         for _ in range(count):
-            noise = normal(f.shape, f, generator) / count**0.5
+            noise = draw_rows(lambda shape: normal(shape, f, generator), f.shape) / count**0.5
             for group in groups.unique().tolist():
                 yield group, noise * (groups == group).to(noise)
         return
@@ -79,7 +80,8 @@ def cotangents(
                 yield 0, s
         return
     for _ in range(count):
-        yield 0, masked(likelihood.random_slope(f, likelihood_params(params), generator)) / count**0.5
+        slope = draw_given(lambda f: likelihood.random_slope(f, likelihood_params(params), generator), f)
+        yield 0, masked(slope) / count**0.5
 
 
 def observed(model: Model, target: Tensor, f: Tensor, params: Params) -> Tensor | None:

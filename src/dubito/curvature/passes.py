@@ -27,6 +27,7 @@ from dubito.network.examples import Batch, Inputs
 from dubito.tensors import tree
 from dubito.tensors.covariances import Blocks, Covariance, Dense, Diagonal, Kronecker, LowRank
 from dubito.tensors.eigen import eigh
+from dubito.tensors.processes import ALONE, Processes
 from dubito.tensors.tree import Buffers, Params
 
 ROUNDING = 1e-5  # what is smaller than so much of the whole may be rounding in single precision
@@ -43,6 +44,7 @@ class Estimate:
     prior: Mapping[str, Tensor]  # precision of every leaf
     scale: Tensor  # [G], noise precisions
     temperature: float = 1.0
+    processes: Processes = ALONE  # that hold the same sums
 
     def factor(self, which: int) -> float:
         """What a sum of pass `which` is multiplied by, to be one over all data."""
@@ -61,6 +63,10 @@ class Passes(ABC):
     @abstractmethod
     def statistic(self, setup: Setup, sums: Params, which: int) -> tuple[Statistic, Params]:
         """What pass `which` adds up, and those of the sums that it adds to."""
+
+    def adds(self, key: str, which: int) -> bool:
+        """Whether pass `which` adds to the tensor of this name; the others stay as they are."""
+        return True
 
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:  # noqa: B027 (most have one pass only)
         """Prepare the sums for the second pass."""
@@ -133,6 +139,10 @@ class EKFAC(Passes):
         """Factors first, then squares along their eigenvectors."""
         return (statistics.Kronecker(setup), self._squares(setup))[which], sums
 
+    def adds(self, key: str, which: int) -> bool:
+        """Squares in the second pass; the eigenvectors are no sums."""
+        return key.endswith("|L") if which else not key.endswith(("|L", "|left", "|right"))
+
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
         """Write the eigenvectors of the factors into the sums."""
         for block in single_pass_covariance(setup, sums, estimate).blocks:
@@ -192,6 +202,10 @@ class Subnetwork(Passes):
             return statistics.Diagonal(setup), _squares(sums)
         return statistics.Dense(setup, sums["index"]), {"H": sums["H"]}
 
+    def adds(self, key: str, which: int) -> bool:
+        """Squares of all weights, or products of the picked."""
+        return key.startswith("D|") if which == 0 and self.by == "variance" else key == "H"
+
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
         """Pick the weights of largest variance."""
         diagonal = replace(setup, spec=replace(setup.spec, structure="diagonal"))
@@ -245,6 +259,10 @@ class TopEigen(Passes):
         """Products of the curvature with the directions, and squared gradients."""
         products = self._products(setup)
         return replace(products, squares=which == 0 and bool(_squares(sums))), sums
+
+    def adds(self, key: str, which: int) -> bool:
+        """Products, and squares in the first pass; the directions are no sums."""
+        return key.startswith("Y|") or (which == 0 and key.startswith("D|"))
 
     def between(self, setup: Setup, sums: Params, estimate: Estimate) -> None:
         """Take an orthonormal basis of the products as directions."""
@@ -355,8 +373,12 @@ def single_pass_covariance(setup: Setup, sums: Params, estimate: Estimate) -> Bl
         curvature = sums["H"] if part is None else from_pairs(sums["pairs"], setup.names, part, setup.shapes[part.names[0]][0])
         return Blocks((Dense(_lists(setup, setup.names), curvature * factor, prior, scale, estimate.temperature),))
     blocks: list[Covariance] = []
+    own = _own_layers(setup, estimate)
     for part in estimate.layout.parts if setup.spec.structure == "kronecker" else ():
-        blocks += _layer_covariance(setup, part, sums, estimate, scale)
+        blocks += _layer_covariance(setup, part, sums, estimate, scale, own=part.matrix in own)
+    spectra = [leaf for block in blocks if isinstance(block, Kronecker) for leaf in block.spectrum]
+    if spectra:  # those of other processes are zeros here
+        estimate.processes.sum_(spectra)
     plain = [name for name in setup.names if name in sums]
     if plain:
         curvature = {name: sums[name] * factor for name in plain}
@@ -366,15 +388,31 @@ def single_pass_covariance(setup: Setup, sums: Params, estimate: Estimate) -> Bl
     return Blocks(tuple(sorted(blocks, key=lambda block: order[next(iter(block.shapes))])))
 
 
-def _layer_covariance(setup: Setup, part: Part, sums: Params, estimate: Estimate, scale: Tensor) -> list[Covariance]:
-    """The block of a layer, unless its weights have squares only."""
+def _own_layers(setup: Setup, estimate: Estimate) -> set[str]:
+    """The matrices of which this process finds the eigenvectors: its share of the layers, dealt out from the largest on."""
+
+    def cost(part: Part) -> int:
+        """Of its eigenvectors."""
+        assert part.matrix is not None
+        return sum(side**3 for side in setup.sides(part.matrix, part.bias))
+
+    layers = sorted((part for part in estimate.layout.parts if part.matrix is not None), key=cost, reverse=True)
+    return {part.matrix for part in layers[estimate.processes.rank :: estimate.processes.size] if part.matrix is not None}
+
+
+def _layer_covariance(
+    setup: Setup, part: Part, sums: Params, estimate: Estimate, scale: Tensor, *, own: bool
+) -> list[Covariance]:
+    """The block of a layer, unless its weights have squares only; with zeros for its eigenvectors unless they are this process's
+    `own` to find."""
     factor, temperature = estimate.factor(0), estimate.temperature
     if (weight := part.matrix) is not None:
         left, right = sums[f"{weight}|B"] * factor, sums[f"{weight}|A"] / max(1, estimate.seen[0])
         shape = list(setup.shapes[weight])
         made = Kronecker.of(
-            weight, part.bias, shape, left, right, estimate.prior, scale=scale, count=estimate.n_data, temperature=temperature
-        )
+            weight, part.bias, shape, left, right, estimate.prior,
+            scale=scale, count=estimate.n_data, temperature=temperature, decompose=own,
+        )  # fmt: skip
         return [made]
     if (total := sums.get(f"{part.names[0]}|H")) is None:
         return []

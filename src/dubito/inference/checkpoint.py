@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,29 +132,34 @@ class Checkpoint:
         require(not changed, f"{self.folder} belongs to another run; different: {changed}")
         require(made <= steps, f"{self.folder} holds {made} steps of this run already, more than the {steps} that are asked for")
 
-    def write_if_due(self, run: Run, draws: store.Draws) -> None:
-        """Write when it is due, at a signal, and at the first draw, so that there are no draws without a state from which to go on."""
+    def write_if_due(self, run: Run, draws: store.Draws, prepare: Callable[[Run], None]) -> None:
+        """Write when it is due, at a signal, and at the first draw, so that there are no draws without a state from which to go on.
+        Before that all processes `prepare` the run together."""
         if self.folder is None:
             return
-        first, signal = len(draws) and not run.draws, self._signal(run.step)
-        if time.monotonic() > self.due or signal or first:
+        first, (due, signal) = len(draws) and not run.draws, self._messages(run.step)
+        if due or signal or first:
+            prepare(run)
             self.write(run, draws)
         if signal:
             self.processes.barrier()  # the others' ends would be the first one's end too
             self.signals.pending = signal
             self.signals.deliver()
 
-    def _signal(self, step: int) -> int | None:
-        """The signal that a process has received; on several, all of them know of it one step later."""
+    def _messages(self, step: int) -> tuple[bool, int | None]:
+        """Whether a checkpoint is due by the first process's clock, and the signal that a process has received; on several, all of them
+        know of it one step later."""
+        late = time.monotonic() > self.due
         if self.processes.size == 1:
-            return self.signals.pending
+            return late, self.signals.pending
         if self.processes.collectives == self.collectives:  # nothing has travelled in this step
             self.processes.sum_([])
         flags, self.collectives = self.processes.sum_of_flags, self.processes.collectives
-        self.processes.flags = tuple(float(self.signals.pending == number) for number in SIGNALS)
-        if flags is None or not len(flags) or (flags.is_cuda and step % LOOK):
-            return None
-        return next((number for number, flag in zip(SIGNALS, flags.tolist(), strict=True) if flag), None)
+        unseen = flags is None or not len(flags) or (flags.is_cuda and step % LOOK > 0)
+        due, *received = [0.0] * (1 + len(SIGNALS)) if flags is None or unseen else flags.tolist()
+        late = late and self.processes.first and not due
+        self.processes.flags = (float(late), *(float(self.signals.pending == number) for number in SIGNALS))
+        return bool(due), next((number for number, flag in zip(SIGNALS, received, strict=True) if flag), None)
 
     def write(self, run: Run, draws: store.Draws) -> None:
         """Write the draws made so far, and then the checkpoint that counts them."""

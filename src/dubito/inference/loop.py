@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dubito.inference.batches import Batches, Group, reseed
 from dubito.inference.checkpoint import Checkpoint, Run
-from dubito.inference.method import Event, Info, Method
+from dubito.inference.method import Event, Info, Method, sum_parts
 from dubito.inference.options import FitOptions
 from dubito.inference.progress import Progress
 from dubito.model import Target
@@ -102,16 +102,22 @@ class Loop:
                 self.draws.append(draw)
             if bar.update(run.step, info):
                 _check_finite(info, run.step)
-            self.checkpoint.write_if_due(run, self.draws)
+            self.checkpoint.write_if_due(run, self.draws, self._sum_parts)
             answers = [callback(Event(run.step, self.steps, run.epoch, info, run.state)) for callback in callbacks]
             halted = any(answer is True for answer in answers)
             halted = any(self.processes.gather(halted)) if callbacks else halted
             if run.step >= self.steps or halted:
+                self._sum_parts(run)
                 return info, halted
+        self._sum_parts(run)
         if not skip:
             self._confirm(seen)
         self._end_epoch(run, info)
         return {**info, **self._validate(run)}, False
+
+    def _sum_parts(self, run: Run) -> None:
+        """Have all processes hold the same state, where each has added up a part of its own."""
+        run.state = sum_parts(self.method, self.target, run.state)
 
     def _groups(self, epoch: int) -> Iterator[Group]:
         """The batches of every step of an epoch."""

@@ -155,6 +155,12 @@ def unfinished(method: object, target: Target, state: Any) -> float:
     return 0.0 if rise is None else rise(target, state)
 
 
+def sum_parts(method: object, target: Target, state: Any) -> Any:
+    """The state with the sums of all processes, of a method of which each process has added up its own part."""
+    whole = getattr(method, "sum_parts", None)
+    return state if whole is None else whole(target, state)
+
+
 def least_memory(method: object, weights: int) -> int:
     """Bytes that a fit of so many bytes of weights needs at least beside them; zero of a method that does not tell.
 

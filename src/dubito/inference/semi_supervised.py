@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from dubito.inference.augment import Augmentation
 from dubito.inference.descent import Descent, DescentState
-from dubito.inference.method import Info, Method, Start, Traits, traits_of, with_budget
+from dubito.inference.method import Info, Method, Start, Traits, sum_parts, traits_of, with_budget
 from dubito.model import Model, Target
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Batch, batch_size, is_array, is_indexed, split_batch
@@ -328,6 +328,11 @@ class Consistency(ABC):
     def draw(self, state: ConsistencyState) -> Params | None:
         """None: the method inside has no draws."""
         return None
+
+    def sum_parts(self, target: Target, state: Any) -> Any:
+        """That of the student."""
+        state.student = sum_parts(self._inner, target, state.student)
+        return state
 
     def rise(self, target: Target, state: Any) -> float:
         """That of the student."""

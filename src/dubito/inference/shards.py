@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dubito.inference.batches import Batches, Evenly, Group, evenly
 from dubito.model import Model
+from dubito.network.division import digest, distributed_sampler
 from dubito.network.examples import Batch, batch_size
-from dubito.tensors import tree
 from dubito.tensors.checks import require
-from dubito.tensors.files import checksum
 from dubito.tensors.processes import Processes
 from dubito.tensors.randomness import fork_rng
 from dubito.tensors.shares import Share
@@ -108,7 +107,7 @@ def divide(model: Model, source: Batches, first: Batch, processes: Processes, *,
     part, sampler = (processes.rank, processes.size), getattr(source.source, "batch_sampler", None)
     n = batch_size(source.arrays.y) if source.arrays else len(sampler.sampler) if isinstance(sampler, Evenly) else None
     processes.agree(kind_of_data="a loader or batches" if n is None else "whole")
-    digests = processes.gather(_digest(first))
+    digests = processes.gather(digest(first))
     if n is None:
         return _own_part(model, source, first, processes, digests)
     processes.agree(number_of_examples=(n, source.n_data))
@@ -184,14 +183,8 @@ def agree_on_first(processes: Processes, source: Batches, what: str) -> None:
     """Raise unless all processes are given the same data, by their first batch."""
     if processes.size > 1:
         with fork_rng():
-            digests = processes.gather(_digest(next(iter(source), ())))
+            digests = processes.gather(digest(next(iter(source), ())))
         require(len(set(digests)) == 1, f"the processes are given different {what}: give all of them the same")
-
-
-def distributed_sampler(data: Any) -> DistributedSampler | None:
-    """The DistributedSampler of a DataLoader, if it has one."""
-    sampler = getattr(data, "sampler", None)
-    return sampler if isinstance(sampler, DistributedSampler) else None
 
 
 @contextmanager
@@ -204,7 +197,3 @@ def borrowed_epoch(data: Any) -> Iterator[None]:
     finally:
         if sampler is not None and epoch is not None:
             sampler.set_epoch(epoch)
-
-
-def _digest(batch: Batch) -> str:
-    return checksum({str(i): leaf for i, leaf in enumerate(tree.leaves(batch))})

@@ -9,6 +9,7 @@ Read in this order:
 - `recurrent`: `nn.LSTM`, `nn.GRU` and `nn.RNN` step by step
 - `cuda_graphs`: training steps that a GPU replays
 - `shared_batch`: a pass over a process's share of a batch
+- `division`: which batches a process looks at
 
 May import `tensors`.
 """

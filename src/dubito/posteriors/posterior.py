@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dubito.model import Model
+from dubito.network.division import share_batches
 from dubito.network.examples import LABELS, Batch, Inputs, as_arrays, is_array, split_batch
 from dubito.posteriors.functions import WAYS, Functions, Mixed, Setting
 from dubito.posteriors.generate import Generation, Way, write
@@ -20,6 +21,7 @@ from dubito.posteriors.predict.sampled import room
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors import tree
 from dubito.tensors.checks import at_least, counts, one_of
+from dubito.tensors.processes import Distributed, join_processes
 from dubito.tensors.randomness import borrowed_generators, fork_rng, generator, global_state, set_global_state
 from dubito.tensors.tree import Buffers, Params
 
@@ -221,9 +223,16 @@ class Posterior(ABC):
         draws: int | None = None,
         memory: float | None = None,
         seed: int = 0,
+        distributed: Distributed = False,
     ) -> Iterator[tuple[Predictive, Any]]:
-        """Stream over a loader: the predictive and the targets (None if it has none) of every batch. `how`: as `predict` does."""
-        for batch in _given(loader):
+        """Stream over a loader: the predictive and the targets (None if it has none) of every batch. `how`: as `predict` does.
+
+        With `distributed="auto"` (or a process group or DeviceMesh, as in `fit`) each of several processes has some of the batches: of
+        K that are given the same, every K-th.
+        """
+        with join_processes(distributed, self.model.device) as processes:
+            batches = share_batches(_given(loader), processes)
+        for batch in batches:
             x, y = inputs_of(self.model, batch)
             yield self.predict(x, how, draws=draws, memory=memory, seed=seed), tree.move(y, self.model.device)
 

@@ -106,3 +106,9 @@ def draw_rows(draw: Callable[[Shape], Tensor], shape: Shape, axis: int = 0) -> T
     if share is None or shape[axis] % share.count or not shape[axis]:
         return draw(shape)
     return share.draw(draw, shape, axis)
+
+
+def draw_given(draw: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`draw(x)`, random numbers for the rows of x that depend on them; within `sharing`, those of this process's share."""
+    share = _SHARE.get()
+    return draw(x) if share is None or len(x) != share.count else share.take(draw(share.pad(x)))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +24,7 @@ from dubito.cli.commands.errors import UsageError, print_warnings, usage_errors
 from dubito.cli.commands.fitted import find_device
 from dubito.cli.commands.flags import combine, parse
 from dubito.cli.commands.network import Network
+from dubito.cli.commands.parts import lost_processes
 from dubito.cli.commands.tables import Data, read_table
 from dubito.evaluation.data import table, uci
 from dubito.tensors import randomness
@@ -62,8 +63,11 @@ class CompareOptions:
     """Further scores that rank errors: entropy, mutual_information, variation_ratio, confidnet (which is trained), ..."""
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: reports/compare-NAME)")] = None
     """The folder to write; results in it that were made with the same settings are reused."""
+    jobs: Annotated[int, arg(metavar="K")] = 1
+    """Processes of this machine that share the fits; the seconds in the table then hold while all are busy."""
 
     def __post_init__(self):
+        require(self.jobs >= 1, f"--jobs must be at least 1; got {self.jobs}")
         require(self.seeds >= 1, f"--seeds must be at least 1; got {self.seeds}")
         require(bool(self.methods), "--methods needs at least one method, as in --methods map ensemble")
         allowed = bool(self.severities) and all(1 <= severity <= 5 for severity in self.severities)
@@ -145,8 +149,9 @@ def compare(args: Sequence[str]) -> None:
         if not training.quiet and not sys.stderr.isatty():
             console.print(Text(text, style="dim"))
 
-    with usage_errors(FileExistsError), print_warnings():
-        outcome = grid.run(say=say)
+    again = partial(make_grid, options, parts["table"], replace(training, quiet=True))
+    with usage_errors(FileExistsError), lost_processes(), print_warnings():
+        outcome = grid.run(say=say, jobs=options.jobs, remake=again)
     if not outcome.results:
         raise KeyboardInterrupt
     report = page(grid, outcome, command=lambda spec: command_line(parts, spec))
@@ -323,7 +328,7 @@ def command_line(parts: Mapping[str, Any], spec: str) -> str:
         for item in fields(part):
             value = getattr(part, item.name)
             default = value == item.default and item.name not in ("data", "seeds")
-            if item.name not in ("methods", "out", "quiet") and not default:
+            if item.name not in ("methods", "out", "jobs", "quiet") and not default:
                 words += _flag(item.name, value)
     return shlex.join([*words, "--methods", spec])
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from dubito.cli.commands.errors import UsageError, error_text
 from dubito.cli.commands.recipe import open_atomically
+from dubito.cli.process import in_processes
 from dubito.evaluation.data.csv_table import is_table
 
 T = TypeVar("T")
@@ -93,20 +92,20 @@ def each(work: Callable[[Path], T], found: Iterable[Path], jobs: int) -> Iterato
     if jobs == 1 or len(found) < 2:
         yield from ((path, attempt(work, path)) for path in found)
         return
-    threads = max(1, torch.get_num_threads() // jobs)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(found)), context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-        waiting = [(path, pool.submit(attempt, work, path)) for path in found]
-        try:
-            for path, future in waiting:
-                yield path, future.result()
-        except BrokenProcessPool:
-            raise UsageError(
-                "a process ended at once: perhaps there is not enough memory for so many --jobs. What is written stays; the same "
-                "command goes on"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with lost_processes():
+        yield from zip(found, in_processes(partial(attempt, work), found, jobs), strict=True)
+
+
+@contextmanager
+def lost_processes() -> Iterator[None]:
+    """Say so where one of several processes is killed."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise UsageError(
+            "a process ended at once: perhaps there is not enough memory for so many --jobs. What is written stays; the same command "
+            "goes on"
+        ) from None
 
 
 def attempt(work: Callable[[Path], T], path: Path) -> T | UsageError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from dubito.cli.compare.result import Key, Result, versions
 from dubito.cli.compare.scoring import SEVERITIES, check_names, evaluate
 from dubito.cli.compare.spec import Spec
 from dubito.cli.compare.stacked import Chosen, fit_splits, inner_split, is_stackable
-from dubito.cli.process import one_thread
+from dubito.cli.process import in_processes, one_thread
 from dubito.evaluation.problems import Problem, Split
 from dubito.inference.fit import Event, Method, fit
 from dubito.inference.methods import MAP
@@ -77,8 +79,18 @@ class Grid:
             f"{self.problem.name} has {splits} published splits, and a seed is the number of one: give at most {splits} seeds",
         )
 
-    def run(self, *, say: Callable[[str], object] = str, progress: bool | None = None) -> Outcome:
-        """Make the results that are missing."""
+    def run(
+        self,
+        *,
+        say: Callable[[str], object] = str,
+        progress: bool | None = None,
+        jobs: int = 1,
+        remake: Callable[[], Grid] | None = None,
+    ) -> Outcome:
+        """Make the results that are missing; with several `jobs` in as many processes, for which `remake` makes this grid again."""
+        require(
+            jobs == 1 or remake is not None, "several jobs need `remake`, a function that can be pickled and makes the grid again"
+        )
         split = lru_cache(maxsize=1)(self.problem.split)  # one seed's data at a time: those of all seeds may not fit into memory
         keys = self._keys(split)
         results = {place: result for place, key in keys.items() if (result := Result.read(self.folder, key)) is not None}
@@ -90,14 +102,19 @@ class Grid:
             self._warm_up(split(self.seeds[0]))
         with store.lock_folder(self.folder), Progress("compare", UNIT * len(missing), show=progress) as bar:
             try:
-                for place, result in self._make(missing, keys, split, bar):
-                    result.write(self.folder)
+                made = self._make(missing, keys, split, bar)
+                if remake is not None and jobs > 1:
+                    made = self._make_apart(missing, keys, split, bar, jobs=jobs, remake=remake)
+                for place, result in made:
                     results[place] = result
                     bar.update(UNIT * sum(place in results for place in missing), {})
                     text = f"{result.seconds:.1f} s" if result.error is None else f"failed: {result.error}"
                     say(f"{result.key.label}, seed {result.key.seed}: {text}")
             except KeyboardInterrupt:
                 interrupted = True
+        if jobs > 1:  # what a process has written before an interrupt
+            left = {place: Result.read(self.folder, keys[place]) for place in missing if place not in results}
+            results |= {place: result for place, result in left.items() if result is not None}
         return Outcome(tuple(results[place] for place in keys if place in results), interrupted)
 
     def _warm_up(self, split: Split) -> None:
@@ -160,7 +177,7 @@ class Grid:
             text = f"{spec.label}, {total} splits at once"
             fitted, error = self._fit_stack(spec, {seed: split(seed) for seed in seeds}, partial(tell, text=text))
             for seed in seeds:  # where one split fails, others may have succeeded
-                yield (i, seed), self._score(keys[i, seed], split(seed), fitted.get(seed), error or DIVERGED)
+                yield (i, seed), self._write(self._score(keys[i, seed], split(seed), fitted.get(seed), error or DIVERGED))
             done += total
         total = 1
         for seed in self.seeds:
@@ -169,8 +186,37 @@ class Grid:
                 if i not in stacked and (i, seed) in missing:
                     text = f"{spec.label}, seed {seed}"
                     made, error = _attempt(partial(fits, spec, split(seed), partial(tell, text=text)))
-                    yield (i, seed), self._score(keys[i, seed], split(seed), made, error)
+                    yield (i, seed), self._write(self._score(keys[i, seed], split(seed), made, error))
                     done += 1
+
+    def _write(self, result: Result) -> Result:
+        result.write(self.folder)
+        return result
+
+    def _make_apart(
+        self,
+        missing: Sequence[Place],
+        keys: Mapping[Place, Key],
+        split: Callable[[int], Split],
+        bar: Progress,
+        *,
+        jobs: int,
+        remake: Callable[[], Grid],
+    ) -> Iterator[tuple[Place, Result]]:
+        """The missing results from several processes; those that are fitted together are made here. Methods that start from the same
+        trained network stay in one process."""
+        stacked = {i for i, spec in enumerate(self.specs) if is_stackable(spec, self.problem)}
+        yield from self._make([place for place in missing if place[0] in stacked], keys, split, bar)
+        units: dict[tuple[int, str], list[int]] = {}
+        for i, seed in sorted(missing, key=lambda place: self.seeds.index(place[1])):
+            if i not in stacked:
+                start = self.specs[i].start
+                units.setdefault((seed, str(i) if start is None else repr(start)), []).append(i)
+        work = partial(_make_unit, pickle.dumps(remake))
+        for results, warned in in_processes(work, [(seed, specs) for (seed, _), specs in units.items()], jobs) if units else ():
+            for text in warned:
+                warnings.warn(text, stacklevel=2)
+            yield from results
 
     def _fit_stack(
         self, spec: Spec, splits: Mapping[int, Split], tell: Callable[[float], object]
@@ -240,6 +286,25 @@ class Fits:
         begin = time.monotonic()
         posterior = fit(model, method, data, progress=False, callbacks=[event], **options)
         return posterior, time.monotonic() - begin
+
+
+@lru_cache(maxsize=1)
+def _remade(remake: bytes) -> Grid:
+    """The grid, made once in a process."""
+    return pickle.loads(remake)()
+
+
+def _make_unit(remake: bytes, unit: tuple[int, list[int]]) -> tuple[list[tuple[Place, Result]], list[str]]:
+    """Make and write the results of some methods with one seed, in a process that shares the work; and what was warned of."""
+    seed, specs = unit
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        grid = replace(_remade(remake), seeds=(seed,))
+        split = lru_cache(maxsize=1)(grid.problem.split)
+        grid._warm_up(split(seed))
+        with Progress("compare", UNIT, show=False) as bar:
+            results = list(grid._make([(i, seed) for i in specs], grid._keys(split), split, bar))
+    return results, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ class Means:
             self._sums[name] = one + self._sums.get(name, 0.0)  # on their device: nobody waits for them
         counts = torch.stack([(count > 0).double().sum(), count.sum(), count.square().sum()])
         self._counts = counts if self._counts is None else self._counts + counts
+
+    def merge(self, other: Means) -> None:
+        """Take in the sums of other batches."""
+        for name, sums in other._sums.items():
+            self._sums[name] = sums + self._sums.get(name, 0.0)
+        if other._counts is not None:
+            self._counts = other._counts if self._counts is None else self._counts + other._counts
 
     def __contains__(self, name: str) -> bool:
         return name in self._sums
@@ -113,6 +121,10 @@ class QuantileCounts:
         self._below = self._below + torch.bincount(torch.bucketize(values, cuts), minlength=len(cuts) + 1)[:-1].cumsum(0).double()
         self.n += len(values)
 
+    def merge(self, other: QuantileCounts) -> None:
+        """Take in other counts."""
+        self._below, self.n = self._below + other._below, self.n + other.n
+
     @property
     def calibration(self) -> QuantileCalibration:
         """The share of targets below the quantile of each level."""
@@ -151,6 +163,17 @@ class Scorer(ABC):
     def available(self, p: Predictive, name: str) -> bool:
         """Whether a metric that suits can be computed for this predictive."""
         return True
+
+    def merge(self, others: Sequence[Scorer]) -> None:
+        """Take in what others have seen. What is kept is put in the order of the batches, of which they took turns."""
+        turns = [self.kept, *(other.kept for other in others)]
+        self.kept = {
+            name: [part for turn in zip_longest(*(kept.get(name, []) for kept in turns)) for part in turn if part is not None]
+            for name in dict.fromkeys(chain(*turns))
+        }
+        for other in others:
+            self.n += other.n
+            self.means.merge(other.means)
 
     @abstractmethod
     def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
@@ -223,6 +246,13 @@ class ClassScorer(Scorer):
 
     kind, extra, score, discrete = "classes", ("brier_decomposition", "uncertainty"), "one_minus_max", True
     bins_of_classes: ClassBins | None = None
+
+    def merge(self, others: Sequence[Scorer]) -> None:
+        """Also the bins of each class."""
+        super().merge(others)
+        for other in others:
+            bins, more = self.bins_of_classes, other.bins_of_classes if isinstance(other, ClassScorer) else None
+            self.bins_of_classes = bins + more if bins is not None and more is not None else bins or more
 
     def update(self, p: Predictive, y: Tensor, target: Tensor) -> None:
         """Take in a batch: y as it was given, and `target` [B, *D] or [B, *D, L]."""
@@ -335,6 +365,13 @@ class NumberScorer(Scorer):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.quantiles = QuantileCounts()
+
+    def merge(self, others: Sequence[Scorer]) -> None:
+        """Also the counts of PIT values."""
+        super().merge(others)
+        for other in others:
+            if isinstance(other, NumberScorer):
+                self.quantiles.merge(other.quantiles)
 
     def available(self, p: Predictive, name: str) -> bool:
         """A likelihood of one's own may have no CRPS and no distribution function, and intervals are compared with no number."""

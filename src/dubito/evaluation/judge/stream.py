@@ -7,7 +7,10 @@ at once.
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +23,15 @@ from dubito.evaluation.judge.scorers import ClassScorer, NumberScorer
 from dubito.evaluation.measures import MEASURES
 from dubito.evaluation.metrics import DECISIONS, METRICS
 from dubito.evaluation.metrics.reading import Array, targets, tensor
-from dubito.inference.batches import Arrays, as_columns, is_hugging_face
+from dubito.inference.batches import Arrays, as_columns, is_hugging_face, reseed
 from dubito.inference.progress import Progress
 from dubito.model import Model
-from dubito.network.examples import is_array, is_pair, split_batch
+from dubito.network.division import share_batches
+from dubito.network.examples import batch_size, is_array, is_pair, split_batch
 from dubito.posteriors.posterior import Posterior, inputs_of
 from dubito.posteriors.predictive import Predictive, concatenate
 from dubito.tensors.checks import between, require
+from dubito.tensors.processes import ALONE, CPU, Distributed, Processes, join_processes
 from dubito.tensors.randomness import borrowed_generators, fork_rng
 
 Predictor = Callable[[Any], Predictive]
@@ -75,29 +80,44 @@ def predict_in_batches(predict: Predictor, x: Tensor, size: int, transform: Call
 
 
 def for_each_batch(
-    data: Any, model: Model | None, take: Callable[[Any, Any], int], *, size: int, title: str, unit: str, progress: bool | None
+    data: Any,
+    model: Model | None,
+    take: Callable[[Any, Any], int],
+    *,
+    size: int,
+    title: str,
+    unit: str,
+    progress: bool | None,
+    processes: Processes = ALONE,
 ) -> None:
-    """Call take(x, y) for every batch of the data. It returns how many `unit`s it has seen, which the progress bar shows.
+    """Call take(x, y) for every batch of the data, of several processes for those of this one. It returns how many `unit`s it has seen,
+    which the progress bar shows.
 
     `data` is a tuple (x, y), a Dataset (both in batches of `size`), a DataLoader or any iterable of batches. Global generators are
     put back at the end.
     """
     columns = as_columns(data, default=model is None or model.split is split_batch)
-    loader = _batches(columns, input_dtype(model), size)
-    total = _length(loader)
-    bar = Progress(title, total, show=progress if total else False)
-    with bar, borrowed_generators(loader), fork_rng():  # a DataLoader draws from the global generator, even unshuffled
-        for i, batch in enumerate(loader):
+    whole = model is not None and model.coupled
+    loader = _batches(columns, input_dtype(model), size, 1 if whole else processes.size)
+    total = _length(loader) // processes.size
+    bar = Progress(title, total, show=progress if total and processes.first else False)
+    # a DataLoader draws from the global generator, even unshuffled
+    with bar, borrowed_generators(loader) as generators, fork_rng():
+        if processes.size > 1:
+            reseed(generators, 0)  # one that shuffles gives the same batches to all
+        for i, batch in enumerate(share_batches(loader, processes)):
             x, y = split_batch(batch) if model is None else inputs_of(model, batch)
             require(y is not None, "the batches hold inputs only: scores need the targets as well")
             bar.update(i + 1, {unit: take(x, y)})
 
 
-def _batches(data: Any, dtype: torch.dtype, size: int) -> Iterable[Any]:
+def _batches(data: Any, dtype: torch.dtype, size: int, least: int) -> Iterable[Any]:
+    """Batches of at most `size`; of data in memory `least` of them, if there are as many rows."""
     if is_pair(data) and any(map(is_array, data)):
         if not is_array(data[1]) and not isinstance(data[1], dict):
             raise TypeError(f"in data (x, y), y must be a tensor, an array or a dict of these; y is a {type(data[1]).__name__}")
-        return Arrays.of(data, dtype, size, shuffle=False)
+        arrays = Arrays.of(data, dtype, size, shuffle=False)
+        return replace(arrays, size=min(size, math.ceil(batch_size(arrays.y) / least)))
     if isinstance(data, Dataset) or is_hugging_face(data):
         rows: Any = data
         return DataLoader(rows.with_format("torch") if is_hugging_face(rows) else rows, batch_size=size)
@@ -114,6 +134,7 @@ def _length(loader: Iterable[Any]) -> int:
         return 0
 
 
+MIXED = "some batches are of classes and some of numbers: judge them apart"
 NAMES = (*METRICS, *DECISIONS, "brier_decomposition", "uncertainty")
 
 
@@ -162,10 +183,21 @@ class Judge:
         target = targets(p, y, "judge")
         if self.scorer is None:
             self.scorer = (ClassScorer if p.likelihood.discrete else NumberScorer)(p, *self.options)
-        require(
-            self.scorer.discrete == p.likelihood.discrete, "some batches are of classes and some of numbers: judge them apart"
-        )
+        require(self.scorer.discrete == p.likelihood.discrete, MIXED)
         self.scorer.update(p, tensor(y).to(target.device), target)
+
+    def gather(self, processes: Processes) -> None:
+        """Take in what the other processes have taken in, batch by batch in turn: afterwards all of them have the same, on the CPU."""
+        if processes.size == 1:
+            return
+        memory = io.BytesIO()
+        torch.save(self.scorer, memory)
+        scorers = [torch.load(io.BytesIO(one), "cpu", weights_only=False) for one in processes.gather(memory.getvalue())]
+        scorers = [scorer for scorer in scorers if scorer is not None]
+        require(len({type(scorer) for scorer in scorers}) < 2, MIXED)
+        self.scorer = scorers[0] if scorers else None
+        if self.scorer is not None:
+            self.scorer.merge(scorers[1:])
 
     def compute(self) -> Judgement:
         """The judgement of all batches so far."""
@@ -193,6 +225,7 @@ def judge(
     bins: int = 15,
     level: float = 0.9,
     progress: bool | None = None,
+    distributed: Distributed = False,
 ) -> Judgement:
     """How good a posterior's predictions are on data whose targets are known, in one pass over it.
 
@@ -200,6 +233,9 @@ def judge(
     place of a posterior any function from inputs to a `Predictive` will do, such as one that recalibrates:
     `judge(lambda x: fix(posterior.predict(x)), data)`. `how`, `draws`, `memory` and `seed` are those of `predict`; `metrics`, `scores`,
     `bins` and `level` those of `Judge`, which can also be fed by hand.
+
+    With `distributed="auto"` (or a process group or DeviceMesh, as in `fit`) all processes judge together, each some of the batches of
+    data that are the same on all of them, or batches of its own; each has the judgement of all examples in the end.
 
     >>> import dubito
     >>> model = dubito.Model(torch.nn.Linear(3, 2), dubito.Categorical())
@@ -209,15 +245,19 @@ def judge(
     (100, ['auroc', 'ece', 'nll'], 100)
     """
     predict = predictor(posterior, how=how, draws=draws, memory=memory, seed=seed)
-    judging = Judge(metrics, scores=scores, bins=bins, level=level)
+    judging, model = Judge(metrics, scores=scores, bins=bins, level=level), model_of(posterior)
 
     def take(x: Any, y: Any) -> int:
         """Judge a batch; returns the examples so far."""
         judging.update(predict(x), y)
         return judging.n
 
-    for_each_batch(data, model_of(posterior), take, size=size, title="Judging", unit="examples", progress=progress)
-    return judging.compute()
+    with join_processes(distributed, CPU if model is None else model.device) as processes:
+        processes.agree(metrics=judging.options, prediction=(how, draws, seed), size=size)
+        shown = {"title": "Judging", "unit": "examples", "progress": progress}
+        for_each_batch(data, model, take, size=size, processes=processes, **shown)
+        judging.gather(processes)
+        return judging.compute()
 
 
 def standard_errors(p: Predictive, y: Array, metrics: Sequence[str] | None = None) -> dict[str, float]:

@@ -82,7 +82,7 @@ class Laplace:
     clip: bool = field(default=False, kw_only=True)  # set negative eigenvalues of a Hessian to zero
     check: bool = field(default=True, kw_only=True)  # warn where the network is not at an optimum
 
-    traits: ClassVar[Traits] = Traits(post_hoc=True, takes_example_weights=False, exact_settings=(("damping", 0.0),))
+    traits: ClassVar[Traits] = Traits(post_hoc=True, takes_example_weights=False, exact_settings=(("damping", 0.0),), alone=None)
 
     def __post_init__(self):
         one_of(("kronecker", "diagonal", "lowrank", "dense"), structure=self.structure)
@@ -167,14 +167,21 @@ class Laplace:
         """Add batches to the sums of the current pass."""
         setup = self.setup(target, state.params, state.buffers, tuple(state.names))
         passes, total = self.passes, state.curvature
-        which = min(passes.count - 1, state.step // max(1, state.steps // passes.count))
-        if which == 1 and total.seen[1] == 0:
+        period = max(1, state.steps // passes.count)
+        which = min(passes.count - 1, state.step // period)
+        if which == 1 and state.step == period:
+            total.sum_(passes, target.processes)
             passes.between(setup, total.sums, total.estimate(target, state.params, self._prior(target, state)))
         # a gradient costs as much as a cotangent: of many batches, some are enough to tell
         gradient = self.check and which == 0 and (state.step % 8 == 0 or state.steps <= 16)
-        score = total.add(passes, setup, data, which, generator, gradient=gradient)
+        score = total.add(target, passes, setup, data, which, generator, gradient=gradient)
         state.step += 1
         return state, {"log_likelihood": score}
+
+    def sum_parts(self, target: Target, state: LaplaceState) -> LaplaceState:
+        """The sums of all processes."""
+        state.curvature.sum_(self.passes, target.processes)
+        return state
 
     def draw(self, state: LaplaceState) -> Params | None:
         """No draws: the posterior is made at the end."""

@@ -162,10 +162,7 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
     @property
     def traits(self) -> Traits:
         """Those of descent, one member at a time: curvature is of one network."""
-        alone = (
-            "labels are drawn for the examples of each process; choose curvature='ggn'" if self.curvature == "fisher" else None
-        )
-        return replace(super().traits, stacks=False, alone=alone)
+        return replace(super().traits, stacks=False)
 
     def init(self, target: Target, start: Start, batch: Batch, generator: torch.Generator, *, steps: int) -> OnlineLaplaceState:
         """As of descent, with the prior's precisions and empty sums of curvature."""
@@ -197,19 +194,22 @@ class OnlineLaplace(Descent[OnlineLaplaceState]):
         state.made += 1
         if self._trains(which):
             return self._train(target, state, data, generator)
-        before, seen = (state.curvature.log_likelihood.clone(), state.curvature.seen[0]) if position else (0.0, 0)
-        if position == 0 or not target.processes.first:  # the first process keeps the sums of the steps before
+        if position == 0:
             state.curvature.clear()
-        setup, own = self.setup(target, state.params, state.buffers), list(data)
-        if target.shares is not None:
-            own = [batch for batch, share in zip(own, target.shares, strict=True) if not share.idle]
-        state.curvature.add(SinglePass(), setup, own, 0, generator, gradient=False)
-        state.curvature.sum_(target.processes)
-        info = {"log_likelihood": (state.curvature.log_likelihood - before) / max(1, state.curvature.seen[0] - seen)}
+        setup = self.setup(target, state.params, state.buffers)
+        info = {
+            "log_likelihood": state.curvature.add(target, SinglePass(), setup, data, 0, generator, gradient=False),
+        }
         if position == state.period - 1:
+            self.sum_parts(target, state)
             self._learn(target, state, still=which == self.passes - 1)
             info["log_evidence"] = torch.tensor(state.log_evidence)
         return state, info
+
+    def sum_parts(self, target: Target, state: OnlineLaplaceState) -> OnlineLaplaceState:
+        """The sums of all processes."""
+        state.curvature.sum_(SinglePass(), target.processes)
+        return state
 
     def kind(self, state: OnlineLaplaceState) -> Hashable | None:
         """Steps under the same precisions are of one kind."""

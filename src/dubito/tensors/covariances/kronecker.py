@@ -61,12 +61,14 @@ class Kronecker(Covariance):
         scale: Tensor,
         count: float = 1.0,
         temperature: float = 1.0,
+        decompose: bool = True,
     ) -> Kronecker:
-        """From B of every noise [K, out, out] and A [in, in]."""
+        """From B of every noise [K, out, out] and A [in, in]; without `decompose` with zeros for the `spectrum`, to be filled in."""
         delta, warp = _separated(prior, weight, bias, right.shape[0])
         a = right if warp is None else right / warp / warp.unsqueeze(1)
-        right_values, right_vectors = _eigen(a.to(left))
-        left_values, left_vectors = _eigen(torch.tensordot(scale.to(left), left, 1))
+        b = torch.tensordot(scale.to(left), left, 1)
+        right_values, right_vectors = _eigen(a.to(left)) if decompose else _zeros(a.to(left))
+        left_values, left_vectors = _eigen(b) if decompose else _zeros(b)
         several = left.shape[0] > 1
         return Kronecker(
             weight, bias, shape, left_vectors, left_values, right_vectors, right_values, delta.to(left),
@@ -88,6 +90,11 @@ class Kronecker(Covariance):
         if not bool((precision > 0).all()):
             raise Indefinite(float(precision.min()), float(precision.max()), int((precision <= 0).sum()), precision.numel())
         return self.temperature / precision
+
+    @property
+    def spectrum(self) -> list[Tensor]:
+        """Eigenvectors and eigenvalues of both sides."""
+        return [self.left, self.left_values, self.right, self.right_values]
 
     @property
     def biased(self) -> bool:
@@ -392,3 +399,8 @@ def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = eigh(matrix.double())
     # in the order of memory that a file has, so that what is computed from a loaded one is the same to the last bit
     return values.clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype).contiguous()
+
+
+def _zeros(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what `_eigen` finds."""
+    return torch.zeros_like(matrix[0]), torch.zeros_like(matrix, memory_format=torch.contiguous_format)
