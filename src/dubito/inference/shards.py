@@ -90,7 +90,7 @@ def lay_out(parts: int, source: Batches, first: Batch, processes: Processes) -> 
         return processes, processes
     arrays, batches = source.arrays, source.source
     held = (arrays.x, arrays.y) if arrays is not None else batches if isinstance(batches, list) else first
-    known = (source.n_data, _digest(held))
+    known = (source.n_data, digest(held))
     spread, divided = processes.grid(parts, alike=len(set(processes.gather(known))) == 1)
     require(
         len(set(spread.gather(known))) == 1,
