@@ -47,9 +47,8 @@ def test_what_cannot_run_gives_one_line_and_2(table):
     assert first == second == 2
     assert "exists: give another folder for --out" in told
     assert other.startswith("dubito: process 0 of 2 has failed: UsageError")
-    given[-1] = table.parent / "hmc"
-    del given[3:5]
-    for code, _, said in on_ranks(2, lambda rank: command(rank, "hmc", *given)):
+    given[-1] = table.parent / "ensemble"
+    for code, _, said in on_ranks(2, lambda rank: command(rank, "ensemble", *given, "--size", "1")):
         assert code == 2
-        assert "HMC cannot run on 2 processes" in said
+        assert "Ensemble cannot run on 2 processes" in said
         assert said.count("\n") == 1
