@@ -194,7 +194,7 @@ class Kronecker(Covariance):
             squared, turned = layer.energy(basis), g.squeeze(2) @ self.left
             return torch.stack([gram(turned * (squared @ v.mT).sqrt()) for v in variances])
         if few_positions(positions, classes, g):
-            turned, each = g @ self.left, pieces(size, positions**2 * basis.shape[0], basis)
+            turned, each = g @ self.left, pieces(size, positions**2 * (basis.shape[0] + outputs), basis)
             parts = [by_pairs(_to_basis(layer.a[piece], basis, bias), turned[:, piece], variances) for piece in each]
         else:
             roots, parts = [v.sqrt() for v in variances], []

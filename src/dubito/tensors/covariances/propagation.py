@@ -391,7 +391,7 @@ def _add_by_pairs(variances: Sequence[Params], layer: LayerRows, g: Tensor, tota
     (weight, bias), g = (layer.part.weight, layer.part.bias), full_precision(g)
     assert weight is not None
     each = [v[weight].flatten(1) for v in variances]
-    for piece in pieces(layer.batch, layer.positions**2 * layer.a.shape[-1], g):
+    for piece in pieces(layer.batch, layer.positions**2 * (layer.a.shape[-1] + g.shape[-1]), g):
         total[:, piece] += by_pairs(layer.a[piece], g[:, piece], each)
     if bias is not None:
         total = total + torch.stack([gram(g.sum(2) * v[bias].sqrt()) for v in variances])
