@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from dubito.curvature import statistics
-from dubito.curvature.capture import forward
 from dubito.curvature.cotangents import monte_carlo
 from dubito.curvature.layout import Layout, Part
 from dubito.curvature.memory import DOUBLE, Need, evidence_matrices, least_room, refusal
 from dubito.curvature.products import HessianColumns, Products
-from dubito.curvature.setup import Setup, Spec
+from dubito.curvature.setup import Setup, Spec, last_layer
 from dubito.curvature.statistics import EigenSquares, LayerStatistic, Statistic, from_pairs
 from dubito.model import Model
 from dubito.model.likelihoods import NOISE
@@ -518,29 +517,6 @@ def check_memory(passes: Passes, setup: Setup, x: Inputs, layout: Layout, what: 
     needed = passes.need(setup, layout).least
     if (free := least_room(setup.model.device, needed)) is not None:
         raise MemoryError(refusal(f"{what} over {setup.size:,} weights", needed, free, alternatives(setup, x)))
-
-
-# -- which weights
-
-
-def last_layer(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The Bayesian weights of the last linear or convolutional layer that the network calls."""
-    fixed = {name: buffers[name].detach() for name, _ in model.network.named_parameters() if name in buffers}
-    wanted = {**{name: params[name].detach() for name in names}, **fixed}
-    rest = {name: leaf for name, leaf in buffers.items() if name not in fixed}
-    uses = [use for use in forward(model, {**params, **wanted}, x, rest, wanted=wanted).uses if use.kind == "affine"]
-    if not uses:
-        raise ValueError("the network's last layer is not a linear or convolutional one: name its weights with subset='...'")
-    weight, bias = uses[-1].weight, uses[-1].bias
-    if weight is None:
-        raise ValueError(
-            "the weight of the last layer is computed from others, as a parametrization such as weight_norm does: name those with "
-            "subset='...', or remove the parametrization"
-        )
-    chosen = tuple(name for name in (weight, bias) if name is not None and name in names)
-    if not chosen:
-        raise ValueError(f"the last layer, with {weight}, is not among the Bayesian weights: mind `only`, and what is frozen")
-    return chosen
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from dubito.curvature.capture import forward
 from dubito.curvature.cotangents import Kind
 from dubito.curvature.layout import Layout, layout
 from dubito.model import Model
@@ -70,3 +71,23 @@ class Setup:
         """Outputs and inputs of the matrix of a layer; a bias counts as one more input."""
         shape = self.shapes[weight]
         return shape[0], shape.numel() // shape[0] + (bias is not None)
+
+
+def last_layer(model: Model, params: Params, x: Inputs, buffers: Buffers, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The Bayesian weights of the last linear or convolutional layer that the network calls."""
+    fixed = {name: buffers[name].detach() for name, _ in model.network.named_parameters() if name in buffers}
+    wanted = {**{name: params[name].detach() for name in names}, **fixed}
+    rest = {name: leaf for name, leaf in buffers.items() if name not in fixed}
+    uses = [use for use in forward(model, {**params, **wanted}, x, rest, wanted=wanted).uses if use.kind == "affine"]
+    if not uses:
+        raise ValueError("the network's last layer is not a linear or convolutional one: name its weights with subset='...'")
+    weight, bias = uses[-1].weight, uses[-1].bias
+    if weight is None:
+        raise ValueError(
+            "the weight of the last layer is computed from others, as a parametrization such as weight_norm does: name those with "
+            "subset='...', or remove the parametrization"
+        )
+    chosen = tuple(name for name in (weight, bias) if name is not None and name in names)
+    if not chosen:
+        raise ValueError(f"the last layer, with {weight}, is not among the Bayesian weights: mind `only`, and what is frozen")
+    return chosen

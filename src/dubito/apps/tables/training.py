@@ -174,6 +174,7 @@ class Training:
 
     @torch.no_grad()
     def result(self) -> CrossFitted:
+        """The best state of every member, what it predicts for the rows that it holds out, and how much each repeat counts."""
         outputs = self.outputs.new_empty(self.settings.repeats, len(self.x), self.outputs.shape[-1])
         for i, (rows, counted) in enumerate(zip(self.rows, self.counted, strict=True)):
             outputs[i // self.settings.folds, rows[counted]] = self.outputs[i, counted]

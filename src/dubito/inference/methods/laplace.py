@@ -14,7 +14,8 @@ from dubito.curvature import Setup, Spec
 from dubito.curvature.accumulate import Accumulated
 from dubito.curvature.cotangents import check_draws
 from dubito.curvature.evidence import Approximation, shared_precisions
-from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwork, TopEigen, last_layer
+from dubito.curvature.passes import EKFAC, Hessian, Passes, SinglePass, Subnetwork, TopEigen
+from dubito.curvature.setup import last_layer
 from dubito.inference.method import Info, Start, Traits
 from dubito.model import Target
 from dubito.model.priors import Centered, Prior
