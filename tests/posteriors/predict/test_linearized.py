@@ -419,6 +419,7 @@ def test_pairs_of_positions_give_what_the_gradients_of_all_weights_give(name, st
     """A GPU goes by them where positions are few."""
     monkeypatch.setattr("dubito.tensors.covariances.propagation.few_positions", lambda *_: True)
     monkeypatch.setattr("dubito.tensors.covariances.kronecker.few_positions", lambda *_: True)
+    monkeypatch.setattr("dubito.tensors.covariances.propagation.CHUNK", 300)  # some examples at a time
     net, x = build(name)
     model = Model(net, Gaussian(scale=0.5))
     params, buffers = model.parameters(), model.buffers()

@@ -194,15 +194,14 @@ class Kronecker(Covariance):
             squared, turned = layer.energy(basis), g.squeeze(2) @ self.left
             return torch.stack([gram(turned * (squared @ v.mT).sqrt()) for v in variances])
         if few_positions(positions, classes, g):
-            turned, each = g @ self.left, pieces(size, positions**2 * (basis.shape[0] + outputs), basis)
-            parts = [by_pairs(_to_basis(layer.a[piece], basis, bias), turned[:, piece], variances) for piece in each]
+            total = by_pairs(_to_basis(layer.a, basis, bias), g @ self.left, variances)
         else:
             roots, parts = [v.sqrt() for v in variances], []
             for piece in pieces(size, classes * outputs * basis.shape[0], basis):
                 product = self._rotated_rows(layer.a[piece], g[:, piece], basis, bias)
                 each = [(product.mul_(root) if len(roots) == 1 else product * root).flatten(2) for root in roots]
                 parts.append(torch.stack([inner_products(white) for white in each]))
-        total = torch.cat(parts, 1)
+            total = torch.cat(parts, 1)
         if layer.spread is not None:  # noise of the inputs is each position's own
             squared, turned = layer.spread @ basis[: layer.a.shape[-1]] ** 2, g @ self.left
             total = total + torch.stack([gram((turned * (squared @ v.mT).sqrt()).flatten(2)) for v in variances])

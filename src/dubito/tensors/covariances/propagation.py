@@ -292,15 +292,16 @@ def few_positions(positions: int, classes: int, like: Tensor) -> bool:
 def by_pairs(a: Tensor, g: Tensor, variances: Sequence[Tensor]) -> Tensor:
     r"""Inner products of the rows :math:`\sum_t g_t a_t^T` under independent weights, [G, b, C, C], for inputs a [b, T, I], gradients
     g [C, b, T, O] and each of several variances [O, I], without the rows: :math:`\sum_{tu} g_t g_u (\sum_i v_i a_{ti} a_{ui})`."""
-    size, positions, _ = a.shape
-    g = g.permute(1, 3, 0, 2)  # [b, O, C, T]
-    columns = g.permute(0, 1, 3, 2).flatten(1, 2)  # [b, O T, C]
-    products, found = (a.unsqueeze(2) * a.unsqueeze(1)).flatten(0, 2), []  # [b T T, I]
-    for variance in variances:
-        inner = (products @ variance.mT).view(size, positions, positions, -1).permute(0, 3, 1, 2)  # [b, O, T, T]
-        half = (g @ inner).permute(0, 1, 3, 2).flatten(1, 2)  # [b, O T, C]
-        found.append(half.mT @ columns)
-    return torch.stack(found)
+    parts, positions = [], a.shape[1]
+    for piece in pieces(len(a), positions**2 * (a.shape[-1] + g.shape[-1]), g):
+        rows, some = g[:, piece].permute(1, 3, 0, 2), a[piece]  # [b, O, C, T]
+        columns = rows.mT.flatten(1, 2)  # [b, O T, C]
+        products, found = (some.unsqueeze(2) * some.unsqueeze(1)).flatten(0, 2), []  # [b T T, I]
+        for variance in variances:
+            inner = (products @ variance.mT).view(len(some), positions, positions, -1).permute(0, 3, 1, 2)  # [b, O, T, T]
+            found.append((rows @ inner).mT.flatten(1, 2).mT @ columns)
+        parts.append(torch.stack(found))
+    return torch.cat(parts, 1)
 
 
 def input_noise(layer: LayerRows, g: Tensor, variances: Sequence[Params]) -> Tensor:
@@ -390,9 +391,7 @@ def _add_by_pairs(variances: Sequence[Params], layer: LayerRows, g: Tensor, tota
     """The same by pairs of positions."""
     (weight, bias), g = (layer.part.weight, layer.part.bias), full_precision(g)
     assert weight is not None
-    each = [v[weight].flatten(1) for v in variances]
-    for piece in pieces(layer.batch, layer.positions**2 * (layer.a.shape[-1] + g.shape[-1]), g):
-        total[:, piece] += by_pairs(layer.a[piece], g[:, piece], each)
+    total = total + by_pairs(layer.a, g, [v[weight].flatten(1) for v in variances])
     if bias is not None:
         total = total + torch.stack([gram(g.sum(2) * v[bias].sqrt()) for v in variances])
     return total
