@@ -141,7 +141,7 @@ class Gaussian(Posterior):
         """The predictive at x. Linearized with `draws`, it is made of so many linear functions instead of their exact Gaussian.
 
         With `draws=0` nothing is drawn, however many outputs there are. `memory` bounds, in gigabytes, what is held beside the result
-        (None: 1, or an eighth of a GPU's memory).
+        (None: 1, or on a GPU an eighth of its memory).
 
         `link` turns a Gaussian over logits into class probabilities: "nodes" (deterministic nodes with matched moments), "pairwise"
         (mean field), "probit", "bridge" (Laplace bridge) or "mc". In one pass (`how="streamlined"` or `"adjoint"`) `x_var` are

@@ -94,7 +94,7 @@ class Posterior(ABC):
         """The predictive at x (what the network takes: a tensor, a tuple or a dict).
 
         `draws` is how many functions are averaged (None: the form's own choice), `memory` how many gigabytes they may take at a time
-        (None: 1, or an eighth of a GPU's memory); the same `seed` gives the same functions for every x.
+        (None: 1, or on a GPU an eighth of its memory); the same `seed` gives the same functions for every x.
         """
 
     # -- the posterior as functions

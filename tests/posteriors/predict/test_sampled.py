@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,3 +265,15 @@ def test_consistent_masks_are_the_same_on_every_device():
     )
     x = torch.randn(5, 3)
     assert torch.allclose(here.predict(x).means, there.predict(x).means.cpu(), atol=1e-5)
+
+
+def test_a_prediction_leaves_room_on_a_gpu_that_is_nearly_full(monkeypatch):
+    from dubito.posteriors.predict import sampled as module
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    for free, expected in ((70, 10.0), (4, 2.0)):
+        monkeypatch.setattr(module, "available", lambda device, free=free: free * 2**30)
+        assert module.room(None, gpu) == expected
+        assert module.room(0.5, gpu) == 0.5
+    assert module.room(None, torch.device("cpu")) == 1.0

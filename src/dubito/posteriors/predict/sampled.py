@@ -20,6 +20,7 @@ from torch._C._functorch import is_batchedtensor
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
+from dubito.curvature.memory import available
 from dubito.model import Model
 from dubito.model.likelihoods import likelihood_params
 from dubito.network.examples import Inputs, are_vectors, check_outputs, read_inputs
@@ -37,10 +38,12 @@ IN_PLACE = re.compile(r"[^_]_$|^__i(?!n)\w+__$|^__setitem__$")  # relu_, __iadd_
 
 
 def room(memory: float | None, device: torch.device) -> float:
-    """Gigabytes that a prediction may take beside its result: as it is asked for; if nothing is, 1, or an eighth of a GPU's memory."""
+    """Gigabytes that a prediction may take beside its result: as it is asked for; if nothing is, 1, or on a GPU an eighth of its
+    memory, but at most half of what is free."""
     if memory is not None or device.type != "cuda":
         return 1.0 if memory is None else memory
-    return torch.cuda.get_device_properties(device).total_memory / 8 / GIGABYTE
+    eighth, free = torch.cuda.get_device_properties(device).total_memory / 8, available(device)
+    return min(eighth, eighth if free is None else free / 2) / GIGABYTE
 
 
 def _batched(value: Any) -> bool:
